@@ -1,8 +1,8 @@
-"""The dispatcher: one table from (operator, key) to kernels, open to everybody.
+"""The dispatcher: one extensible table from (operator, key) to kernels.
 
-Keys and sets are in ``keys``, thread-local state and levels in ``state``, what arguments
-contribute to a key set in ``arguments``, the table in ``table``; ``explain`` says what a call
-would do. This room knows no operator.
+``keys`` has the dispatch keys and key sets, ``state`` the thread-local state and the levels,
+``arguments`` the key sets of arguments, ``table`` the table; ``explain`` reports how a call would
+be dispatched. This package names no particular operator.
 """
 
 from __future__ import annotations

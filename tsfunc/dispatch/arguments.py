@@ -1,10 +1,10 @@
-"""What the arguments of a call contribute to its key set.
+"""The keys that the arguments of a call contribute to its key set.
 
-Looked at are the arguments themselves and what is in lists, tuples, dicts and every other
-pytree that optree knows in its global namespace (``namespace=""``). A value speaks for itself
-by one of two attributes, of its class or its own: ``dispatch_level``, the :class:`Level` that it
-is a value of, or ``dispatch_keys``, a :class:`DispatchKeySet`. A plain tensor stands for its
-backend, all else for nothing.
+The search covers the arguments and the leaves of lists, tuples, dicts and every other pytree that
+optree knows in its global namespace (``namespace=""``). A value declares its keys by one of two
+attributes, of its class or of the instance: ``dispatch_level``, the :class:`Level` of the value,
+or ``dispatch_keys``, a :class:`DispatchKeySet`. A plain tensor contributes the key of its backend;
+other values contribute nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _kinds: dict[type, int] = {
 
 
 class _BackendBits(dict[str, int]):
-    """The backend's bit for each ``torch.device.type``, worked out when it is first met."""
+    """The backend's bit for each ``torch.device.type``, computed on first use."""
 
     def __missing__(self, device_type: str) -> int:
         bit = self[device_type] = 1 << backend_of(device_type).priority
@@ -56,7 +56,10 @@ def _kind_of(value: Any) -> int:
 
 
 def _kind_of_instance(value: Any) -> int:
-    """The kind where the type does not tell; not kept, for a type can become a pytree later."""
+    """Return the kind of a value whose type does not decide it.
+
+    The kind is not cached, since a type can be registered as a pytree later.
+    """
     if isinstance(value, type):
         return _NONE
     if hasattr(value, "dispatch_level"):
@@ -67,12 +70,12 @@ def _kind_of_instance(value: Any) -> int:
 
 
 def speaks_for_itself(value: Any) -> bool:
-    """Whether a value's own attributes say what it contributes, whatever is inside of it."""
+    """True if a value's own attributes declare its keys; its contents are then not searched."""
     return _kind_of(value) in (_LEVEL, _KEYS)
 
 
 def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, Level | None]:
-    """The bits that the arguments contribute, and the innermost level found among them."""
+    """Return the bits that the arguments contribute, and the innermost level found among them."""
     bits = 0
     level: Level | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -98,7 +101,7 @@ def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
 
 
 def backends_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return the bits of the backends whose memory the tensors among the arguments have."""
+    """Return the bits of the backends of the tensors among the arguments."""
     leaves = optree.tree_leaves((tuple(args), dict(kwargs)), none_is_leaf=True)
     bits = 0
     for leaf in leaves:
@@ -119,10 +122,10 @@ def _items(value: Any, kind: int) -> Sequence[Any]:
 
 
 def _innermost(a: Level | None, b: Level) -> Level:
-    """The inner one of two levels; of two at the same depth the one that has ended.
+    """Return the inner one of two levels; of two levels at the same depth, the one that has ended.
 
-    Values of two transforms at one depth meet only where one of them has escaped, or where one
-    level is within the other.
+    Values of two levels at one depth meet only if one value has escaped, or if one level is within
+    the other.
     """
     if a is None or a is b or b.depth > a.depth:
         return b

@@ -1,4 +1,4 @@
-"""``dispatch.explain``: what a call would do, in words."""
+"""``dispatch.explain``: a report of how a call would be dispatched."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tsfunc.dispatch.table import Entry, Operator, fallthrough, level_at, operat
 
 @dataclass(frozen=True)
 class Step:
-    """One bit of the key set: where it came from and what the table holds for it.
+    """One bit of the key set: its sources and the table's kernel for it.
 
     Attributes:
-        level: the level of the bit, 0 where it belongs to no transform.
-        key: the name of its key.
-        sources: the arguments, as Python paths, and the sets that it came from.
-        kernel: the kernel's name, and in brackets whether it is the cell's, row's or column's.
-        registered: where, or the empty string without a kernel.
+        level: the level of the bit, 0 if it belongs to no transform.
+        key: the name of the bit's key.
+        sources: the arguments, as Python paths, and the sets that the bit comes from.
+        kernel: the kernel's name, with "cell", "row" or "column" in brackets.
+        registered: the ``file:line`` of the registration, or an empty string without a kernel.
     """
 
     level: int
@@ -38,10 +38,11 @@ class Explanation:
     """The steps of a call, in the order in which its kernels would redispatch.
 
     Attributes:
-        operator: the name of the operator that the call means.
-        keys: the key set that the call is dispatched by.
-        masked: what the exclude set has taken out of it.
-        steps: the first that does not fall through is what the call runs.
+        operator: the name of the operator.
+        keys: the key set that the call is dispatched on.
+        masked: the keys that the exclude set has removed from the key set.
+        steps: one step a bit; the call runs the kernel of the first step that does not fall
+        through.
     """
 
     operator: str
@@ -60,19 +61,19 @@ class Explanation:
 
 
 def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Prints and returns the key set of a call, where each bit comes from, and its kernels.
+    """Print and return the key set of a call, the source of each bit, and the kernels.
 
-    Nothing is run. The first step that does not fall through is the kernel that the call runs;
-    the later ones are those that are reached when each kernel calls the operator again on the
-    same arguments, under the state that it runs under.
+    Nothing is run. The call runs the kernel of the first step that does not fall through. The
+    later steps are the kernels that are reached when each kernel calls the operator again on the
+    same arguments, under the state that the kernel runs under.
 
     Args:
-        op: an operator, or what names one. A function that stands for several overloads
-            (``torch.add``) means the one that takes the arguments.
-        args: the arguments of the call, and ``kwargs`` its keyword arguments.
+        op: an operator, or an object that names one. A function that stands for several overloads
+            (``torch.add``) means the overload that takes the arguments.
+        args: the arguments of the call; ``kwargs`` are its keyword arguments.
 
     Raises:
-        DispatchError: ``op`` names no operator, or several of which none takes the arguments.
+        DispatchError: ``op`` names no operator, or no overload of it takes the arguments.
 
     Example:
         >>> import torch
@@ -101,7 +102,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 def _steps(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Step]:
     """Yield a step for each bit that the call meets if every kernel redispatches.
 
-    A backend's kernel is the last one.
+    The last step is the kernel of a backend.
     """
     from_arguments = _sources(args, kwargs)
     bits, innermost = keys_of_arguments(args, kwargs)
@@ -142,14 +143,14 @@ def _kernel(entry: Entry | None, depth: int, level: Level | None) -> str:
 
 
 def _next_state(state: State, bit: int, level: Level | None) -> State | None:
-    """What the kernel of a bit runs under; None where it does not run."""
+    """Return the state that the kernel of a bit runs under; None if the kernel does not run."""
     if bit < WIDTH:
         return state.below(bit)
     return level.kernel_state(bit) if level is not None and level.alive else None
 
 
 def _sets_with(bit: int, state: State) -> Iterator[str]:
-    """Which of the sets beside the arguments have the bit."""
+    """Yield the names of the sets, other than the arguments, that have the bit."""
     if state.include >> bit & 1:
         level = state.running
         yield "the include set" + (f" captured by {level.name}" if level is not None else "")
@@ -158,7 +159,7 @@ def _sets_with(bit: int, state: State) -> Iterator[str]:
 
 
 def _sources(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, list[str]]:
-    """The paths of the arguments that each bit comes from."""
+    """Return the paths of the arguments that each bit comes from."""
     found: dict[int, list[str]] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(
         (tuple(args), dict(kwargs)), is_leaf=speaks_for_itself, none_is_leaf=True

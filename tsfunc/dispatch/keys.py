@@ -1,8 +1,8 @@
 """Dispatch keys and sets of them.
 
-A key names a kind of work (batching, tracing, a backend). A set holds pairs (level, key) as
-the bits of one int: inner levels are the higher bits, and within a level the key of higher
-priority is the higher bit, so the kernel to run is chosen by the highest bit.
+A key names a kind of work (batching, tracing, a backend). A set holds pairs (level, key) as the
+bits of one int: inner levels have the higher bits, and within a level the key of higher priority
+has the higher bit. The highest bit of a set therefore selects the kernel.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import ClassVar, Final
 
 from tsfunc.errors import DispatchError
 
-# Bits that one level takes: as many keys can exist at a time. The keys defined below are
-# spread out, so that a key of a user's finds room between any two of them.
+# Number of bits of one level, and the most keys that can exist. The priorities of the keys below
+# are spread out, so that a user's key fits between any two of them.
 WIDTH: Final = 1024
-# How far above all others a key without bounds is put.
+# The distance of a new key without bounds from the highest key.
 _STEP: Final = 8
 _ROOM: Final = __name__.rpartition(".")[0] + "."
 
 
 def caller_site() -> str:
-    """``file:line`` of the nearest code outside this room."""
+    """Return the ``file:line`` of the nearest code outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_ROOM):
         frame = frame.f_back
@@ -33,7 +33,7 @@ def caller_site() -> str:
 
 
 class DispatchKey:
-    """A kind of work that an operator call can stand for; made by :meth:`define`."""
+    """A kind of work that the dispatcher has kernels for; made by :meth:`define`."""
 
     __slots__ = ("name", "priority", "site")
 
@@ -72,13 +72,13 @@ class DispatchKey:
         above: DispatchKey | None = None,
         below: DispatchKey | None = None,
     ) -> DispatchKey:
-        """Defines a key of your own.
+        """Define a new key.
 
         Args:
-            name: how the key is printed; not in use yet.
+            name: the name of the key, which no other key has.
             above: the new key's kernels run before this key's kernels of the same level.
-            below: the new key's kernels run after this key's kernels of the same level.
-                With neither, the new key goes above all others.
+            below: the new key's kernels run after this key's kernels of the same level. With
+                neither bound, the new key goes above all others.
 
         Raises:
             DispatchError: the name is taken, the two bounds leave no room, or cross.
@@ -109,9 +109,10 @@ class DispatchKey:
 
     @classmethod
     def _place(cls, name: str, above: DispatchKey | None, below: DispatchKey | None) -> int:
-        """A free priority: in the middle of the gap next to the bound, so that more fit later.
+        """Return a free priority in the middle of the gap next to the bound.
 
-        On top of all keys a small step does: halving would leave room for ten only.
+        Above all keys the priority is only a small step higher: halving would leave room for ten
+        keys.
         """
         call = f"DispatchKey.define({name!r}, above={above}, below={below})"
         if above is None and below is None:
@@ -126,7 +127,7 @@ class DispatchKey:
                 f"{call}: no key is above {above} and below {below}, for {above} is not below "
                 f"{below}; swap the two bounds, or leave one out."
             )
-        # The gaps between neighbouring keys inside the bounds, the one asked for first.
+        # The gaps between neighbouring keys inside the bounds, the gap next to the bound first.
         edges = [low, *(p for p in sorted(cls._by_priority) if low < p < high), high]
         gaps = list(pairwise(edges))
         if above is None:
@@ -143,7 +144,7 @@ class DispatchKey:
 
     @classmethod
     def get(cls, name: str) -> DispatchKey:
-        """The key of that name; DispatchError where there is none."""
+        """Return the key with a name; raise DispatchError if there is none."""
         key = cls._by_name.get(name)
         if key is None:
             raise DispatchError(
@@ -154,7 +155,7 @@ class DispatchKey:
 
     @classmethod
     def all(cls) -> list[DispatchKey]:
-        """Every key, by falling priority."""
+        """Return all keys in order of falling priority."""
         return [cls._by_priority[p] for p in sorted(cls._by_priority, reverse=True)]
 
     def __repr__(self) -> str:
@@ -185,17 +186,17 @@ _BACKEND_OF_DEVICE = {
 
 
 def backend_of(device_type: str) -> DispatchKey:
-    """The backend's key for ``torch.device.type``."""
+    """Return the key of the backend for a ``torch.device.type``."""
     return _BACKEND_OF_DEVICE.get(device_type, DispatchKey.OtherBackend)
 
 
 class DispatchKeySet:
     """An immutable set of pairs (level, key).
 
-    ``DispatchKeySet(key, ...)`` holds the keys at level 0, where what belongs to no transform
-    lives: backends, BackendSelect, keys that a user includes.
-    :meth:`at` makes a set for another level. ``|`` is union, ``&`` intersection, ``~``
-    complement (for masking: ``keys & ~masked``).
+    ``DispatchKeySet(key, ...)`` holds the keys at level 0, the level of keys that belong to no
+    transform: backends, BackendSelect, keys that a user includes. :meth:`at` makes a set for
+    another level. ``|`` is union, ``&`` intersection, ``~`` complement, for masking:
+    ``keys & ~masked``.
 
     Example:
         >>> from tsfunc.dispatch import DispatchKey, DispatchKeySet
@@ -217,14 +218,14 @@ class DispatchKeySet:
 
     @classmethod
     def at(cls, level: int, *keys: DispatchKey) -> DispatchKeySet:
-        """The keys at the given level (0 is the outermost)."""
+        """Return the set of the keys at a level (0 is the outermost)."""
         if level < 0:
             raise DispatchError(f"DispatchKeySet.at({level}, ...): levels count from 0.")
         return cls.from_bits(cls(*keys).bits << (level * WIDTH))
 
     @classmethod
     def from_bits(cls, bits: int) -> DispatchKeySet:
-        """The set whose bits those are."""
+        """Return the set with these bits."""
         made = object.__new__(cls)
         object.__setattr__(made, "bits", bits)
         return made
@@ -233,7 +234,7 @@ class DispatchKeySet:
         raise AttributeError("a DispatchKeySet does not change: make another with | and &.")
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # As pairs: another process may have given the keys other priorities.
+        # Pairs, since another process may have given the keys other priorities.
         if self.bits < 0:
             return operator.invert, (~self,)
         return _of_pairs, tuple(self)
@@ -251,14 +252,14 @@ class DispatchKeySet:
         return DispatchKeySet.from_bits(~self.bits)
 
     def __contains__(self, item: DispatchKey | tuple[int, DispatchKey]) -> bool:
-        """A pair is looked up at its level, a key alone at any level."""
+        """True if the set has a pair (level, key), or a key at any level."""
         if isinstance(item, tuple):
             level, key = item
             return bool(self.bits >> (level * WIDTH + key.priority) & 1)
         return any(key is item for _, key in self) if self.bits >= 0 else True
 
     def __iter__(self) -> Iterator[tuple[int, DispatchKey]]:
-        """The pairs, highest first."""
+        """Iterate over the pairs, highest first."""
         bits = self._finite("iterate over")
         while bits:
             bit = bits.bit_length() - 1
@@ -281,7 +282,7 @@ class DispatchKeySet:
         return hash(self.bits)
 
     def highest(self) -> tuple[int, DispatchKey]:
-        """The pair that is dispatched to: the highest bit. DispatchError for the empty set."""
+        """Return the pair of the highest bit, which is dispatched to; DispatchError if empty."""
         if not self.bits:
             raise DispatchError("DispatchKeySet().highest(): the set is empty.")
         return split_bit(self._finite("take the highest of").bit_length() - 1)
@@ -298,7 +299,7 @@ class DispatchKeySet:
 
 
 def bits_of(item: DispatchKey | DispatchKeySet) -> int:
-    """The bits of a set, or of a key at level 0."""
+    """Return the bits of a set, or of a key at level 0."""
     if isinstance(item, DispatchKeySet):
         return item.bits
     if isinstance(item, DispatchKey):
@@ -314,7 +315,7 @@ def _of_pairs(*pairs: tuple[int, DispatchKey]) -> DispatchKeySet:
 
 
 def split_bit(bit: int) -> tuple[int, DispatchKey]:
-    """The level and the key that a bit stands for."""
+    """Return the level and the key that a bit stands for."""
     level, priority = divmod(bit, WIDTH)
     key = DispatchKey._by_priority.get(priority)
     if key is None:

@@ -1,4 +1,4 @@
-"""What the table says when a call can't be dispatched."""
+"""Messages of the errors that are raised when a call can't be dispatched."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tsfunc.dispatch.state import Level, tls
 
 
 def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The call in short: the types of its arguments."""
+    """Return a short form of the call: the operator and the types of its arguments."""
     given = [type(arg).__name__ for arg in args]
     given += [f"{key}={type(arg).__name__}" for key, arg in kwargs.items()]
     return f"{name}({', '.join(given)})"
 
 
 def escaped(name: str, level: Level) -> str:
-    """A value is used after its level has ended."""
+    """Return the message for a value that is used after its level has ended."""
     peer = (
         " (torch.func says: your tensor may have escaped from inside a function being vmapped)"
         if level.key is DispatchKey.Batch
@@ -33,7 +33,7 @@ def escaped(name: str, level: Level) -> str:
 
 
 def no_kernel(name: str, bit: int, bits: int) -> str:
-    """The key that is dispatched to has no cell, row or column."""
+    """Return the message for a key without a cell, row or column."""
     level, key = split_bit(bit)
     return (
         f"{name}: no kernel for {key} at level {level}, the highest of "
@@ -44,7 +44,7 @@ def no_kernel(name: str, bit: int, bits: int) -> str:
 
 
 def no_level(name: str, depth: int, bits: int) -> str:
-    """The key set has a level that neither the thread nor the arguments know."""
+    """Return the message for a level that neither the thread nor the arguments have."""
     return (
         f"{name}: the key set {DispatchKeySet.from_bits(bits)!r} names level {depth}, but only "
         f"{len(tls.state.levels)} levels are active on this thread, and no argument is a value "
@@ -53,7 +53,7 @@ def no_level(name: str, depth: int, bits: int) -> str:
 
 
 def nothing_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """All keys fall through, or there is none."""
+    """Return the message for a key set that is empty or has only keys that fall through."""
     what = (
         f"{call(name, args, kwargs)}: no key is left to dispatch to "
         f"(key set {DispatchKeySet.from_bits(bits)!r})."
@@ -80,7 +80,7 @@ def at_end(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     )
 
 
-# What a vmap offers where a value decides that each example has its own of.
+# The option of vmap that serves functions whose control flow depends on per-example values.
 SPLIT = (
     'vmap(..., data_dependent="split") runs the function for each group of examples whose values '
     "agree"
@@ -88,7 +88,7 @@ SPLIT = (
 
 
 def read_of_batch(name: str, level: Level) -> str:
-    """A Python value is asked for that each example has its own of."""
+    """Return the message for a Python value that is read from a batched tensor."""
     ways = (
         f"{SPLIT}. Or write the choice with torch.where or other tensor operations, or take the "
         f"value out of the function."
@@ -108,7 +108,7 @@ def read_of_batch(name: str, level: Level) -> str:
 
 
 def read_of_nothing(name: str, level: Level) -> str:
-    """A Python value is asked for, and there is no example to ask."""
+    """Return the message for a Python value that is read from an empty batch."""
     return (
         f"{level.name}, at {users_place()}: {name} asks for a value of each example, but the "
         f"batch has size 0, so that nothing says which way the function goes. Return early for an "

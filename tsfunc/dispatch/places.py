@@ -1,4 +1,4 @@
-"""Where in the user's own code something was called: what messages and reports name."""
+"""Places in the user's code: the lines that messages and reports name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tsfunc import rage
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-# What torch has deprecated it calls through a wrapper of one of these.
+# torch calls its deprecated functions through a wrapper of one of these modules.
 _WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
-GENERATED = "<tsfunc "  # the file of code that this package has written
+GENERATED = "<tsfunc "  # the file name of code that this package generates
 LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in _WRAPPERS))
 
 
 class Place(NamedTuple):
-    """A line of code, and the function that it is in."""
+    """A line of code and the function that contains it."""
 
     file: str
     line: int
@@ -36,12 +36,12 @@ class Place(NamedTuple):
 
 
 def is_users(frame: FrameType) -> bool:
-    """Whether a frame runs neither this package nor torch."""
+    """True if a frame runs code of neither this package nor torch."""
     return not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def users_frame() -> FrameType:
-    """The innermost frame that runs neither this package nor torch; else the outermost."""
+    """Return the innermost frame outside this package and torch; else the outermost frame."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_users(frame):
         frame = frame.f_back
@@ -49,7 +49,7 @@ def users_frame() -> FrameType:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Issues a warning at the user's line, which filters and once-a-line rules then go by."""
+    """Issue a warning at the user's line, so that filters and once-per-line rules apply to it."""
     frame = users_frame()
     at = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
     rage.record("warning", type=category.__name__, message=message, at=at)
@@ -64,14 +64,14 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -> bool:
-    """Whether the innermost frame that does not run torch is the user's, and not this package's.
+    """True if the innermost frame outside torch is the user's and not this package's.
 
     Args:
-        passing: says of further frames that they only pass a call on.
+        passing: predicate for further frames that only pass a call on and are skipped.
     """
     frame = sys._getframe(1)
     if frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
-        frame = frame.f_back  # who asks
+        frame = frame.f_back  # the caller of this function
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(_TORCH) or passing(frame)
     ):
@@ -80,13 +80,13 @@ def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -
 
 
 def users_place() -> Place:
-    """The line of the user's code that runs now."""
+    """Return the line of the user's code that runs now."""
     frame = users_frame()
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
 def place_of(error: BaseException) -> Place:
-    """The innermost line of the user's code that an error came through; else the outermost."""
+    """Return the innermost line of user code in an error's traceback; else the outermost line."""
     found = None
     trace = error.__traceback__
     while trace is not None:
@@ -99,13 +99,13 @@ def place_of(error: BaseException) -> Place:
 
 
 def source_of(place: Place, before: str = "") -> str:
-    """The text of a line, if there is any."""
+    """Return the text of a line after the prefix ``before``; an empty string without a source."""
     text = linecache.getline(place.file, place.line).strip()
     return f"{before}{text}" if text else ""
 
 
 def condition_of(place: Place) -> str | None:
-    """What a line asks in its one ``if``, ``while`` or ``assert``; None where there is no such."""
+    """Return the condition of a line's only ``if``, ``while`` or ``assert``; None otherwise."""
     _, *others = re.split(r"\b(?:if|elif|while|assert)\b", source_of(place))
     if len(others) != 1:
         return None

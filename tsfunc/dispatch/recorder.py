@@ -1,4 +1,4 @@
-"""The recorder: which kernel served each call that was dispatched, and from where."""
+"""The recorder: the kernels that served dispatched calls, and the lines that made the calls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from tsfunc.dispatch.places import Place
 
 @dataclass(frozen=True)
 class Use:
-    """One way in which an operator was served from one line.
+    """One way in which the calls of an operator from one line were served.
 
     Attributes:
-        operator: its name.
-        place: the line that called it.
-        backward: whether the backward pass of that line called it.
-        key: the key that it was dispatched to.
-        transform: the transform whose level it met, and ``depth`` that level's.
-        how: what the kernel said of itself (:func:`note`), else how it was registered.
-        rule: the name of the kernel or of what it ran, and ``source`` its ``file:line``.
-        within: the operator whose parts it belongs to, or the empty string.
+        operator: the name of the operator.
+        place: the line that called the operator.
+        backward: True if the call came from the backward pass of that line.
+        key: the key that the call was dispatched to.
+        transform: the name of the transform whose level served the call.
+        depth: the depth of that level.
+        how: the description that the kernel gave (:func:`note`), else the kind of its
+        registration.
+        rule: the name of the kernel or of the rule that it ran.
+        source: the ``file:line`` of the rule.
+        within: the operator that this operator is a part of, or an empty string.
     """
 
     operator: str
@@ -41,7 +44,7 @@ class Use:
 
 @dataclass
 class Count:
-    """How often a use was met, how long that took together, and when it was met first."""
+    """The number of calls of a use, their total time, and the number of the first call."""
 
     times: int
     seconds: float
@@ -49,7 +52,7 @@ class Count:
 
 
 class Kernel(Protocol):
-    """What a recorder asks of a kernel's entry in the table."""
+    """The attributes that a recorder reads of a kernel's entry in the table."""
 
     @property
     def kind(self) -> str: ...
@@ -58,7 +61,7 @@ class Kernel(Protocol):
 
 
 class Called(Protocol):
-    """What it asks of an operator."""
+    """The attributes that a recorder reads of an operator."""
 
     @property
     def name(self) -> str: ...
@@ -66,7 +69,7 @@ class Called(Protocol):
 
 
 class Met(Protocol):
-    """What it asks of a level."""
+    """The attributes that a recorder reads of a level."""
 
     @property
     def name(self) -> str: ...
@@ -80,17 +83,17 @@ class _Running(threading.local):
 
 
 class Recorder:
-    """Collects the uses of operators.
+    """Collector of the uses of operators.
 
     Args:
-        place: the line that is to be named for a call that is made now, and whether it is the
-            backward pass of it.
+        place: function that returns the line to name for the current call, and True if the call
+            comes from the backward pass of that line.
 
     Attributes:
-        uses: what was met, and how often.
-        started: how many calls were met.
-        exchanges: for each axis of a mesh and each collective along it, how often it was called
-            and how many bytes this rank gave to it.
+        uses: the number of calls and the time of each use.
+        started: the number of calls so far.
+        exchanges: for each pair (mesh axis, collective), the number of calls and the number of
+            bytes that this rank sent.
     """
 
     def __init__(self, place: Callable[[], tuple[Place, bool]]) -> None:
@@ -109,9 +112,9 @@ class Recorder:
         kernel: Callable[..., Any],
         boxed: bool,
     ) -> Callable[..., Any]:
-        """The kernel with its call recorded, to be called as a boxed one.
+        """Return the kernel, as a boxed kernel that records its call.
 
-        Calls that belong to no level are those that kernels make at the end.
+        Calls at level 0 are not recorded: kernels make them at the end of every call.
         """
         depth, key = split_bit(bit)
         entry = op.entry(key)
@@ -133,9 +136,9 @@ class Recorder:
         return recorded
 
     def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
-        """Makes a call, and records it with what it notes of itself.
+        """Make a call and record it, together with the notes of its kernel.
 
-        With ``alone`` it is left out where other calls are made within it: they say more.
+        With ``alone=True``, the call is not recorded if it makes other calls: those say more.
         """
         with self._lock:
             first = self.started
@@ -159,22 +162,22 @@ class Recorder:
             count.first = min(count.first, first)
 
     def note(self, how: str, rule: str = "", source: str = "") -> None:
-        """What the kernel that runs does with its call."""
+        """Describe how the running kernel serves its call."""
         calls = self._running.calls
         if calls:
             calls[-1] = replace(calls[-1], how=how, rule=rule, source=source)
 
     def exchanged(self, axis: str, collective: str, size: int) -> None:
-        """Record a collective along a mesh axis, of a value of so many bytes."""
+        """Record a collective along a mesh axis, of a value of ``size`` bytes."""
         with self._lock:
             times, sent = self.exchanges.get((axis, collective), (0, 0))
             self.exchanges[axis, collective] = times + 1, sent + size
 
     def _within(self, depth: int) -> str:
-        """The innermost running operator of a level."""
+        """Return the innermost running operator of a level."""
         return next((u.operator for u in reversed(self._running.calls) if u.depth == depth), "")
 
 
 def name_of_rule(func: Callable[..., Any]) -> str:
-    """How reports call a kernel or rule."""
+    """Return the name of a kernel or rule for reports."""
     return getattr(func, "__qualname__", repr(func)).replace(".<locals>", "")

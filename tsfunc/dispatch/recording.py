@@ -1,8 +1,8 @@
-"""Recording what runs: which kernel served each call that was dispatched, and from where.
+"""Functions that record the kernel that served each dispatched call, and the line that called it.
 
-A recorder is part of a thread's state, as the levels are: what is entered under it captures it,
-so that calls on other threads (backward passes) come to it too. Where there is none, nothing is
-paid for it: the state says whether it is plain, which the shortest ways ask anyway.
+A recorder is part of a thread's state, as the levels are. A level captures the recorder, so that
+calls on other threads (backward passes) reach it too. Recording costs nothing without a recorder:
+the fast paths already test ``State.plain``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tsfunc.dispatch.state import Level, tls, using
 
 
 def note(how: str, rule: str = "", source: str = "") -> None:
-    """Tells the recorder, if there is one, what the kernel that runs does with its call."""
+    """Tell the recorder, if there is one, how the running kernel serves its call."""
     recorder = tls.state.recorder
     if recorder is not None:
         recorder.note(how, rule, source)
 
 
 def run_as(operator: str, level: Level, rule: Callable[..., Any], *args: Any) -> Any:
-    """Calls a rule that is in no table; a recorder is told that it served an operator."""
+    """Call a rule that is not in the table, and record that it served an operator."""
     recorder = tls.state.recorder
     if recorder is None:
         return rule(*args)
@@ -39,7 +39,7 @@ def run_as(operator: str, level: Level, rule: Callable[..., Any], *args: Any) ->
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Context manager: what is dispatched in the block is recorded."""
+    """Context manager: record the calls that are dispatched in the block."""
     old = tls.state
     with using(old.changed(old.include, old.mask, old.excluded, recorder)):
         yield

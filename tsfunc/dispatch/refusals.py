@@ -1,12 +1,12 @@
-"""Whether a condition that is being tested is a check: code that raises if it does not hold.
+"""Detection of checks: conditions whose code raises if they do not hold.
 
 NOTE [checks of arguments]
-``if x.shape[0] % 2: raise ValueError(...)``, ``assert n > 4`` and ``torch._check(n > 4)`` choose no
-course: where the answer is another one the function returns nothing. So a program that is traced
-past such a check holds for all that pass it. Which side raises is read off the bytecode after the
-test: one that comes to a ``raise`` without a branch, a return, or a store that others see. Where
-the test, or a call on the way to it, stands in a ``try`` of an ``except`` clause, which may catch
-what is raised, nothing is said.
+``if x.shape[0] % 2: raise ValueError(...)``, ``assert n > 4`` and ``torch._check(n > 4)`` do not
+choose between two results: one outcome of the test raises. A program that is traced past such a
+check therefore holds for all arguments that pass it. The raising outcome is read off the bytecode
+after the test: it reaches a ``raise`` without a branch, a return, or a store that is visible
+outside the function. The answer is None if the test, or a call on the way to it, is inside a
+``try`` with an ``except`` clause, which may catch the exception.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import functools
 from collections.abc import Iterator
 from types import CodeType, FrameType
 
-_STEPS = 200  # instructions until a raise
+_STEPS = 200  # the most instructions between a test and its raise
 _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", "SETUP_", "RERAISE")
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
 def refused_value(frame: FrameType) -> bool | None:
-    """The value for which the test that a frame is at raises; None if it is no such test."""
+    """Return the outcome for which the test of a frame raises; None if the test is not a check."""
     code = frame.f_code
     steps, places = _instructions(code)
     at = places.get(frame.f_lasti)
@@ -43,13 +43,13 @@ def refused_value(frame: FrameType) -> bool | None:
 
 @functools.lru_cache(maxsize=512)
 def _instructions(code: CodeType) -> tuple[tuple[dis.Instruction, ...], dict[int, int]]:
-    """The instructions of a function, and for each offset its number."""
+    """Return the instructions of a function, and the index of each by its offset."""
     steps = tuple(dis.get_instructions(code))
     return steps, {step.offset: i for i, step in enumerate(steps)}
 
 
 def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
-    """Whether the instructions from here on come to a ``raise``, whatever happens."""
+    """True if the instructions from ``at`` on always reach a ``raise``."""
     if at is None:
         return False
     for step in steps[at : at + _STEPS]:
@@ -61,7 +61,7 @@ def _raises(steps: tuple[dis.Instruction, ...], at: int | None) -> bool:
 
 
 def may_be_caught(frame: FrameType) -> bool:
-    """Whether a function on the way from outside may catch an exception."""
+    """True if a function between the start of the trace and this frame may catch an exception."""
     own: FrameType | None = frame
     while own is not None:
         name = own.f_globals.get("__name__", "")
@@ -69,17 +69,17 @@ def may_be_caught(frame: FrameType) -> bool:
             if _catches(own.f_code, own.f_lasti):
                 return True
         elif name.startswith("tsfunc.program."):
-            return False  # where the trace began
+            return False  # the frame that began the trace
         own = own.f_back
     return False
 
 
 @functools.lru_cache(maxsize=2048)
 def _catches(code: CodeType, at: int) -> bool:
-    """Whether a function may catch what is raised at an instruction of it."""
+    """True if a function may catch an exception that the instruction at offset ``at`` raises."""
     steps, places = _instructions(code)
     table = getattr(code, "co_exceptiontable", None)
-    if table is None:  # before Python 3.11 blocks are instructions; any of them may hold it
+    if table is None:  # before Python 3.11, blocks are instructions; any may hold it
         names = {step.opname for step in steps}
         bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
         return bare or any(name in names for name in _CATCHES)
@@ -88,15 +88,16 @@ def _catches(code: CodeType, at: int) -> bool:
 
 
 def _is_clause(steps: tuple[dis.Instruction, ...], at: int) -> bool:
-    """Whether a handler is an ``except`` or ``finally``, and not the end of a ``with``."""
+    """True if a handler is an ``except`` or ``finally`` clause and not the end of a ``with``."""
     first, second = (steps[min(i, len(steps) - 1)].opname for i in (at, at + 1))
     return first == "PUSH_EXC_INFO" and second != "WITH_EXCEPT_START"
 
 
 def _protected(table: bytes) -> Iterator[tuple[int, int, int]]:
-    """The protected instructions of a function, from and to, and where their handler begins.
+    """Yield the start and end of each protected range of a function, and its handler's offset.
 
-    Four numbers an entry, of six bits a byte, the highest first: CPython's notes on exceptions.
+    An entry has four numbers, with six bits a byte, the highest first: see CPython's notes on
+    exceptions.
     """
     numbers: list[int] = []
     number = 0

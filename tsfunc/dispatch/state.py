@@ -1,13 +1,13 @@
-"""What a thread includes and excludes, and the levels that capture it.
+"""Thread-local state of the dispatcher: included and excluded keys, and the active levels.
 
-All mutable state of the dispatcher that belongs to a call is here: one immutable
-:class:`State` a thread, replaced and put back by context managers.
+All mutable state that belongs to a call is here: one immutable :class:`State` a thread, which
+context managers replace and restore.
 
 NOTE [state captured by a level]
-A level remembers the state that held where it was entered. Its kernels run under that state,
-on whichever thread they are called: the backward pass runs on threads of its own, where the
-thread-local state is another. So a kernel's level is found from its arguments first, and only
-without any from the state.
+A level captures the state in which it is made. Its kernels run under that state on every thread:
+the backward pass runs on threads of its own, which have another thread-local state. The level of a
+kernel is therefore found from the call's arguments first, and from the thread's state only if no
+argument has a level.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKey, DispatchKeySe
 from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
 
-# The lowest bit of each level: shifted by a key's priority, that key at every level. Deeper
-# levels than that are not excluded until they are entered.
+# The lowest bit of each level: shifted by a key's priority, it is that key at every level. Levels
+# deeper than these are excluded when they are entered.
 _EVERY_LEVEL: Final = sum(1 << (level * WIDTH) for level in range(64))
 _BACKEND_SELECT: Final = 1 << DispatchKey.BackendSelect.priority
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
 
 
 class RemapArgs(Protocol):
-    """Remaps the arguments of a call in the function handler (``bridge/control/subsets``)."""
+    """Function that remaps the arguments of a handled call (``bridge/control/subsets``)."""
 
     def __call__(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-        """The arguments that the callable is to be called with instead; None: those that it has."""
+        """Return the new arguments of the callable; None if they do not change."""
 
     def anew(self) -> RemapArgs:
-        """One that remembers nothing of the calls that this one has seen."""
+        """Return a copy that remembers none of the calls that this object has seen."""
 
 
 class State:
-    """The include set, the mask of what is not excluded, and the active levels of a thread.
+    """The include set, the mask of keys that are not excluded, and the active levels of a thread.
 
-    ``mask`` lacks what the user has excluded and what a running kernel has put on. The first
-    kind is in ``excluded`` too: it goes on to hold at levels that are entered later. The state is
-    ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator whose
-    backend kernel runs: redispatching that operator has reached its end.
+    ``mask`` lacks the keys that the user has excluded and the keys that a running kernel masks.
+    The user's exclusions are in ``excluded`` too, and also hold at levels that are entered later.
+    The state is ``plain`` if nothing is included, excluded or recorded. ``served`` is the operator
+    whose backend kernel runs: a redispatch of that operator has no key left.
     """
 
     __slots__ = (
@@ -92,8 +92,8 @@ class State:
         """Return the state that the level-0 kernel of ``bit`` runs under.
 
         The kernel excludes its own bit and all higher ones, so that calling the operator again
-        reaches the next key. Backends stay: they are the end of every call. Keys that the user
-        has excluded stay excluded.
+        reaches the next key. Backends are not excluded, since they end every call. Keys that the
+        user has excluded stay excluded.
         """
         known = self._below
         if known is None:
@@ -110,8 +110,9 @@ class State:
     def at_end(self, op: object, bit: int) -> State:
         """Return the state that the kernel of ``op`` for the backend ``bit`` runs under.
 
-        It excludes what :meth:`below` excludes, except BackendSelect, which factories go by. The
-        kernel may call other operators, and its own on other values.
+        The state excludes the same keys as :meth:`below`, except BackendSelect, which factories
+        need.
+        The kernel may call other operators, and its own operator on other values.
         """
         known = self._ends
         if known is None:
@@ -124,7 +125,7 @@ class State:
         return state
 
     def serving(self, op: object) -> State:
-        """Return this state, in which redispatching ``op`` has reached its end."""
+        """Return this state with ``op`` as the operator whose backend kernel runs."""
         state = self._copy(self.include, self.mask, self.excluded)
         state.running, state.served = self.running, op
         return state
@@ -139,13 +140,13 @@ class State:
         return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
     def forgetful(self) -> State:
-        """This state, in which nothing is taken over yet: for what is to run twice alike."""
+        """Return this state with a fresh ``remap_args``, to run a function twice alike."""
         if self.remap_args is None:
             return self
         return self.with_levels(self.levels, self.remap_args.anew())
 
     def with_levels(self, levels: tuple[Level, ...], remap_args: RemapArgs | None = None) -> State:
-        """This state with other levels active, as deep as those that are."""
+        """Return this state with other active levels; they have the same depths."""
         return State(
             self.include, self.mask, levels, self.running, self.excluded, self.recorder,
             remap_args or self.remap_args,
@@ -170,38 +171,38 @@ _global_lock = threading.Lock()
 
 
 def global_keys() -> DispatchKeySet:
-    """The global set: keys that every call on every thread considers."""
+    """Return the global set: keys that every call on every thread considers."""
     return DispatchKeySet.from_bits(global_set.bits)
 
 
 def include_globally(*keys: DispatchKey) -> None:
-    """Adds keys (at level 0) to the global set, for all threads."""
+    """Add keys (at level 0) to the global set, for all threads."""
     with _global_lock:
         global_set.bits |= DispatchKeySet(*keys).bits
 
 
 def exclude_globally(*keys: DispatchKey) -> None:
-    """Takes keys (at level 0) out of the global set again, for all threads."""
+    """Remove keys (at level 0) from the global set, for all threads."""
     with _global_lock:
         global_set.bits &= ~DispatchKeySet(*keys).bits
 
 
 def included() -> DispatchKeySet:
-    """The include set of this thread."""
+    """Return the include set of this thread."""
     return DispatchKeySet.from_bits(tls.state.include)
 
 
 def excluded() -> DispatchKeySet:
     """Return the exclude set of this thread.
 
-    Inside a kernel it is a complement: it holds the kernel's bit and all higher ones. Backends
-    are excluded only where the user excludes them.
+    Inside a kernel the set is a complement: it holds the kernel's bit and all higher ones.
+    Backends are excluded only if the user excludes them.
     """
     return DispatchKeySet.from_bits(~tls.state.mask)
 
 
 class using:
-    """Context manager: runs the block under a state, and puts the previous one back."""
+    """Context manager: run the block under a state, and restore the previous one."""
 
     __slots__ = ("_previous", "_state")
 
@@ -218,7 +219,7 @@ class using:
 
 @contextmanager
 def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
-    """Context manager: adds keys (at level 0) or a key set to this thread's include set.
+    """Context manager: add keys (at level 0) or a key set to this thread's include set.
 
     Nestable; the previous set is restored also after an exception.
 
@@ -240,10 +241,10 @@ def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
 
 @contextmanager
 def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
-    """Context manager: adds keys (at every level) or a key set to this thread's exclude set.
+    """Context manager: add keys (at every level) or a key set to this thread's exclude set.
 
-    A key excluded stays so at levels that are entered in the block. Excluding beats including.
-    Nestable; the previous set is restored also after an exception.
+    An excluded key stays excluded at levels that are entered in the block. Exclusion takes
+    precedence over inclusion. Nestable; the previous set is restored also after an exception.
 
     Example:
         >>> from tsfunc import dispatch
@@ -273,16 +274,16 @@ _captures: list[Callable[[], Restore]] = []
 
 
 def on_capture(capture: Callable[[], Restore]) -> None:
-    """Registers state outside of this package that levels capture too.
+    """Register state outside of this package that levels capture too.
 
-    ``capture()`` is called where a level is made and returns a function whose context manager
-    brings what it saw back.
+    ``capture()`` is called when a level is made. It returns a function, and the context manager
+    that this function returns restores the captured state.
     """
     _captures.append(capture)
 
 
 def _user_code(frame: FrameType) -> tuple[CodeType, int]:
-    """The nearest code outside this package, kept without its frame."""
+    """Return the nearest code outside this package and its line."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
@@ -290,7 +291,7 @@ def _user_code(frame: FrameType) -> tuple[CodeType, int]:
 
 @contextmanager
 def _restoring(restores: Sequence[Restore]) -> Iterator[None]:
-    """Enters what each restorer returns, and leaves those entered whatever happens."""
+    """Enter the context manager of each function, and exit all that were entered."""
     with ExitStack() as stack:
         for restore in restores:
             stack.enter_context(restore())
@@ -302,26 +303,27 @@ _NOTHING_TO_RESTORE: Final = nullcontext()
 
 L = TypeVar("L", bound="Level")
 
-# Those that are entered and not left yet, each with the thread that entered it.
+# The levels that are entered and not exited yet, each with the thread that entered it.
 active_levels: Final[dict[Level, int]] = {}
 
 
 @lru_cache(maxsize=1024)
 def _masks(depth: int, priority: int) -> tuple[int, int]:
-    """The bit of a level's key, and all bits from the level inward."""
+    """Return the bit of a level's key, and all bits from the level inward."""
     return 1 << (depth * WIDTH + priority), -1 << (depth * WIDTH)
 
 
 # NOTE [threads inside of a transform]
-# A thread that is started inside of a transform does not have its levels, but may well use its
-# values, which lead to their level by themselves. A level that the thread enters then has to be
-# inside of that one, so the first one of a thread goes deeper than all that are active elsewhere.
-# Where threads have nothing to do with one another that does no harm; it must not add up.
+# A thread that is started inside of a transform does not have the transform's levels, but may use
+# its values, which name their level. A level that the thread enters must then be inside of that
+# level, so the first level of a thread is deeper than all levels that are active on other threads.
+# This is harmless for threads that are independent; the limit below keeps the depths from adding
+# up.
 _DEEPEST_ELSEWHERE: Final = 16
 
 
 def _depth_elsewhere() -> int:
-    """How deep the levels of other threads go."""
+    """Return the depth of the deepest level of the other threads."""
     if not active_levels:
         return 0
     me = threading.get_ident()
@@ -331,22 +333,22 @@ def _depth_elsewhere() -> int:
 
 
 class Level:
-    """An active transform: one more level of a key, on top of those active where it is made.
+    """An active transform: one more level of a key, inside the levels active at its creation.
 
-    As a context manager it makes itself the innermost level of this thread; when it ends,
-    ``alive`` is False for good. With ``modal=True`` its key is in the include set of the
-    block, so that calls without any of its values reach its kernels too.
+    As a context manager the level becomes the innermost level of this thread; when the block ends,
+    ``alive`` becomes False for good. With ``modal=True`` the level's key is in the include set of
+    the block, so that calls without any of the level's values reach its kernels too.
 
     Attributes:
         autograd: nonzero while a transform records derivatives on the level's values.
-        key: the key whose kernels it runs.
+        key: the key whose kernels the level runs.
         depth: 1 for the outermost level.
-        bits: the bit of (depth, key), what its values contribute to a call's key set.
+        bits: the bit of (depth, key), which the level's values contribute to a call's key set.
         alive: True until the transform ends.
-        outer: the state that its kernels run under.
-        name: how errors call it.
-        binding: for a level without values, the text of the name that it binds: programs that are
-            made inside of it are made for this binding.
+        outer: the state that the level's kernels run under.
+        name: the name of the level in error messages.
+        binding: for a level without values, the text of the name that it binds; a program that is
+            made inside of the level is valid for this binding only.
     """
 
     __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
@@ -364,7 +366,7 @@ class Level:
         self.bits, inward = _masks(depth, key.priority)
         self.alive = True
         self.outer = captured
-        # Levels from here inward are new: a mask that a running kernel has put on them goes.
+        # Levels from here inward are new: the mask of a running kernel does not apply to them.
         excluded = captured.excluded
         recorder = captured.recorder
         mask = captured.mask
@@ -379,7 +381,7 @@ class Level:
         self._kernel_states: dict[int, State] = {}
         self._restores = tuple([capture() for capture in _captures]) if _captures else ()
         if recorder is not None:
-            # Takes the level's calls past the short ways also on threads with a plain state.
+            # Keeps the level's calls off the fast paths also on threads with a plain state.
             self._restores += (nullcontext,)
         self._entered = False
 
@@ -408,17 +410,17 @@ class Level:
         )
 
     def within(self, other: Level) -> bool:
-        """Whether it is in another level's place, and its kernels take in that one's values."""
+        """True if this level replaces ``other`` and its kernels take values of ``other``."""
         return False
 
     @property
     def site(self) -> str:
-        """``file:line`` of the user's code that made the level."""
+        """The ``file:line`` of the user's code that made the level."""
         code, line = self._site
         return f"{code.co_filename}:{line}"
 
     def kernel_state(self, bit: int) -> State:
-        """What a kernel of this level runs under: the captured state, from ``bit`` up excluded."""
+        """Return the captured state with ``bit`` and up excluded, for this level's kernels."""
         state = self._kernel_states.get(bit)
         if state is None:
             outer = self.outer
@@ -428,29 +430,29 @@ class Level:
         return state
 
     def at_own_level(self) -> AbstractContextManager[None]:
-        """Context manager: as inside of the transform, for kernels that call on its own values."""
+        """Context manager: run inside of this level, for kernels that use its values."""
         return using(self.inner)
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Context manager: what the level captured outside of this package's own state."""
+        """Context manager: restore the state outside of this package that the level captured."""
         return _restoring(self._restores) if self._restores else _NOTHING_TO_RESTORE
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context manager: all that was captured, on any thread (NOTE [state captured ...])."""
+        """Context manager: restore all captured state (NOTE [state captured ...])."""
         with using(self.outer), self.guard():
             yield
 
 
 class capturing:
-    """Context manager: levels have captured other levels than those they were made in.
+    """Context manager: change the levels in the captured states of other levels.
 
-    While other levels replace these (``bridge/control/subsets``): what the
-    kernels of the levels inside call is to meet them too, also where it has no values of theirs.
+    It is used while some levels replace others (``bridge/control/subsets``): operators that the
+    kernels of inner levels call must reach the replacing levels too, also without values of them.
 
     Args:
         inside: the levels whose captured states change.
-        seen: the levels that are in the places of some.
+        seen: function from a state's levels to the levels that replace them.
     """
 
     __slots__ = ("_inside", "_previous", "_seen")
@@ -473,15 +475,15 @@ class capturing:
 
 
 def outside_all_levels() -> AbstractContextManager[None]:
-    """Context manager: no level is active, and nothing included or excluded."""
+    """Context manager: no active level, and no included or excluded key."""
     return using(State(0, -1, (), recorder=tls.state.recorder))
 
 
 def running_level() -> Level | None:
-    """Inside a kernel of a level: that level."""
+    """Return the level whose kernel runs; None outside of a level's kernel."""
     return tls.state.running
 
 
 def current_levels() -> tuple[Level, ...]:
-    """The active levels of this thread, the innermost last."""
+    """Return the active levels of this thread, the innermost last."""
     return tls.state.levels

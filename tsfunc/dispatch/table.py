@@ -13,11 +13,12 @@ has no cell for it; a row does not serve it, so that a backend's cell comes befo
 key is left (a call without tensor arguments), the row's kernel runs.
 
 NOTE [what a kernel runs under]
-A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel of
-a level runs under the state that the level captured (NOTE [state captured by a level]), likewise
-without its own bit and higher ones. Calling the operator again therefore goes on outwards, and a
-level that is entered inside a kernel starts afresh. A backend's kernel is the end of a call: it may
-call other operators, which go to their backends' kernels, and factories, which go by BackendSelect.
+A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel
+of a level runs under the state that the level captured (NOTE [state captured by a level]),
+likewise without its own bit and higher ones. Calling the operator again therefore reaches the next
+key outwards, and a level that is entered inside a kernel has no excluded keys but the user's. The
+kernel of a backend ends a call: it may call other operators, which reach their backends' kernels,
+and factories, which are dispatched by BackendSelect.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ K = TypeVar("K", bound=Kernel)
 
 
 class _Fallthrough:
-    """The kernel that does nothing: the next key of the set is tried."""
+    """The kernel that passes a call on to the next key of the set."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise DispatchError("fallthrough marks a key that is passed over; it can't be called.")
@@ -58,7 +59,7 @@ fallthrough: Final = _Fallthrough()
 
 
 class Entry:
-    """A kernel in the table, and where it was registered.
+    """A kernel in the table, and the place of its registration.
 
     ``kind`` is "cell", "row" or "column"; a boxed kernel is called as ``(op, args, kwargs)``.
     """
@@ -69,7 +70,7 @@ class Entry:
         self.kernel, self.boxed, self.kind, self.site = kernel, boxed, kind, site
 
 
-# A row's kernel that runs because no key is left runs as a backend's kernel does.
+# A row's kernel that runs because no key is left runs under the state of a backend's kernel.
 _NO_KEY_LEFT: Final = DispatchKey.OtherBackend.priority
 
 _lock = threading.RLock()
@@ -88,13 +89,13 @@ class Operator:
     """A row of the table; calling it dispatches.
 
     Args:
-        name: as ``"namespace::name"``; one operator a name.
+        name: ``"namespace::name"``, unique among all operators.
         native: the function that every backend without a cell runs.
 
     Attributes:
-        outward: what a level's kernel calls on the values inside of the level's tracers, to
-            continue at the next outer level. It is the operator itself; an operator that a
-            subclass takes from elsewhere may have another way there.
+        outward: the callable by which a level's kernel continues at the next outer level, called
+            on the values inside of the level's tracers. It is the operator itself; a subclass may
+            set another one.
 
     Raises:
         DispatchError: the name is taken.
@@ -152,19 +153,19 @@ class Operator:
             return kernel(self, args, kwargs) if boxed else kernel(*args, **kwargs)
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
-        """Dispatches; ``restore`` brings back all that a level captured, not only our state."""
+        """Dispatch a call; ``restore`` restores all that a level captured, not only this state."""
         state = tls.state
         keys, level = keys_of_arguments(args, kwargs)
         return self._run((keys | state.include | global_set.bits) & state.mask, level, args,
                          kwargs, restore)  # fmt: skip
 
     def redispatch(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Calls the kernel for exactly this key set: nothing is added to it or masked."""
+        """Run the kernel for exactly this key set: no key is added or masked."""
         level = keys_of_arguments(args, kwargs)[1]
         return self._run(keys.bits, level, args, kwargs, True)
 
     def run_at(self, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a level's kernel, whatever the arguments are: for what has no tensor argument."""
+        """Run a level's kernel whatever the arguments are: for calls without a tensor argument."""
         found, inner = keys_of_arguments(args, kwargs)
         if inner is not None and inner.depth > level.depth:
             level = inner
@@ -173,7 +174,7 @@ class Operator:
     def run_key(
         self, key: DispatchKey, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Calls the kernel of another key of a level, from within a kernel of that level."""
+        """Run the kernel of another key of a level, from within a kernel of that level."""
         bits = 1 << (level.depth * WIDTH + key.priority)
         return self._run(bits, level, args, kwargs, False)
 
@@ -215,9 +216,9 @@ class Operator:
     def _choose(
         self, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Kernel, bool, int, int]:
-        """Return the kernel for a key set, whether it is boxed, its bit and its level; cached."""
+        """Return the kernel for a key set, its boxed flag, its bit and its level; cached."""
         rest = DispatchKeySet.from_bits(bits)._finite("dispatch on")
-        # No registration may come between the lookup and the entry in the cache.
+        # No registration may come between the lookup and the insertion into the cache.
         with _lock:
             while rest:
                 bit = rest.bit_length() - 1
@@ -243,7 +244,7 @@ class Operator:
 
 
 def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
-    """The level at a depth: outside of ``inner``, on whichever thread, or else active here."""
+    """Return the level at a depth: ``inner``, a level around it, or an active one; else None."""
     levels = state.levels
     if inner is not None and inner.depth >= depth:
         levels = (*inner.outer.levels, inner)
@@ -251,7 +252,7 @@ def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
 
 
 def operators_of(op: Any) -> Sequence[Operator]:
-    """The rows that a registration means: an Operator, a name, or what a resolver knows."""
+    """Return the rows that an Operator, a name, or an object that a resolver knows stands for."""
     if isinstance(op, Operator):
         return (op,)
     if isinstance(op, str) and op in _operators:
@@ -267,7 +268,7 @@ def operators_of(op: Any) -> Sequence[Operator]:
 
 
 def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
-    """The one row that a call means; of several overloads the one that takes the arguments."""
+    """Return the row that a call means: of several overloads, the one that takes the arguments."""
     found = operators_of(op)
     if len(found) == 1:
         return found[0]
@@ -282,11 +283,11 @@ def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ope
 
 
 def on_resolve(resolve: Resolve, choose: Choose | None = None) -> None:
-    """Teaches ``register`` what else names operators; both functions return None if they can't.
+    """Add functions that find operators by other objects; they return None for unknown objects.
 
     Args:
-        resolve: all the operators that something names.
-        choose: the one of them that takes the arguments of a call.
+        resolve: function that returns all operators that an object names.
+        choose: function that returns the operator among them that takes the arguments of a call.
     """
     _resolvers.append(resolve)
     if choose is not None:
@@ -294,9 +295,9 @@ def on_resolve(resolve: Resolve, choose: Choose | None = None) -> None:
 
 
 def on_register(listener: Listener) -> Listener:
-    """Has ``listener(op, key)`` called when a cell is filled, with None for a row.
+    """Call ``listener(op, key)`` whenever a cell is filled, and with key None for a row.
 
-    For who keeps kernels elsewhere, to be found faster than here.
+    For code that caches kernels outside of the table.
     """
     _listeners.append(listener)
     return listener
@@ -309,7 +310,7 @@ def _changed(op: Operator, key: DispatchKey | None) -> None:
 
 
 def find_operator(name: str) -> Operator | None:
-    """The operator of that name, if it has been made."""
+    """Return the operator with a name; None if there is none."""
     return _operators.get(name)
 
 
@@ -326,11 +327,11 @@ def register(op: Any, key: DispatchKey) -> Callable[[K], K]: ...
 @overload
 def register(op: Any, key: DispatchKey, kernel: K) -> K: ...
 def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
-    """Fills a cell: the kernel for one operator and one key, called as ``kernel(*args, **kwargs)``.
+    """Fill a cell: the kernel for one operator and one key, called as ``kernel(*args, **kwargs)``.
 
-    Without ``kernel`` it is a decorator. ``op`` is an :class:`Operator`, a torch operator
-    (an overload; or an overload packet or a function such as ``torch.sin``, which stand for all
-    overloads of that name), or a name. ``kernel=fallthrough`` passes the key over.
+    Without ``kernel`` the function is a decorator. ``op`` is an :class:`Operator`, a torch
+    operator (an overload; or an overload packet or a function such as ``torch.sin``, which stand
+    for all overloads of that name), or a name. ``kernel=fallthrough`` passes the key over.
 
     Raises:
         DispatchError: the cell is filled already; the message names both places.
@@ -379,7 +380,7 @@ def register_fallback(key: DispatchKey) -> Callable[[K], K]: ...
 @overload
 def register_fallback(key: DispatchKey, kernel: K) -> K: ...
 def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
-    """Fills a column: the boxed kernel ``kernel(op, args, kwargs)`` for every operator of a key.
+    """Fill a column: the boxed kernel ``kernel(op, args, kwargs)`` of a key for every operator.
 
     Raises:
         DispatchError: the column is filled already; the message names both places.
@@ -396,11 +397,11 @@ def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
 
 
 def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inside a kernel: call the operator again, which continues at the next key outwards.
+    """Call the operator again from inside a kernel, which continues at the next key outwards.
 
-    With a :class:`DispatchKeySet` before the arguments, call the kernel for exactly that set;
-    nothing is computed from the arguments. A backend's kernel is the last one: calling its
-    operator there (``op(...)``) is a new call, and redispatching it is an error.
+    With a :class:`DispatchKeySet` before the arguments, the call runs the kernel for exactly that
+    set, and the arguments contribute no keys. The kernel of a backend is the last one: ``op(...)``
+    in it is a new call, and ``redispatch`` of its operator is an error.
 
     Raises:
         DispatchError: no key is left to dispatch to.
@@ -432,7 +433,7 @@ def redispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of every backend: what torch itself, or the operator's maker, gave for it."""
+    """Column of every backend: run the native function of torch or of the operator's maker."""
     if op.native is None:
         keys = ", ".join(str(key) for key in op._cells) or "none"
         raise DispatchError(

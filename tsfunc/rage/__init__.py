@@ -1,11 +1,12 @@
-"""The rage: a record of what tsfunc did and refused, which is always kept.
+"""The rage: a record of tsfunc's actions and refusals, which is always kept.
 
-What was traced and specialized, what was refused, with the reasons, the way a server keeps a log:
-in memory, and in a file for each run of Python, both of bounded size. There are no tensor values in
-it and no paths but the last names of files. ``python -m tsfunc rage`` makes a report of it to send
-along with a bug; ``docs/rage.md`` says what is in it, where it lies and how to turn the file off.
+The record is a log, as of a server: traces, specializations, and refusals with their reasons. It
+is kept in memory and in a file for each run of Python, both of bounded size. It contains no tensor
+values, and only the last names of paths. ``python -m tsfunc rage`` makes a report of it to attach
+to a bug report; ``docs/rage.md`` describes the content, the location, and how to turn the file
+off.
 
-Every other room may record; so it imports none of them.
+Every other package may record events, so this one imports none of them.
 """
 
 from __future__ import annotations

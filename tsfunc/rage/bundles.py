@@ -1,4 +1,4 @@
-"""Bundles: a run's record as a text that can be read, and sent along with a bug."""
+"""Bundles: the record of a run as a readable text, to attach to a bug report."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Run:
 
     Attributes:
         about: versions, platform, command.
-        events: what happened, the newest last.
+        events: the recorded events, the newest last.
     """
 
     about: Mapping[str, Any]
     events: Sequence[Event]
 
     def __str__(self) -> str:
-        """The run in a line."""
+        """Return a summary of the run in one line."""
         if not self.events:
             return f"{self.about.get('command', '?')}: nothing happened"
         first, last = self.events[0], self.events[-1]
@@ -40,10 +40,10 @@ _REFUSALS = ("error", "trace failed")
 
 
 def runs(folder: Path | None = None) -> list[Run]:
-    """The runs whose files are kept, the newest first.
+    """Return the runs whose files are kept, the newest first.
 
     Args:
-        folder: where the files are; without it, where they are written.
+        folder: the folder of the files; by default the folder that this process writes to.
     """
     folder = folder or folder_of_files()
     if folder is None or not folder.is_dir():
@@ -52,7 +52,7 @@ def runs(folder: Path | None = None) -> list[Run]:
 
 
 def _read(file: Path) -> Run:
-    """A run's file; lines that are not whole are left out."""
+    """Read the file of a run; malformed lines are skipped."""
     about: dict[str, Any] = {}
     found: list[Event] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -61,7 +61,7 @@ def _read(file: Path) -> Run:
         if event is None:
             about = about or entry
         elif found and event.times > 1 and found[-1].seconds == event.seconds:
-            found[-1] = event  # the same once more, now with how often
+            found[-1] = event  # a repeated event, now with the number of times
         else:
             found.append(event)
     return Run(about, found)
@@ -85,10 +85,10 @@ def _event(entry: Mapping[str, Any]) -> Event | None:
 
 
 def bundle(run: Run | None = None) -> str:
-    """A run's record as Markdown.
+    """Return the record of a run as Markdown.
 
     Args:
-        run: one of ``runs()``; without it, this run.
+        run: one of ``runs()``; by default the current run.
 
     Example:
         >>> from tsfunc import rage

@@ -1,4 +1,4 @@
-"""The record itself: a ring of events in memory, and a file of them for each run of Python."""
+"""The record: a ring of events in memory, and a file of events for each run of Python."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import Any
 from tsfunc.rage.scrubbing import scrubbed
 
 VARIABLE = "TSFUNC_RAGE"
-EVENTS = 256  # that memory holds
-BYTES = 256 * 1024  # of a run's file
-RUNS = 16  # whose files are kept
+EVENTS = 256  # events kept in memory
+BYTES = 256 * 1024  # the size limit of a run's file
+RUNS = 16  # the number of files kept
 SUFFIX = ".jsonl"
 
 
 @dataclass
 class Event:
-    """Something that tsfunc did or refused.
+    """An action or a refusal of tsfunc.
 
     Attributes:
-        seconds: when, since the epoch.
-        kind: what it was: "specialized", "trace failed", "error", "warning" ...
-        facts: what is known of it.
-        times: how often the same happened in a row.
+        seconds: the time since the epoch.
+        kind: the kind of event: "specialized", "trace failed", "error", "warning" ...
+        facts: details by name.
+        times: the number of equal events in a row.
     """
 
     seconds: float
@@ -41,7 +41,7 @@ class Event:
     times: int = 1
 
     def line(self) -> str:
-        """It as a line of a file."""
+        """Return the event as a line of a file."""
         about = {"seconds": round(self.seconds, 6), "kind": self.kind, **_if_many(self.times)}
         return json.dumps({**about, "facts": self.facts}) + "\n"
 
@@ -51,21 +51,21 @@ def _if_many(times: int) -> dict[str, int]:
 
 
 class Recorder:
-    """Takes events, and forgets the oldest. It never raises, and never waits for long."""
+    """Recorder of events that forgets the oldest ones; never raises and never blocks for long."""
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=EVENTS)
         self._renew()
 
     def _renew(self) -> None:
-        """Begins a file of its own: at first, and in a process that was forked off."""
+        """Begin a new file: at creation, and in a forked process."""
         self._lock = threading.RLock()
         self._file: Path | None = None
         self._written = 0
         self._gone_wrong = False
 
     def record(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """Keeps an event, its facts as text where they are no numbers."""
+        """Record an event; facts other than numbers are kept as text."""
         kept = {name: _plain(value) for name, value in facts.items()}
         with self._lock:
             last = self.events[-1] if self.events else None
@@ -77,7 +77,7 @@ class Recorder:
             if not self._gone_wrong:
                 try:
                     self._write(event.line() if last is None else _again(last) + event.line())
-                except (OSError, ImportError):  # a full disk is no reason for a call to fail
+                except (OSError, ImportError):  # a full disk must not make a call fail
                     self._gone_wrong = True
 
     def _write(self, lines: str) -> None:
@@ -97,7 +97,7 @@ class Recorder:
             self._begin_anew(self._file)
 
     def _begin_anew(self, file: Path) -> None:
-        """Writes the file again with no more than the newest events, to half of its size."""
+        """Rewrite the file with the newest events only, up to half of the size limit."""
         lines: list[str] = []
         size = 0
         for event in reversed(self.events):
@@ -115,7 +115,7 @@ class Recorder:
 
 
 def _again(event: Event) -> str:
-    """The line of an event that has happened more often than its first line says."""
+    """Return the line of an event with its final count, if the event was repeated."""
     return event.line() if event.times > 1 else ""
 
 
@@ -126,20 +126,20 @@ def _plain(value: Any) -> str | int | float:
 
 
 def folder_of_files() -> Path | None:
-    """Where the files lie: what TSFUNC_RAGE says, None for "off"; else the user's own logs."""
+    """Return the folder of the files: TSFUNC_RAGE, or the user's log folder; None for "off"."""
     said = os.environ.get(VARIABLE, "")
     if said.lower() in ("off", "0", "no", "false"):
         return None
     if said:
         return Path(said)
-    # Here, and not above: `import tsfunc` is to do without.
+    # Imported here, so that `import tsfunc` does not import it.
     import platformdirs
 
     return platformdirs.user_log_path("tsfunc", appauthor=False) / "rage"
 
 
 def _new_file(folder: Path) -> Path:
-    """An empty file for this run that nobody else may read; the oldest ones go."""
+    """Make an empty file for this run that only the user may read; remove the oldest files."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     older = sorted(folder.glob(f"*{SUFFIX}"))
     for file in older[: max(0, len(older) - RUNS + 1)]:
@@ -151,7 +151,7 @@ def _new_file(folder: Path) -> Path:
 
 
 def heading() -> dict[str, str | int]:
-    """What runs, and on what."""
+    """Return the versions, the platform and the command of this run."""
     torch, tsfunc = sys.modules.get("torch"), sys.modules.get("tsfunc")
     return {
         "tsfunc": str(getattr(tsfunc, "__version__", "?")),
@@ -175,12 +175,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def record(kind: str, **facts: Any) -> None:
-    """Keeps what has happened, in memory and in the run's file; it never raises.
+    """Record an event, in memory and in the run's file; never raises.
 
     Args:
-        kind: what it was, in a word or two.
-        facts: numbers, and what is kept as text: without folders and tensors' values, and cut
-            where it is long.
+        kind: the kind of event, in a word or two.
+        facts: details by name. Numbers are kept; other values become text, without folders and
+            tensor values, and cut if the text is long.
 
     Example:
         >>> from tsfunc import rage
@@ -192,6 +192,6 @@ def record(kind: str, **facts: Any) -> None:
 
 
 def events() -> tuple[Event, ...]:
-    """The events of this run that are still remembered, the newest last."""
+    """Return the events of this run that are still in memory, the newest last."""
     with _recorder._lock:
         return tuple(_recorder.events)

@@ -1,4 +1,4 @@
-"""What must not be in the record is taken out of a text: paths, tensors' values, great length."""
+"""Removal of private data from texts: folders, tensor values; long texts are cut."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 import re
 import sys
 
-LONGEST = 8_000  # characters of one fact: a program of 100 operators
+LONGEST = 8_000  # characters of one fact: enough for a program of 100 operators
 _CUT = "\n[...]\n"
 
-_END = r"\s:,;'\"`()\[\]{}<>"  # what a path without quotes ends at
+_END = r"\s:,;'\"`()\[\]{}<>"  # the characters that end a path without quotes
 _QUOTED = re.compile(r"""(["'`])(?:~|[A-Za-z]:|\.\.?)?[\\/]+(?:[^"'`\n]*[\\/])?([^"'`\\/\n]*)\1""")
-# It begins with a character, and looks back from there, which is ten times as fast.
+# The pattern starts at a separator and looks back from there, which is ten times as fast.
 _BARE = re.compile(rf"[\\/](?<![\w.)\]\\/].)[\\/]*(?:[^{_END}\\/]+[\\/]+)*(?P<name>[^{_END}\\/]+)")
 _VALUES = re.compile(r"(?P<kind>tensor|Parameter|array)\((?:[^()]|\([^()]*\))*\)")
 
 
 def scrubbed(text: str) -> str:
-    """A text as it may be kept: paths without their folders, tensors without their numbers."""
+    """Return a text for the record: paths without folders, tensors without values."""
     if len(text) > LONGEST:
         text = text[: LONGEST // 2] + _CUT + text[-LONGEST // 2 :]
     if "/" in text or "\\" in text:
@@ -31,11 +31,11 @@ def scrubbed(text: str) -> str:
 
 
 def _known_folders() -> list[str]:
-    """Folders that code is likely to lie in, the longest first: their names may have spaces."""
+    """Return folders that are likely to contain code, the longest first; names may have spaces."""
     folders = {os.path.expanduser("~"), sys.prefix, *sys.path}
     try:
         folders.add(os.getcwd())
-    except OSError:  # it is gone
+    except OSError:  # the folder was deleted
         pass
     separate = {os.path.join(folder, "") for folder in folders if os.path.isabs(folder)}
     return sorted(separate - {os.sep}, key=len, reverse=True)

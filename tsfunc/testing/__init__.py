@@ -1,8 +1,8 @@
-"""Laws that transforms keep, as functions that anyone can call on their own code.
+"""Laws that transforms keep, as functions that users can call on their own code.
 
-Each runs the transform, and what it is defined to equal: a loop, finite differences, the function
-itself. ``tsfunc[testing]`` installs hypothesis, which finds inputs for them:
-``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes,
+Each law runs a transform and the computation that defines its result: a loop, finite differences,
+or the function itself. ``tsfunc[testing]`` installs hypothesis, which generates inputs for the
+laws: ``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes,
 ``simulated_rank`` acts as one rank of a mesh of any size.
 """
 

@@ -1,4 +1,4 @@
-"""The laws: each raises an AssertionError that says which part of the result is off."""
+"""The laws; each raises an AssertionError that names the part of the result that differs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def check_vmap(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """``vmap(func)`` equals the stacked loop.
+    """Check that ``vmap(func)`` equals the stacked loop.
 
     Args:
-        func: takes and returns pytrees; what it returns beside tensors is that of any example.
+        func: takes and returns pytrees; its non-tensor results are those of any one example.
         args: inputs with the mapped dim.
         in_dims: as for ``vmap``.
         rtol, atol: as for ``torch.testing.assert_close``.
 
     Raises:
-        AssertionError: they differ, in a value, a shape, a dtype or the structure.
+        AssertionError: the results differ in a value, a shape, a dtype or the structure.
 
     Example:
         >>> from tsfunc.testing import check_vmap
@@ -50,7 +50,7 @@ def check_vmap(
 
 
 def _stacked(parts: Sequence[Any]) -> Any:
-    """A result of all examples; what is no tensor is returned once."""
+    """Stack one result over all examples; a non-tensor result is the first example's."""
     return torch.stack(list(parts)) if isinstance(parts[0], torch.Tensor) else parts[0]
 
 
@@ -65,15 +65,15 @@ def check_specialize(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> None:
-    """``specialize(func)`` equals the function, at its first call and when its program is used.
+    """Check that ``specialize(func)`` equals ``func``, at its first call and at a later call.
 
     Args:
-        func: takes and returns pytrees; without effects, for it is called several times.
-        args: its arguments.
+        func: takes and returns pytrees; free of side effects, since it is called several times.
+        args: the arguments of ``func``.
         descriptors: as for ``specialize``.
 
     Raises:
-        AssertionError: they differ.
+        AssertionError: the results differ.
 
     Example:
         >>> from tsfunc.testing import check_specialize
@@ -92,11 +92,13 @@ def check_grads(
     rtol: float = 1e-4,
     atol: float = 1e-5,
 ) -> None:
-    """Both modes agree with each other and with central differences, along random directions.
+    """Check both modes against each other and against central differences.
+
+    The check uses random directions and cotangents.
 
     Args:
-        func: takes tensors of float64 and returns a pytree of them.
-        args: where it is differentiated; all are.
+        func: takes float64 tensors and returns a pytree of them.
+        args: the point of differentiation; the check is by all arguments.
         eps: the step of the differences.
 
     Raises:
@@ -133,18 +135,18 @@ def check_compose(
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> None:
-    """``vmap``, ``grad``, ``jvp`` and ``specialize`` of each other equal loops of single examples.
+    """Check compositions of ``vmap``, ``grad``, ``jvp`` and ``specialize`` against loops.
 
-    Derivatives of each example are compared with central differences; then these transforms in
-    pairs, in both orders and as programs, with the loop over the examples.
+    The derivatives of each example are compared with central differences. Pairs of these
+    transforms, in both orders and as programs, are then compared with the loop over the examples.
 
     Args:
-        func: takes tensors of float64, of one example each, and returns a tensor.
-        args: batches: each with the examples along its first dim.
+        func: takes float64 tensors, of one example each, and returns a tensor.
+        args: batches, with the batch dim first.
         eps: the step of the differences.
 
     Raises:
-        AssertionError: it names the pair of transforms, and where they differ.
+        AssertionError: the message names the pair of transforms and the place of the difference.
 
     Example:
         >>> from tsfunc.testing import check_compose
@@ -196,7 +198,7 @@ def _pushed_batch(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inner(a: Any, b: Any) -> torch.Tensor:
-    """The inner product of two pytrees of tensors; complex numbers count as pairs of real ones."""
+    """Return the inner product of two pytrees; complex numbers count as pairs of reals."""
     pairs = zip(pytrees.leaves_of(a), pytrees.leaves_of(b), strict=True)
     parts = [(x.conj() * y).real if x.is_complex() or y.is_complex() else x * y for x, y in pairs]
     return torch.stack([part.sum() for part in parts]).sum()

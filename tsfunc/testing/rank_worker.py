@@ -1,7 +1,7 @@
 """The processes of ``spawn``: ``python -m tsfunc.testing.rank_worker FOLDER``.
 
-The first one imports torch and forks ranks when it is told to over the socket in ``FOLDER``. A
-rank joins the process group and runs the functions that come over a connection of its own.
+The first process imports torch and forks ranks on orders that arrive at the socket in ``FOLDER``.
+A rank joins the process group and runs the functions that arrive on its own connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import tsfunc.transforms.vmap  # noqa: F401  (imported once, before the ranks are forked)
 
-# Seconds after which gloo gives up a collective that another rank does not take part in.
+# Seconds after which gloo gives up a collective that another rank does not join.
 _COLLECTIVE_TIMEOUT = 30
 
 
@@ -77,7 +77,7 @@ def run_rank(socket: Path, folder: Path, rank: int, size: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        # The other ranks may be gone: without the group's own farewell.
+        # The other ranks may have ended, so the process group is not shut down.
         os._exit(0)
 
 
@@ -93,11 +93,11 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
         reply = pickle.dumps((False, time.monotonic(), traceback.format_exc()))
     connection.send_bytes(reply)
     if failed and dist.is_initialized():
-        dist.destroy_process_group()  # others that wait for this rank end at once
+        dist.destroy_process_group()  # other ranks that wait for this rank fail at once
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has gone, also from inside of a collective."""
+    """End this process when its parent has ended, also from inside of a collective."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,8 +1,8 @@
-"""``spawn``: runs a function on several gloo processes of this machine.
+"""``spawn``: run a function on several gloo processes of this machine.
 
-One process imports torch and forks the ranks (``rank_worker``), which are kept for later calls with
-as many ranks. A call that fails ends them, since a rank that left a collective may leave others
-inside of it; the next call forks new ones.
+One process imports torch and forks the ranks (``rank_worker``). The ranks are kept for later calls
+with the same number of ranks. A failed call ends its ranks, since a rank that left a collective
+can leave other ranks waiting in it; the next call forks new ranks.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 
 from tsfunc.errors import RanksFailed
 
-# Seconds that the other ranks have to report after the first rank has failed.
+# Seconds in which the other ranks must report after the first rank has failed.
 _GRACE = 5.0
-# Seconds that processes have to start.
+# Seconds in which processes must start.
 _START = 120.0
 
 
@@ -48,7 +48,7 @@ class _Forker:
         self.connection, _ = self.accept()
 
     def accept(self) -> tuple[Connection, Any]:
-        """The connection of a process that started, and its first message."""
+        """Return the connection of a process that has started, and its first message."""
         end = time.monotonic() + _START
         waiting: Any = self.listener._listener._socket  # type: ignore[attr-defined]
         while not wait([waiting], 1.0):
@@ -127,12 +127,12 @@ class _Ranks:
         )
 
     def _last_lines(self, rank: int) -> str:
-        """The last lines that a rank wrote to stderr."""
+        """Return the last lines that a rank wrote to stderr."""
         written = (self.folder / f"stderr-{rank}").read_text(errors="replace")
         return "\n".join(written.splitlines()[-30:])
 
     def _stack(self, rank: int) -> str:
-        """The calls that a rank is in, which it writes when it is sent a signal."""
+        """Return the stack of a rank, which the rank writes to stderr on a signal."""
         before = self._last_lines(rank)
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[rank], signal.SIGUSR1)
@@ -149,7 +149,7 @@ class _Ranks:
 
 
 class _Running:
-    """What is kept between calls."""
+    """The processes that are kept between calls."""
 
     forker: _Forker | None = None
     ranks: ClassVar[dict[int, _Ranks]] = {}
@@ -161,13 +161,13 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> 
     Args:
         fn: called as ``fn(rank, n, *args)`` on each process, with ``torch.distributed``
             initialized over the ``n`` processes. Functions that can't be imported, such as lambdas
-            and closures, travel by ``cloudpickle`` where it is installed.
-        n: how many processes. They are kept for later calls with the same ``n``.
+            and closures, are pickled by ``cloudpickle`` if it is installed.
+        n: the number of processes. They are kept for later calls with the same ``n``.
         args: further arguments, pickled.
-        timeout: seconds after which the call fails on ranks that have not finished.
+        timeout: seconds after which the call fails if a rank has not finished.
 
     Returns:
-        A list of what ``fn`` returned, by rank.
+        A list of the results of ``fn``, by rank.
 
     Raises:
         RanksFailed: a rank raised, its process ended, or it did not finish in time. The message
@@ -203,7 +203,7 @@ def stop(n: int) -> None:
 
 
 def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
-    """The call as bytes: by reference where the function can be imported, else by value."""
+    """Pickle the call: by reference if the function can be imported, else by value."""
     fn = call[0]
     if getattr(fn, "__module__", None) != "__main__" and "<" not in getattr(
         fn, "__qualname__", "<"

@@ -1,4 +1,4 @@
-"""``check_custom_rule``: whether the rules that a user wrote are those of the function."""
+"""``check_custom_rule``: a check of custom rules against the function that they belong to."""
 
 from __future__ import annotations
 
@@ -25,29 +25,32 @@ def check_custom_rule(
     rtol: float = 1e-4,
     atol: float = 1e-6,
 ) -> None:
-    """The rules of a function with rules of its own agree with the function, and each other.
+    """Check that the custom rules of a function agree with the function and with each other.
 
-    Under ``vmap``, over all arguments and over each alone, along the first and the last dim, the
-    function is compared with the loop, and so is its pullback; for batches of one example and of
-    several, more than any dim of the arguments has. In ``float64`` forward mode is compared with
-    central differences, reverse mode with these, and with the transpose of forward mode; and the
-    values that the rules give with the function's own. In the types that the arguments have, what
-    the rules return must be of these. Of complex tensors the real and the imaginary parts are
-    checked, as torch defines gradients. A function of which forward mode is not defined is checked
-    without it.
+    Under ``vmap`` the function and its pullback are compared with the loop. All arguments are
+    batched together and each alone, along the first and the last dim, for a batch of one example
+    and a batch that is larger than any dim of the arguments. The derivatives are checked in
+    ``float64``:
+    forward
+    mode against central differences, and reverse mode against central differences and against the
+    transpose of forward mode. The values that the rules return are compared with the function's
+    own.
+    In the dtypes of the given arguments, the results of the rules must have the function's dtypes.
+    For complex tensors the real and the imaginary parts are checked, by torch's definition of
+    gradients. A function without forward mode is checked without it.
 
     Args:
         func: a ``custom_vmap``, ``custom_jvp`` or ``custom_vjp`` function, the ``apply`` of a
             ``torch.autograd.Function``, or any function; takes and returns pytrees.
-        args: arguments for one example. Others are made from them by factors near 1; floating
-            point tensors are taken as ``float64``.
-        order: with 2 the derivative by reverse mode is checked in its turn: whether it can be
-            differentiated again.
+        args: arguments for one example. Further examples are these times factors near 1; floating
+            point tensors are converted to ``float64``.
+        order: with 2, the derivative by reverse mode is differentiated and checked too.
         eps: the step of the differences.
         rtol, atol: as for ``torch.testing.assert_close``.
 
     Raises:
-        AssertionError: a check fails; it says which, at which part of the result, and by how much.
+        AssertionError: a check fails; the message names the check, the part of the result, and the
+            size of the difference.
 
     Example:
         >>> import torch
@@ -59,7 +62,7 @@ def check_custom_rule(
         >>> square.defvjp(lambda x: (x * x, x), lambda x, ct: (2 * x * ct,))
         >>> check_custom_rule(square, torch.rand(3))
 
-    As ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads``, and for ``vmap`` too.
+    Similar to ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads``; covers ``vmap`` too.
     """
     try:
         _check(func, args, order, eps, rtol, atol)
@@ -120,7 +123,7 @@ def _check(
 
 
 def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: float) -> None:
-    """What a jvp rule returns beside the tangent: transforms call the function for it."""
+    """Check the value that a jvp rule returns: transforms use the function's value instead."""
     fixed, rest = func.fixed(func.positional(args, {}))
     if func.rule is None:
         return
@@ -134,7 +137,7 @@ def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: flo
 def _check_types(
     func: Callable[..., tuple[torch.Tensor, ...]], primals: Sequence[torch.Tensor]
 ) -> None:
-    """Both modes run in the types of the arguments, and give values and derivatives of these."""
+    """Check that both modes keep the shapes and dtypes of the arguments and results."""
 
     def types(values: Sequence[torch.Tensor]) -> list[str]:
         return [f"{x.dtype} of shape {tuple(x.shape)}" for x in values]
@@ -163,7 +166,7 @@ def _forward(
     primals: Sequence[torch.Tensor],
     directions: Sequence[torch.Tensor],
 ) -> Any:
-    """Value and tangents; None for an ``autograd.Function`` without forward mode."""
+    """Return the value and tangents; None for an ``autograd.Function`` without forward mode."""
     try:
         return jvp(func, tuple(primals), tuple(directions))
     except (NotImplementedError, RuntimeError) as error:
@@ -181,7 +184,7 @@ def _check_derivatives(
     atol: float,
     where: str = "",
 ) -> None:
-    """Both modes, along a random direction."""
+    """Check both modes along a random direction."""
     directions = [torch.randn_like(x) for x in primals]
     after = func(*(x + eps * t for x, t in zip(primals, directions, strict=True)))
     before = func(*(x - eps * t for x, t in zip(primals, directions, strict=True)))
@@ -213,7 +216,7 @@ Batching = list[int | None]
 
 
 def _batchings(leaves: Sequence[Any], places: Sequence[int]) -> Iterator[Batching]:
-    """All tensors batched, then each alone; along the first dim, and along the last."""
+    """Yield the batch dims: all tensors batched, then each alone; along the first and last dim."""
     chosen = [tuple(places), *[(i,) for i in places if len(places) > 1]]
     for batched in chosen if places else []:
         for last in (False, True):
@@ -234,7 +237,7 @@ def _check_loop(
     atol: float,
 ) -> None:
     sizes = [n for x in leaves if isinstance(x, torch.Tensor) for n in x.shape if n < 8]
-    # No dim of the arguments has as many, so that it can't be taken for the batch dim.
+    # Larger than any dim of the arguments, so that no other dim passes for the batch dim.
     _check_batch(what, func, leaves, at, max([2, *sizes]) + 1, rtol, atol)
     if all(dim in (None, 0) for dim in at):
         _check_batch(f"for a batch of 1, {what}", func, leaves, at, 1, rtol, atol)
@@ -275,7 +278,7 @@ def _check_batch(
 
 
 def _example(x: torch.Tensor, i: int) -> torch.Tensor:
-    """Another example: near the one that was given, where functions are likely to be defined."""
+    """Return another example near the given one, where the function is likely to be defined."""
     return x * (1 + i / 16) if _is_smooth(x) else x.clone()
 
 
@@ -290,6 +293,6 @@ def _is_smooth(x: torch.Tensor) -> bool:
 
 
 def _spelled(at: Batching) -> str:
-    """Which tensors are batched, by their flattened positions, and where."""
+    """Name the batched tensors by their flattened positions, with the batch dims."""
     batched = [f"{i} (dim {dim})" for i, dim in enumerate(at) if dim is not None]
     return f"tensor{'s' if len(batched) > 1 else ''} {', '.join(batched)}"

@@ -1,4 +1,4 @@
-"""hypothesis strategies: tensors, pytrees of them, descriptions, and calls of operators.
+"""hypothesis strategies: tensors, pytrees of tensors, descriptors, and calls of operators.
 
 Needs hypothesis, which ``tsfunc[testing]`` installs.
 
@@ -42,7 +42,7 @@ Strategy = st.SearchStrategy
 def shapes(
     min_rank: int = 0, max_rank: int = 3, min_size: int = 0, max_size: int = 4
 ) -> Strategy[tuple[int, ...]]:
-    """Shapes: tuples of sizes."""
+    """Generate shapes: tuples of sizes."""
     sizes = st.integers(min_size, max_size)
     return st.lists(sizes, min_size=min_rank, max_size=max_rank).map(tuple)
 
@@ -60,12 +60,12 @@ def tensors(
     low: float = -2.0,
     high: float = 2.0,
 ) -> torch.Tensor:
-    """Tensors of finite values, laid out in every way: transposed, expanded, with gaps, in a part.
+    """Generate finite tensors: plain, transposed, expanded, strided or sliced.
 
     Args:
-        dtypes: one is chosen.
-        shape: the shape, if it is to be a certain one; else ``shapes`` chooses.
-        low, high: between which the values lie.
+        dtypes: the dtypes to choose from.
+        shape: the shape; by default ``shapes`` generates one.
+        low, high: the bounds of the values.
     """
     chosen = shape if shape is not None else draw(shapes(min_rank, max_rank, min_size, max_size))
     sizes = list(chosen)
@@ -104,7 +104,7 @@ def _values(
 
 
 def pytrees(leaves: Strategy[Any], *, max_leaves: int = 4) -> Strategy[Any]:
-    """Lists, tuples and dicts of leaves, nested."""
+    """Generate nested lists, tuples and dicts of leaves."""
 
     def around(inner: Strategy[Any]) -> Strategy[Any]:
         names = st.sampled_from(["a", "b", "c"])
@@ -121,7 +121,7 @@ def pytrees(leaves: Strategy[Any], *, max_leaves: int = 4) -> Strategy[Any]:
 def batches(
     draw: st.DrawFn, examples: Strategy[torch.Tensor], *, size: int | None = None
 ) -> tuple[torch.Tensor, int]:
-    """Batches of tensors like an example, and along which dim the examples lie."""
+    """Generate batches of an example, and the batch dim."""
     example = draw(examples)
     count = draw(st.integers(1, 4)) if size is None else size
     dim = draw(st.integers(0, example.dim()))
@@ -145,7 +145,7 @@ def descriptors(
     names: Sequence[str] = ("n", "m"),
     max_rank: int = 3,
 ) -> MetaTensorType:
-    """Descriptions of tensors: a type, and for each dim a size, a name, bounds, or nothing."""
+    """Generate descriptors: a dtype, and for each dim a size, a name, bounds, or nothing."""
     dims = st.one_of(
         st.integers(1, 4),
         st.sampled_from(list(names)),
@@ -160,10 +160,10 @@ def descriptors(
 def described(
     draw: st.DrawFn, descriptor: MetaTensorType, sizes: Mapping[str, int] | None = None
 ) -> torch.Tensor:
-    """Tensors that a description of a type and a rank holds for.
+    """Generate tensors that match a descriptor with a dtype and a rank.
 
     Args:
-        sizes: of named dims; others are drawn, and are equal where their names are.
+        sizes: the sizes of named dims; other sizes are drawn, one for each name.
     """
     known = dict(sizes or {})
     assert descriptor.shape is not None and descriptor.dtype is not None
@@ -188,8 +188,8 @@ class OperatorCall:
     """A call of an ATen operator.
 
     Attributes:
-        name: the dispatcher's.
-        args, kwargs: arguments that the operator takes.
+        name: the dispatcher's name of the operator.
+        args, kwargs: arguments that the operator accepts.
     """
 
     name: str
@@ -197,7 +197,7 @@ class OperatorCall:
     kwargs: Mapping[str, Any]
 
     def __call__(self) -> Any:
-        """The operator's results."""
+        """Run the operator and return its results."""
         return _signature(self.name).call(*self.args, **self.kwargs)
 
 
@@ -205,11 +205,12 @@ class OperatorCall:
 def operator_calls(
     draw: st.DrawFn, category: Category | str | None = None, *, low: float = 0.1, high: float = 0.9
 ) -> OperatorCall:
-    """Calls of operators with arguments that they take, of one category of ``tsfunc.ops`` or all.
+    """Generate calls of operators with valid arguments, of one category or of all.
 
-    The arguments follow from the operator's schema, and from which ranks it has been seen to take.
-    Operators that write into their arguments are left out, internal ones (``aten::_...``, those of
-    a backend or of quantized tensors), which check nothing, and those of which nothing is known.
+    The arguments follow from the operator's schema and from the ranks that the operator accepts in
+    trials. Left out are operators that mutate arguments, internal operators (``aten::_...``, those
+    of a backend or of quantized tensors), which do not check their arguments, and unknown
+    operators.
     """
     name = draw(st.sampled_from(_named(category)))
     setting, ranks = _taken(name)
@@ -231,7 +232,7 @@ def operator_calls(
 
 
 def _is_taken(call: OperatorCall) -> bool:
-    """Whether the values too are such as the operator takes."""
+    """True if the operator accepts the values of the call too."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -251,7 +252,7 @@ def _named(category: Category | str | None) -> list[str]:
     return [name for name in names if not _INTERNAL.search(name) and _is_plain(_signature(name))]
 
 
-# The kernels of embedding_bag do not check offsets, and write where they point.
+# The kernels of embedding_bag do not check offsets, and write out of bounds.
 _INTERNAL = re.compile(
     r"::_|cudnn|miopen|mkldnn|mkl_|fbgemm|quantize|fake_quant|sparse|nested|_backward|embedding_bag"
 )
@@ -263,7 +264,7 @@ def _is_plain(signature: Any) -> bool:
 
 @cache
 def _taken(name: str) -> tuple[Setting | None, list[dict[str, int]]]:
-    """A setting that an operator takes, and the ranks that it takes there: tried without memory."""
+    """Return a setting that an operator accepts, and the ranks in it; tried on the meta device."""
     trial = Trial(_signature(name), "meta")
     for setting in settings(trial.signature):
         ranks = [chosen for chosen, _ in trial.taken(setting)]

@@ -1,8 +1,8 @@
-"""What users call: a transform a file, or a few of a kind.
+"""The public transforms: a file for each transform or for a few of a kind.
 
-A transform is loaded when it is asked for (``tsfunc.late``). Two things of control flow the bridge
-needs before that may have happened: what torch's own operators are inside of transforms, and how a
-call of an ``autograd.Function`` is recorded in a trace.
+A transform is imported on first access (``tsfunc.late``). The bridge needs two parts of control
+flow before that: the replacements of torch's own operators inside of transforms, and the function
+that records a call of an ``autograd.Function`` in a trace.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from tsfunc.bridge.control import torch_loops
 from tsfunc.bridge.grad import custom_function
-from tsfunc.bridge.mesh import in_place as in_place  # collectives that write
+from tsfunc.bridge.mesh import in_place as in_place  # in-place collectives
 
 
 def _in_control(module: str, name: str) -> Callable[..., Any]:
-    """A function of ``transforms/control``, which is loaded at its first call."""
+    """Return a function that imports ``name`` from ``transforms/control`` at its first call."""
 
     def called(*args: Any, **kwargs: Any) -> Any:
         home = importlib.import_module(f"tsfunc.transforms.control.{module}")

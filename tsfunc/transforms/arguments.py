@@ -1,4 +1,4 @@
-"""What the derivatives share: ``argnums``, and checks of what functions take and return."""
+"""Helpers that the derivative transforms share: ``argnums``, checks of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Argnums = int | tuple[int, ...]
 
 
 def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
-    """The arguments to differentiate, counted from the front."""
+    """Return the positions in ``argnums`` as nonnegative indices."""
     if isinstance(argnums, bool) or not isinstance(argnums, int | tuple):
         raise RuntimeError(f"{api}: argnums must be int or Tuple[int, ...], got: {type(argnums)}")
     chosen = argnums if isinstance(argnums, tuple) else (argnums,)
@@ -43,13 +43,13 @@ def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
 
 
 def chosen_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
-    """The arguments that ``argnums`` names: one, or a tuple of them."""
+    """Return the arguments that ``argnums`` names: one, or a tuple."""
     chosen = check_argnums(api, argnums, len(args))
     return args[chosen[0]] if isinstance(argnums, int) else tuple(args[i] for i in chosen)
 
 
 def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
-    """The arguments with those that ``argnums`` names replaced."""
+    """Return the arguments with those that ``argnums`` names replaced."""
     replaced = list(args)
     if isinstance(argnums, int):
         replaced[argnums] = new
@@ -60,7 +60,7 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, .
 
 
 def with_places(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """The values with those in some places replaced."""
+    """Return the values with those at ``places`` replaced."""
     replaced = list(values)
     for place, value in zip(places, new, strict=True):
         replaced[place] = value
@@ -68,9 +68,9 @@ def with_places(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]
 
 
 def level_of(values: Any) -> TracerLevel | None:
-    """The level that autograd is recorded at: the innermost of the thread and of the values.
+    """Return the level that autograd records on: the innermost of the thread and of the values.
 
-    A level whose one example is given as it is has no tracers to record on, and is left out.
+    A level that runs its one example unbatched has no tracers to record on, and is skipped.
     """
     current = current_tracer_level()
     while isinstance(current, SplitLevel) and current.alone and current.axis_name is None:
@@ -84,10 +84,10 @@ def level_of(values: Any) -> TracerLevel | None:
 def traced_inputs(
     primals: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> Sequence[torch.Tensor]:
-    """Tensors to differentiate by at a level inside of a trace as values of the trace.
+    """Return the tensors to differentiate by as values of the current trace, if there is one.
 
-    A constant of the level could not be an operand of the program's control flow and stay the
-    tensor that is differentiated by.
+    As a constant of the level, a tensor could not be an operand of the program's control flow and
+    also be the tensor that is differentiated by.
     """
     trace = current_trace()
     if trace is None or level is None or level is trace:
@@ -96,7 +96,7 @@ def traced_inputs(
 
 
 def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:
-    """Raises the error for results of a level that this thread is not in: it was not recorded."""
+    """Raise if a result belongs to a level of another thread, on which autograd did not record."""
     for out in outputs:
         found = out.dispatch_level if isinstance(out, Tracer) else None
         if found is not None and found.alive and (level is None or found.depth > level.depth):
@@ -108,7 +108,7 @@ def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) ->
 
 
 def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
-    """The leaves of a pytree, all of which must be tensors, and its structure."""
+    """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -120,7 +120,7 @@ def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor],
 
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
-    """The leaves of what a function returned, all of which must be tensors."""
+    """Return the leaves of a function's output; raise if it is empty or a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(out)
     if out is None or not leaves:
         raise RuntimeError(
@@ -136,7 +136,7 @@ def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
 
 
 def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
-    """The output and the auxiliary part, None without ``has_aux``."""
+    """Return the output and the auxiliary part, which is None without ``has_aux``."""
     if not has_aux:
         return output, None
     if not (isinstance(output, tuple) and len(output) == 2):
@@ -148,7 +148,7 @@ def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
-    """jacrev and jacfwd are for real functions."""
+    """Raise for complex tensors: jacrev and jacfwd are for real functions."""
     for i, leaf in enumerate(leaves):
         if leaf.is_complex():
             raise RuntimeError(
@@ -158,9 +158,9 @@ def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
 
 
 def like(func: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a wrapper the name and docstring of its function, where it has them.
+    """Return a decorator that gives a wrapper the name and docstring of ``func``.
 
-    Partials and modules have none.
+    Partials and modules have no name; their wrappers are unchanged.
     """
     if hasattr(func, "__name__"):
         return functools.wraps(func)

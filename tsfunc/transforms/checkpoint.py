@@ -1,9 +1,9 @@
-"""``checkpoint``: what a derivative needs of a function is computed again, not kept.
+"""``checkpoint``: recompute the values that a derivative needs instead of keeping them.
 
-Reverse mode saves values through torch's hooks, and a checkpoint is torch's own in its form without
-a second backward pass: NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` says what
-makes it right inside of every transform. In a trace it is a node of the program, which does the
-same when the program runs.
+Reverse mode saves values through torch's hooks, and a checkpoint is torch's non-reentrant one:
+NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` explains why it is correct
+inside of every transform. In a trace a checkpoint is a node of the program, which does the same
+when the program runs.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ def checkpoint(
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """A function whose derivative computes again what it needs, instead of keeping it.
+    """Return a function whose derivative recomputes the values that it needs.
 
     Args:
-        func: takes and returns pytrees. Without it ``checkpoint(policy=...)`` is a decorator.
-        policy: which results are kept after all: one of ``tsfunc.checkpoint_policies``; a list of
-            operators (such as ``torch.ops.aten.mm.default``); or a function that takes a context,
-            an operator and its arguments, and returns a bool or a ``CheckpointPolicy`` of torch's.
-            By default none are. Operators that draw random numbers or write are called again
-            whatever the policy says.
-        preserve_rng_state: whether random numbers are drawn again as they were.
+        func: takes and returns pytrees. ``checkpoint(policy=...)`` without it is a decorator.
+        policy: the results to keep: one of ``tsfunc.checkpoint_policies``; a list of operators
+            (such as ``torch.ops.aten.mm.default``); or a function that takes a context, an
+            operator and its arguments, and returns a bool or a ``CheckpointPolicy`` of torch's. By
+            default no results are kept. Operators that draw random numbers or write are always
+            called again.
+        preserve_rng_state: if True, the recomputation draws the same random numbers.
 
     Returns:
-        A function of the same arguments and results. What it closes over gets its gradients too.
-        It can be differentiated in both modes, to any order, inside and outside of the other
-        transforms, as often as one likes. In a program it is one node.
+        A function with the same arguments and results. Tensors that ``func`` closes over get
+        gradients too. The function is differentiable in both modes, to any order and any number of
+        times, inside and outside of the other transforms. In a program it is one node.
 
     Raises:
-        TypeError: ``policy`` is none of these.
+        TypeError: ``policy`` is not one of these forms.
 
     Example:
         >>> import torch
@@ -68,9 +68,9 @@ def checkpoint(
         >>> grad(block)(torch.tensor(0.))
         tensor(-0.)
 
-    As ``jax.checkpoint`` and ``torch.utils.checkpoint``: Griewank, "Achieving logarithmic growth of
-    temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et al.,
-    "Training deep nets with sublinear memory cost" (2016).
+    Similar to ``jax.checkpoint`` and ``torch.utils.checkpoint``: Griewank, "Achieving logarithmic
+    growth of temporal and spatial complexity in reverse automatic differentiation" (1992); Chen et
+    al., "Training deep nets with sublinear memory cost" (2016).
     """
     keeps = _checked(policy)
     if func is None:
@@ -90,7 +90,7 @@ def checkpoint(
 
 
 def _checked(policy: Policy | Sequence[Any] | None) -> Policy:
-    """A policy as a function."""
+    """Return a policy as a function."""
     if policy is None:
         return nothing_saveable
     if callable(policy):
@@ -112,14 +112,15 @@ def run(
     policy: Policy = nothing_saveable,
     preserve_rng_state: bool = True,
 ) -> Any:
-    """Calls a function once, to be run again by backward passes."""
+    """Call a function once, and set it up to run again in backward passes."""
     leaves, tree = pytrees.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in places]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     devices = devices_of(tensors)
-    # Arguments too, so that a checkpoint around this one computes them again: of checkpoints in
-    # checkpoints each would keep a state.
+    # The random states are arguments too, so that an outer checkpoint recomputes them: otherwise
+    # each
+    # of several nested checkpoints would keep a state.
     states = states_of(devices) if preserve_rng_state else []
     drawn = len(states)
     first = True
@@ -140,7 +141,7 @@ def run(
 
 
 class CheckpointCall(Operator):
-    """A checkpoint in a program: what its body uses."""
+    """A checkpoint in a program; its operands are the values that the body uses."""
 
     def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
         super().__init__("checkpoint", [body])
@@ -156,12 +157,12 @@ class CheckpointCall(Operator):
         return writer.inline(self.bodies[0], operands)
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
-        """Runs the body and pulls back through it at once: there is nothing to keep meanwhile."""
+        """Run the body and pull back through it at once: no values need to be kept in between."""
         return OnceCall(self.name, self.bodies).pullback(count, by, of)
 
 
 class OnceCall(Operator):
-    """The body of a checkpoint."""
+    """The body of a checkpoint as an operator."""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return self.bodies[0](*operands)
@@ -173,7 +174,7 @@ class OnceCall(Operator):
 def _record(
     func: Callable[..., Any], args: Any, kwargs: Any, policy: Policy, preserve: bool
 ) -> Any:
-    """Records a call as one node of the program."""
+    """Record a call as one node of the program."""
     trace = current_trace()
     assert trace is not None
 

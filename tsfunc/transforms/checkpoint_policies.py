@@ -1,9 +1,9 @@
-"""Policies for ``tsfunc.checkpoint``: which results are kept, and not computed again.
+"""Policies for ``tsfunc.checkpoint``: they choose the results that are kept, not recomputed.
 
-A policy takes a context, an operator and its arguments, and says whether its result is kept, as
-those of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` do. The names are those of
-``jax.checkpoint_policies``. What JAX chooses by names of values has no counterpart: the function is
-run again as a whole, so a value that is kept spares the work of the operator that made it alone.
+A policy takes a context, an operator and its arguments, and returns True if the result is kept, as
+the policies of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` do. The names are
+those of ``jax.checkpoint_policies``. JAX's policies by value name have no counterpart: the
+function is run again as a whole, so a kept value spares only the operator that made the value.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ _DOTS = _WITHOUT_BATCH | frozenset(
 
 
 def _name(op: Any) -> str:
-    """An operator's name without that of its overload."""
+    """Return an operator's name without its overload name."""
     name: str = op.name()
     return name.partition(".")[0]
 
 
 def everything_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """All are kept: as without a checkpoint."""
+    """Keep all results, as without a checkpoint."""
     return True
 
 
 def nothing_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """None are."""
+    """Keep no results."""
     return False
 
 
 def dots_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """The results of matrix products, convolutions and attention are."""
+    """Keep the results of matrix products, convolutions and attention."""
     return _name(op) in _DOTS
 
 
 def dots_with_no_batch_dims_saveable(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    """The results of convolutions and of matrix products without batch dims are."""
+    """Keep the results of convolutions and of matrix products without batch dims."""
     return _name(op) in _WITHOUT_BATCH
 
 
 def save_from_both_policies(first: Policy, second: Policy) -> Policy:
-    """A policy that keeps what either of two keeps.
+    """Return a policy that keeps the results that at least one of two policies keeps.
 
     Example:
         >>> import torch
@@ -68,6 +68,6 @@ def save_from_both_policies(first: Policy, second: Policy) -> Policy:
     return KeepsEither(first, second)
 
 
-# JAX's other names of two of them.
+# JAX's other names of two of these policies.
 checkpoint_dots = dots_saveable
 checkpoint_dots_with_no_batch_dims = dots_with_no_batch_dims_saveable

@@ -1,13 +1,14 @@
-"""How many examples a chunk has: a number, or what fits into a memory budget.
+"""The number of examples of a chunk: a fixed number, or as many as fit into a memory budget.
 
 NOTE [chunks by memory]
-What a chunk of ``k`` examples has in use at its peak is taken for ``fixed + each * k``: what does
-not depend on the batch, and what each example adds. Two chunks of different sizes tell both, one
-alone is taken for all ``each``, which is on the safe side. The first chunk has one example, and
-chunks grow eightfold at most while they are measured, so that a wrong guess is seen before it
-matters. What a chunk leaves behind (results, and what autograd saves for a backward pass) stays for
-all examples, so it is taken off the budget first. What was found is kept for the next call with
-such inputs, of whichever batch size, which then measures nothing.
+The peak memory of a chunk of ``k`` examples is modelled as ``fixed + each * k``: a part that does
+not depend on the batch, and the part of each example. Two chunks of different sizes determine
+both; after one chunk the whole peak counts as ``each``, which is the safe side. The first chunk
+has one example, and each measured chunk is at most eight times as large as the one before, so that
+a wrong estimate shows before it does harm. The memory that a chunk leaves in use (results, and
+values that autograd saves for a backward pass) stays in use for all examples, so it is subtracted
+from the budget first. The model is kept for later calls with such inputs, of any batch size, which
+then measure nothing.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from tsfunc.bridge.tracers.memory import Meter
 from tsfunc.dispatch.places import warn
 from tsfunc.errors import MemoryBudgetWarning
 
-GROWTH = 8  # of measured chunks
-MARGIN = 0.9  # of the budget that is planned for: allocators round up, libraries keep buffers
+GROWTH = 8  # the most by which measured chunks grow
+MARGIN = 0.9  # part of the budget to use: allocators round up, libraries keep buffers
 
 
 class ChunkSizes(Protocol):
-    """Says how many examples come next."""
+    """Source of the sizes of the chunks of one call."""
 
     def next(self) -> int:
-        """The size of the next chunk."""
+        """Return the size of the next chunk."""
 
     def running(self, examples: int) -> AbstractContextManager[Any]:
-        """Context manager around the run of a chunk."""
+        """Context manager for the run of a chunk."""
 
     def keep(self, examples: int, size: int) -> None:
-        """Of the results so far that many bytes are to be copied at the end once more."""
+        """Note that ``size`` bytes of the results so far are copied once more at the end."""
 
 
 class FixedSize:
@@ -56,10 +57,10 @@ class FixedSize:
 
 
 class MemoryModel:
-    """What chunks of a function were seen to take (NOTE [chunks by memory]).
+    """Model of the memory that chunks of a function use (NOTE [chunks by memory]).
 
     Attributes:
-        fixed: bytes that a chunk takes whatever its size.
+        fixed: bytes of a chunk of any size.
         each: bytes that an example adds to the peak.
         held: bytes that an example leaves in use.
         copied: bytes of an example that are in use twice when results are put together.
@@ -71,11 +72,11 @@ class MemoryModel:
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """True if a chunk was measured."""
         return bool(self._seen)
 
     def observe(self, examples: int, peak: int, held: int) -> None:
-        """A chunk of that many examples was run."""
+        """Update the model with the measurement of a chunk."""
         self._seen[examples] = max(peak, self._seen.get(examples, 0))
         self.held = max(held, 0) / examples
         *smaller, largest = sorted(self._seen)
@@ -84,16 +85,16 @@ class MemoryModel:
         if smaller:
             other = smaller[-1]
             slope = (most - self._seen[other]) / (largest - other)
-            # An example takes what it leaves at least, and no more than its share.
+            # An example takes at least the memory that it leaves in use, and at most its share.
             self.each = min(max(slope, self.held), most / largest)
             self.fixed = most - self.each * largest
 
     def peak(self, examples: int) -> float:
-        """What a chunk of that many examples is expected to take."""
+        """Return the expected peak memory of a chunk."""
         return self.fixed + self.each * examples
 
     def largest(self, budget: float, total: int) -> int:
-        """The size of chunks of a batch that stay within a budget; 0 where not even 1 does."""
+        """Return the largest size of chunks that keep a budget; 0 if one example exceeds it."""
         room = MARGIN * budget - total * self.held - self.fixed
         if room < self.each or total * (self.held + self.copied) > budget:
             return 0
@@ -101,14 +102,14 @@ class MemoryModel:
 
 
 class MeasuredSize:
-    """Chunks that fit into a memory budget.
+    """Source of chunk sizes that fit into a memory budget.
 
     Args:
-        model: what is known of such calls; grows while it is new.
-        budget: bytes that the call may have in use beside its inputs.
-        total: how many examples there are.
-        device: where the memory is counted.
-        name: how messages call the function.
+        model: the memory model of such calls; updated while it is new.
+        budget: bytes that the call may use in addition to its inputs.
+        total: the number of examples.
+        device: the device whose memory is measured.
+        name: the name of the function in messages.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class MeasuredSize:
 
 
 def _readable(size: float) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes as text with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""``chunk_size``: a ``vmap`` over some of the examples at a time."""
+"""``chunk_size``: a ``vmap`` that runs some of the examples at a time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tsfunc.transforms.joined import Joined
 from tsfunc.transforms.memory_budget import default_budget
 from tsfunc.transforms.vmap_spec import Spec
 
-# Runs the function at a level for some of the examples, on their inputs.
+# Runs the function at a level for some of the examples, on the inputs of these examples.
 RunPart = Callable[[BatchLevel, Sequence[Any]], Any]
 
-# What was measured, by what the calls have in common.
+# The memory models, by the signatures of the calls.
 Models = dict[Any, MemoryModel]
 _MODELS_KEPT = 64
 
 
 def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
-    """The chunk size that the arguments mean.
+    """Return the chunk size for the two arguments of vmap.
 
     Raises:
-        ValueError: one of them is none, or they contradict one another.
+        ValueError: an argument is invalid, or the two contradict each other.
     """
     if memory_budget is not None:
         number = isinstance(memory_budget, int | float) and not isinstance(memory_budget, bool)
@@ -57,16 +57,16 @@ def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
 def sizes_of_chunks(
     spec: Spec, flat: Sequence[Any], at: Sequence[int | None], size: Any, rest: Any, models: Models
 ) -> ChunkSizes | None:
-    """How the examples are to be run, None for all at once.
+    """Return the source of the chunk sizes; None to run all examples at once.
 
-    A trace has no memory to be measured: in a program chunks must have a number.
+    Memory is not measured in a trace: chunks in a program need a fixed size.
 
     Args:
-        spec: the call's own arguments.
-        flat: the flattened inputs, mapped ``at`` these dims.
-        size: how many examples there are.
-        rest: what else the function is called with.
-        models: what earlier calls have found.
+        spec: the arguments of vmap.
+        flat: the flattened inputs, mapped at the dims ``at``.
+        size: the number of examples.
+        rest: the other arguments of the function.
+        models: the memory models of earlier calls.
     """
     if spec.chunk_size != "auto":
         return FixedSize(spec.chunk_size) if spec.chunk_size < size else None
@@ -76,7 +76,7 @@ def sizes_of_chunks(
     device = _device_of(leaves)
     key = _signature(leaves, at)
     model = models.pop(key, None) or MemoryModel()
-    models[key] = model  # the one used last stands last
+    models[key] = model  # the most recently used model comes last
     if len(models) > _MODELS_KEPT:
         del models[next(iter(models))]
     budget = _budget(spec, device)
@@ -86,7 +86,7 @@ def sizes_of_chunks(
 
 
 def sizes_of_group(spec: Spec, flat: Sequence[Any], group: torch.Tensor) -> ChunkSizes | None:
-    """As :func:`sizes_of_chunks`, for examples of one size among others; nothing is kept."""
+    """Same as :func:`sizes_of_chunks`, for a group of examples of equal size; keeps no model."""
     size = len(group)
     if spec.chunk_size != "auto":
         return FixedSize(spec.chunk_size) if spec.chunk_size is not None else None
@@ -101,14 +101,14 @@ def _budget(spec: Spec, device: torch.device) -> float:
 
 
 def _device_of(leaves: Sequence[Any]) -> torch.device:
-    """Where the memory is to be counted: on the accelerator that inputs are on, if one is."""
+    """Return the device whose memory is measured: the accelerator of an input if there is one."""
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     devices = devices or [torch.get_default_device()]
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
-    """What calls have in common that differ in nothing but their values and batch size."""
+    """Return the properties of a call that its memory depends on, without the batch size."""
     found: list[Any] = [torch.is_grad_enabled()]
     dims = [*at, *[None] * (len(leaves) - len(at))]
     for leaf, dim in zip(leaves, dims, strict=True):
@@ -122,7 +122,7 @@ def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
 
 
 def _examples(value: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """Those of a chunk: a view, but of sparse tensors, which have none."""
+    """Return the examples of a chunk: a view, except for sparse tensors, which have no views."""
     if value.layout is torch.sparse_coo or is_compressed(value):
         places = torch.arange(start, start + length, device=value.device)
         return take_examples(value, dim, places)
@@ -137,7 +137,7 @@ def run_in_chunks(
     sizes: ChunkSizes,
     run: RunPart,
 ) -> Any:
-    """Runs some of the examples at a time and puts the results together."""
+    """Run the examples in chunks and join the results."""
     generators = rewindable(spec.randomness)
     if generators is not None and tracing_here():
         raise RuntimeError(
@@ -159,7 +159,7 @@ def run_in_chunks(
         with sizes.running(length):
             out = run(level, part)
         joined.add(start, out)
-        del out  # so that its memory is free for the next chunk
+        del out  # frees the memory for the next chunk
         start += length
         sizes.keep(start, joined.kept)
     if generators is not None:

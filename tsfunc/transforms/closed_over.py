@@ -1,9 +1,8 @@
 """The tensors that functions close over: NOTE [hidden operands] in ``bridge/tracers/seen_as``.
 
-They are looked for where the code can reach them: variables of enclosing functions and globals that
-it names, defaults, the parts of ``functools.partial``, the objects of methods, and of objects the
-attributes that it names. Only tensors matter by which somebody may differentiate, or that stand for
-values of a transform.
+The search covers the objects that the code can reach: variables of enclosing functions and globals
+that the code names, defaults, the parts of ``functools.partial``, the objects of methods, and the
+attributes that the code names. Only tensors with gradients or tangents, and tracers, are returned.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LIBRARIES = ("torch.", "tsfunc.", "numpy.", "functools.", "optree.")
 
 
 def closed_over(values: Iterable[Any]) -> list[torch.Tensor]:
-    """What functions and objects close over, each tensor once, as their code has it."""
+    """Return the tensors that functions and objects close over, each tensor once."""
     search = _Search()
     for value in values:
         search.look(value)
@@ -35,7 +34,7 @@ class _Search:
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
         self.seen: set[int] = set()
-        self.kept: list[Any] = []  # so that no number of an object is given to another one
+        self.kept: list[Any] = []  # keeps objects alive, so that an id is not used twice
         self.names: set[str] = set()
 
     def look(self, value: Any) -> None:
@@ -67,7 +66,7 @@ class _Search:
         if not attributes:
             return ()
         if isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
-            return [*attributes.values()]  # a function with rules, or another wrapper
+            return [*attributes.values()]  # a function with custom rules, or another wrapper
         return [part for name, part in attributes.items() if name in self.names]
 
     def of_function(self, function: types.FunctionType) -> Iterator[Any]:

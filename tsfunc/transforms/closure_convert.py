@@ -1,4 +1,4 @@
-"""``closure_convert``: what a function closes over, as arguments."""
+"""``closure_convert``: turn the tensors that a function closes over into arguments."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from tsfunc.transforms.vmap_spec import name_of
 def closure_convert(
     func: Callable[..., Any], *example_args: Any
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """A function that takes what another one closes over as further arguments, and these.
+    """Return a function that takes its closed-over tensors as further arguments, and the tensors.
 
     Args:
         func: any function.
-        example_args: arguments like those that it will be called with; their number and structure
-            count.
+        example_args: arguments like those of later calls; only their number and structure matter.
 
     Returns:
-        ``(converted, closed)``: ``converted(*args, *closed)`` is ``func(*args)``. ``closed`` are
-        the tensors by which somebody may differentiate, and those that stand for values of a
-        transform; what else ``func`` reads is no argument.
+        ``(converted, closed)``: ``converted(*args, *closed)`` equals ``func(*args)``. ``closed``
+        has the tensors that a transform or autograd may differentiate by, and the tracers. Other
+        values that ``func`` reads do not become arguments.
 
     Raises:
-        TypeError: ``converted`` is not called with such arguments, or not with as many tensors.
+        TypeError: ``converted`` is called with another structure or another number of tensors.
 
     Example:
         >>> import torch
@@ -41,8 +40,8 @@ def closure_convert(
         >>> grad(f)(torch.tensor(3.))
         tensor(2.)
 
-    As ``jax.closure_convert``, for functions with rules of their own: what their solvers and
-    integrators close over is to be among the arguments that these are differentiated by.
+    Similar to ``jax.closure_convert``. It serves functions with custom rules, such as solvers and
+    integrators, whose closed-over tensors must be among the differentiable arguments.
     """
     originals = closed_over([func])
     closed = [seen_here(x) for x in originals]

@@ -1,10 +1,11 @@
-"""Functions with what they close over as arguments.
+"""Functions with their closed-over tensors as arguments.
 
 NOTE [closed-over tensors]
-An ``autograd.Function`` gives gradients to its arguments, and is run anew at every level outside of
-its call, perhaps when that has ended. So what a function that it calls closes over has to be among
-its arguments. The function is traced once, on the types of its own arguments and inside of all
-levels, and runs as the graph of that: a function of tensors alone.
+An ``autograd.Function`` gives gradients to its arguments only, and runs again at every level
+outside of its call, perhaps after that level has ended. The closed-over tensors of a function that
+it calls must therefore be among its arguments. The function is traced once, on the types of its
+own arguments and inside of all levels, and then runs as the traced graph, which takes only
+tensors.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from tsfunc.program.graphs.codegen import generate
 
 @dataclass(frozen=True)
 class Converted:
-    """A function of tensors.
+    """A traced function of tensors.
 
     Attributes:
-        run: takes the function's own arguments, and then what is closed over; returns the flattened
-            results.
-        closed: the tensors that it closes over, and the symbolic sizes.
-        tree: the structure of its results.
-        graph: what ``run`` computes.
+        run: takes the function's own arguments and then ``closed``; returns the flattened results.
+        closed: the closed-over tensors, and the symbolic sizes.
+        tree: the structure of the results.
+        graph: the graph that ``run`` computes.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -46,10 +46,10 @@ class Converted:
 
 
 def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Converted:
-    """Traces a function of tensors that look like these.
+    """Trace a function of tensors with the types of ``examples``.
 
     Raises:
-        DataDependentError: it uses a tensor as a Python number or bool.
+        DataDependentError: the function uses a tensor as a Python number or bool.
     """
     around = current_trace()
     symbols = Symbols({}) if around is None else around.symbols
@@ -83,7 +83,7 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
 
 
 def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:
-    """A graph as one of which some of the nodes are the inputs."""
+    """Return a copy of a graph in which the given nodes are the inputs."""
     made = torch.fx.Graph()
     places = {node: made.placeholder(node.name) for node in inputs}
     for node in graph.nodes:

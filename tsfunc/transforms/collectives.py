@@ -1,9 +1,9 @@
 """Collectives: operations across the examples of a named axis.
 
-Each takes pytrees and the name of the axis. ``vmap(f, axis_name="i")`` binds a name to the examples
-of a batch, ``shard_map`` and ``mesh_axes`` bind one to the ranks of a mesh. The functions are those
-of ``jax.lax``, and so are their transposes: the gradient of a sum over an axis is a sum over the
-axis.
+Each collective takes a pytree and the name of an axis. ``vmap(f, axis_name="i")`` binds a name to
+the examples of a batch; ``shard_map`` and ``mesh_axes`` bind names to the ranks of a mesh. The
+functions are those of ``jax.lax`` and have the same transposes: the gradient of a sum over an axis
+is a sum over the axis.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
 def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
-    """The sum over the examples of an axis, the same for each.
+    """Return the sum over the examples of an axis, the same for each example.
 
     Args:
         x: a pytree of tensors and numbers.
-        axis_name: an axis, or a tuple of them.
+        axis_name: the axis, or a tuple of axes.
 
     Returns:
-        What has the structure of ``x``; a number times the size of the axis for a number.
+        A pytree like ``x``. A number counts as equal in all examples: the result is the number
+        times the axis size.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -41,7 +42,7 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: x / psum(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([0.2500, 0.7500])
 
-    As ``jax.lax.psum``.
+    Corresponds to ``jax.lax.psum``.
     """
     for level in _levels(axis_name, "psum"):
         of = functools.partial(physical.total, level)
@@ -50,9 +51,9 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
 
 def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
-    """The mean over the examples of an axis, the same for each.
+    """Return the mean over the examples of an axis, the same for each example.
 
-    Arguments, result and errors are those of :func:`psum`.
+    The arguments, result and errors are those of :func:`psum`.
 
     Example:
         >>> import torch
@@ -60,7 +61,7 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: x - pmean(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([-1.,  1.])
 
-    As ``jax.lax.pmean``.
+    Corresponds to ``jax.lax.pmean``.
     """
     size = 1
     for level in _levels(axis_name, "pmean"):
@@ -69,10 +70,10 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
 
 def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
-    """The greatest value among the examples of an axis, element by element, the same for each.
+    """Return the elementwise maximum over the examples of an axis, the same for each example.
 
-    Arguments, result and errors are those of :func:`psum`. Where examples are equal, the gradient
-    is shared among them.
+    The arguments, result and errors are those of :func:`psum`. Examples with equal values share
+    the gradient.
 
     Example:
         >>> import torch
@@ -80,15 +81,15 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: pmax(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([3., 3.])
 
-    As ``jax.lax.pmax``.
+    Corresponds to ``jax.lax.pmax``.
     """
     return _extreme("pmax", torch.amax, x, axis_name)
 
 
 def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
-    """The least value among the examples of an axis, element by element, the same for each.
+    """Return the elementwise minimum over the examples of an axis, the same for each example.
 
-    Arguments, result and errors are those of :func:`pmax`.
+    The arguments, result and errors are those of :func:`pmax`.
 
     Example:
         >>> import torch
@@ -96,7 +97,7 @@ def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
         >>> vmap(lambda x: pmin(x, "i"), axis_name="i")(torch.tensor([1., 3.]))
         tensor([1., 1.])
 
-    As ``jax.lax.pmin``.
+    Corresponds to ``jax.lax.pmin``.
     """
     return _extreme("pmin", torch.amin, x, axis_name)
 
@@ -112,19 +113,19 @@ def _of_gathered(of: Callable[..., Any], level: Axis, leaf: torch.Tensor) -> Any
 
 
 def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = False) -> Any:
-    """The examples of an axis along a new dim, the same for each.
+    """Return the examples of an axis stacked along a new dim, the same for each example.
 
     Args:
         x: a pytree of tensors and numbers.
-        axis_name: the axis; of a tuple of them the examples of the first come slowest.
-        axis: where the new dim stands.
-        tiled: whether they are put one after the other along the dim ``axis`` that there is.
+        axis_name: the axis, or a tuple of axes, of which the last varies fastest.
+        axis: the position of the new dim.
+        tiled: if True, the examples are concatenated along the existing dim ``axis`` instead.
 
     Returns:
-        What has the structure of ``x``.
+        A pytree with the structure of ``x``.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -133,7 +134,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         tensor([[1., 3.],
                 [1., 3.]])
 
-    As ``jax.lax.all_gather``.
+    Corresponds to ``jax.lax.all_gather``.
     """
     levels = _levels(axis_name, "all_gather")
 
@@ -156,22 +157,21 @@ def psum_scatter(
     scatter_dimension: int = 0,
     tiled: bool = False,
 ) -> Any:
-    """The sum over the examples of an axis, of which each is given its slice.
+    """Sum over the examples of an axis, and return to each example its slice of the sum.
 
     Args:
-        x: a pytree of tensors, whose dim ``scatter_dimension`` has the axis' size (with
-            ``tiled`` a multiple of it).
-        axis_name: the axis, or a tuple of them: their examples are one axis, those of the last
-            name counted first.
-        scatter_dimension: the dim that the slices are of.
-        tiled: whether the dim is kept, each example's part of it in its place.
+        x: a pytree of tensors, whose dim ``scatter_dimension`` has the size of the axis (with
+            ``tiled``, a multiple of it).
+        axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
+        scatter_dimension: the dim that is split into slices.
+        tiled: if True, the dim is kept with the size of a slice; otherwise it is removed.
 
     Returns:
-        What has the structure of ``x``.
+        A pytree with the structure of ``x``.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
-        ValueError: the dim's size does not fit.
+        UnboundAxisError: no active transform binds the name.
+        ValueError: the size of the dim does not fit the axis.
 
     Example:
         >>> import torch
@@ -179,7 +179,7 @@ def psum_scatter(
         >>> vmap(lambda x: psum_scatter(x, "i"), axis_name="i")(torch.tensor([[1, 2], [3, 4]]))
         tensor([4, 6])
 
-    As ``jax.lax.psum_scatter``.
+    Corresponds to ``jax.lax.psum_scatter``.
     """
     levels = _levels(axis_name, "psum_scatter")
 
@@ -201,24 +201,23 @@ def all_to_all(
     *,
     tiled: bool = False,
 ) -> Any:
-    """Sends each example of an axis its slice of a dim, and collects what comes along another.
+    """Send each example of an axis its slice of a dim, and stack the received slices along a dim.
 
     Args:
-        x: a pytree of tensors, whose dim ``split_axis`` has the axis' size (with ``tiled`` a
-            multiple of it).
-        axis_name: the axis, or a tuple of them: their examples are one axis, those of the last
-            name counted first.
-        split_axis: the dim that slices are sent of; it goes (with ``tiled`` it gets smaller).
-        concat_axis: where the dim of what comes in stands (with ``tiled`` the dim that it is
-            put along).
-        tiled: whether dims are kept.
+        x: a pytree of tensors, whose dim ``split_axis`` has the size of the axis (with ``tiled``,
+            a multiple of it).
+        axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
+        split_axis: the dim that is split; it is removed (with ``tiled``, it becomes smaller).
+        concat_axis: the position of the new dim of the received slices (with ``tiled``, the dim
+            along which they are concatenated).
+        tiled: if True, the number of dims does not change.
 
     Returns:
-        What has the structure of ``x``.
+        A pytree with the structure of ``x``.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
-        ValueError: the dim's size does not fit.
+        UnboundAxisError: no active transform binds the name.
+        ValueError: the size of the dim does not fit the axis.
 
     Example:
         >>> import torch
@@ -227,7 +226,7 @@ def all_to_all(
         tensor([[1, 3],
                 [2, 4]])
 
-    As ``jax.lax.all_to_all``.
+    Corresponds to ``jax.lax.all_to_all``.
     """
     levels = _levels(axis_name, "all_to_all")
 
@@ -235,12 +234,13 @@ def all_to_all(
         split = _axis("all_to_all", leaf, split_axis, 0)
         concat = _axis("all_to_all", leaf, concat_axis, 0)
         found = _split("all_to_all", leaf, split, levels, tiled)
-        # What is sent by one axis after the other keeps its place at the front.
+        # The dims of the axes move to the front, so that each exchange keeps its dim in place.
         found = found.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
             found = physical.exchanged(level, found, at, at)
         found = found.flatten(0, len(levels) - 1).movedim(0, concat)
-        # The slices' own dim is where it was; what comes in stands before the dim it is put along.
+        # The dim of a slice is in its old place; the received dim is in front of the concatenated
+        # dim.
         return found.flatten(concat, concat + 1) if tiled else found
 
     return _each("all_to_all", x, exchanged)
@@ -249,20 +249,21 @@ def all_to_all(
 def ppermute(
     x: Any, axis_name: Hashable | Sequence[Hashable], perm: Sequence[tuple[int, int]]
 ) -> Any:
-    """Sends examples' values to other examples of an axis.
+    """Send values of examples to other examples of an axis.
 
     Args:
         x: a pytree of tensors and numbers.
-        axis_name: the axis, or a tuple of them: their examples are numbered as one axis, those of
-            the last name counted first.
-        perm: pairs of the example that sends and the one that receives, each at most once.
+        axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
+        perm: pairs (source, destination) of example numbers; each number is at most once a source
+            and at most once a destination.
 
     Returns:
-        What has the structure of ``x``: what came; zeros for those to whom nothing was sent.
+        A pytree with the structure of ``x``: the received values, or zeros for examples that
+        receive none.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
-        ValueError: a number is no example's, or sends or receives twice.
+        UnboundAxisError: no active transform binds the name.
+        ValueError: ``perm`` has an invalid number, or a number sends or receives twice.
 
     Example:
         >>> import torch
@@ -271,7 +272,7 @@ def ppermute(
         >>> vmap(shift, axis_name="i")(torch.tensor([1, 2, 3]))
         tensor([0, 1, 2])
 
-    As ``jax.lax.ppermute``.
+    Corresponds to ``jax.lax.ppermute``.
     """
     levels = _levels(axis_name, "ppermute")
     size = math.prod(level.batch_size for level in levels)
@@ -286,7 +287,7 @@ def ppermute(
 
 
 def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: torch.Tensor) -> Any:
-    """What the examples send each other; by several axes, out of all examples' values."""
+    """Return the permuted values; over several axes, by gathering the values of all examples."""
     if len(levels) == 1:
         return physical.permuted(levels[0], leaf, perm)
     for level in reversed(levels):
@@ -300,15 +301,14 @@ def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: tor
 
 
 def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Each example's number along an axis, an int64 tensor of no dims.
+    """Return each example's number along an axis, as an int64 tensor of shape ``()``.
 
     Args:
-        axis_name: the axis; of a tuple of them, the number among all examples of all, those of the
-            last counted first.
-        device: where the tensor is; by default on torch's default device.
+        axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
+        device: the device of the tensor; by default torch's default device.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -316,7 +316,7 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
         >>> vmap(lambda x: x * axis_index("i"), axis_name="i")(torch.ones(3))
         tensor([0., 1., 2.])
 
-    As ``jax.lax.axis_index``.
+    Corresponds to ``jax.lax.axis_index``.
     """
     on = None if device is None else torch.device(device)
     levels = _levels(axis_name, "axis_index", alone=True)
@@ -324,7 +324,7 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
 
 
 def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.Tensor:
-    """Return each example's index along several axes together."""
+    """Return each example's index along several axes that act as one axis."""
     first, *others = levels
     found = physical.index(first, device)
     for level in others:
@@ -333,13 +333,13 @@ def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.T
 
 
 def axis_size(axis_name: Hashable) -> int:
-    """How many examples an axis has.
+    """Return the number of examples of an axis.
 
     Args:
-        axis_name: the axis; of a tuple of them the product.
+        axis_name: the axis, or a tuple of axes for the product of their sizes.
 
     Raises:
-        UnboundAxisError: no active ``vmap`` has that name.
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -347,14 +347,14 @@ def axis_size(axis_name: Hashable) -> int:
         >>> vmap(lambda x: x * axis_size("i"), axis_name="i")(torch.ones(3))
         tensor([3., 3., 3.])
 
-    As ``jax.lax.axis_size``.
+    Corresponds to ``jax.lax.axis_size``.
     """
     levels = _levels(axis_name, "axis_size", alone=True)
     return math.prod(map(physical.size, levels))
 
 
 def _levels(names: Any, what: str, *, alone: bool = False) -> list[Axis]:
-    """The levels that bind the names; those of a batch that is spread over ranks come before it."""
+    """Return the levels that bind the names; levels that a batch is spread over come before it."""
     levels: list[Axis] = []
     for name in _names(names):
         level = physical.level_named(name, what, alone=alone)
@@ -395,7 +395,7 @@ def _each(
 
 
 def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
-    """A dim counted from the front; of those that there are and ``new`` more."""
+    """Return a dim counted from the front, among the tensor's dims and ``new`` more."""
     rank = leaf.dim() + new
     if not -rank <= axis < rank:
         raise ValueError(f"{what}: a tensor of shape {tuple(leaf.shape)} has no dim {axis}.")
@@ -405,7 +405,7 @@ def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
 def _split(
     what: str, leaf: torch.Tensor, at: int, levels: Sequence[Axis], tiled: bool
 ) -> torch.Tensor:
-    """The tensor with dims of the axes' sizes at ``at``."""
+    """Return the tensor with the dim ``at`` split into dims of the axes' sizes."""
     sizes = [level.batch_size for level in levels]
     size, wanted = leaf.shape[at], math.prod(sizes)
     if size % wanted if tiled else size != wanted:

@@ -1,10 +1,10 @@
-"""Functions of whole batches, called on a vmap's tracers: what ``custom_vmap`` rules are.
+"""Calls of functions of whole batches, such as ``custom_vmap`` rules, on the tracers of a vmap.
 
 NOTE [functions of whole batches]
-The rule takes and returns physical values, with the examples along their first dim. At the levels
-outside of the vmap it is a function as any other. Where the vmap's own level differentiates by an
-argument, the call is an ``autograd.Function`` of that level, whose backward calls another function
-of whole batches: the pullback of the rule. So it can be differentiated again.
+A ``custom_vmap`` rule takes and returns physical values with the batch dim first. At the levels
+outside of the vmap the rule is an ordinary function. If the vmap's own level differentiates by an
+argument, the call is an ``autograd.Function`` of that level. Its backward calls another function
+of whole batches, the pullback of the rule, and can therefore be differentiated again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
 
-# Takes values, and whether each is batched; returns results, and whether each is.
+# Takes values and a flag for each, True if batched; returns results and such flags.
 WholeBatch = Callable[[Sequence[Any], Sequence[bool]], tuple[Sequence[Any], Sequence[bool]]]
 
 
 def level_to_batch(leaves: Sequence[Any]) -> BatchLevel | None:
-    """The innermost level of the leaves, if it is a vmap's and one of them is batched there.
+    """Return the innermost level of the leaves if it is a vmap's and a leaf is batched there.
 
-    A leaf that is the same for all examples is, if its tangent differs.
+    A leaf that is the same for all examples counts as batched if its tangent is batched.
     """
     level = innermost_level(leaves)
     if not isinstance(level, BatchLevel):
@@ -57,14 +57,14 @@ def call_rule(
     otherwise: Callable[..., Any],
     check: Callable[[Any, Any], None],
 ) -> Any:
-    """Calls a ``custom_vmap`` rule where an argument is batched, and the function where none is.
+    """Call a ``custom_vmap`` rule if an argument is batched, and the function otherwise.
 
     Args:
-        what: the rule, in words.
+        what: the description of the rule for error messages.
         rule: the rule.
         args: the arguments.
         otherwise: the function.
-        check: is given the arguments of one example, and the rule's result.
+        check: called with the arguments of one example and the rule's result.
     """
     leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, args))
     level = level_to_batch(leaves)
@@ -90,10 +90,10 @@ def call_rule(
 
 
 def checked_result(what: str, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
-    """The flattened result of a ``custom_vmap`` rule, and what of it is batched.
+    """Return the flattened result of a ``custom_vmap`` rule, and a flag for each leaf.
 
     Raises:
-        CustomRuleError: the rule has not returned what it must.
+        CustomRuleError: the rule returned a wrong result.
     """
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise CustomRuleError(
@@ -114,7 +114,7 @@ def checked_result(what: str, found: Any, size: Any) -> tuple[list[Any], list[bo
 
 def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
     for value, flag in zip(out, batched, strict=True):
-        if value is None:  # no leaf for JAX, whatever the bools are a prefix of
+        if value is None:  # JAX does not count None as a leaf
             continue
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -127,7 +127,7 @@ def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: i
 def call_whole(
     whole: WholeBatch, level: BatchLevel, tensors: Sequence[torch.Tensor]
 ) -> Sequence[Any]:
-    """Calls a function of whole batches on tensors of a level, and of vmaps inside of it."""
+    """Call a function of whole batches on tensors of a level and of vmaps inside of it."""
     inner = innermost_level(tensors)
     if isinstance(inner, BatchLevel) and inner is not level and inner.depth > level.depth:
         return call_whole(_within(inner, whole, level), inner, tensors)
@@ -146,9 +146,10 @@ def call_whole(
 
 
 def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBatch:
-    """The function for tensors of a vmap inside of the level: a batch of its calls.
+    """Return a function of whole batches of ``level`` for tensors of a vmap inside of that level.
 
-    Such are the cotangents of a Jacobian's rows.
+    The function is batched over the inner vmap. Such tensors are the cotangents of a Jacobian's
+    rows.
     """
 
     def through(values: Sequence[Any], inside: Sequence[bool]) -> Any:
@@ -175,9 +176,9 @@ def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBat
 
 @dataclass(eq=False)
 class _Plan:
-    """A call: the function, the level, and which tensors the level differentiates by.
+    """A call: the function, the level, and flags of the tensors to differentiate by.
 
-    Those that have cotangents are given to the function batched, for these are.
+    Tensors with cotangents are passed to the function batched, since their cotangents are batched.
     """
 
     whole: WholeBatch
@@ -199,7 +200,7 @@ class _Plan:
         return values, flags
 
     def run(self, tensors: Sequence[Any]) -> list[Any]:
-        """The results, tracers of the level where they are tensors."""
+        """Return the results; tensors are wrapped as tracers of the level."""
         level = self.level
         with level.restored():
             outs, flags = self.whole(*self.values(tensors))
@@ -215,7 +216,7 @@ class _Plan:
 
 
 class _Recorded(Function):
-    """A call in the graph of the vmap's own level."""
+    """A recorded call in the autograd graph of the vmap's own level."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, grad_mode: bool, *tensors: Any) -> Any:
@@ -286,7 +287,7 @@ class _Recorded(Function):
 def _batched_at(
     values: Sequence[Any], flags: Sequence[bool], by: Sequence[int], size: int
 ) -> tuple[list[Any], list[bool]]:
-    """Values of which some are to be batched, as the derivatives by them are."""
+    """Return the values with those at ``by`` expanded to batched ones, and the new flags."""
     found = [
         _expanded(value, flag, size) if i in by else value
         for i, (value, flag) in enumerate(zip(values, flags, strict=False))

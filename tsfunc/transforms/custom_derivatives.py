@@ -1,4 +1,4 @@
-"""What ``jax.custom_derivatives`` has, under its names."""
+"""The names of ``jax.custom_derivatives``."""
 
 from __future__ import annotations
 

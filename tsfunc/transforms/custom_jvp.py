@@ -1,10 +1,10 @@
-"""``custom_jvp``: functions whose forward-mode derivative a user writes.
+"""``custom_jvp``: functions with a forward-mode derivative that the user defines.
 
 NOTE [transposed rules]
-Reverse mode transposes the rule, which is linear in the tangents, by differentiating it by them. A
-function with a rule that it calls on the tangents (itself, often: ``f(t)`` for a linear ``f``) is
-linear in them, and is transposed as what it is made of: its rule would be transposed in its turn,
-and call it again.
+A rule is linear in the tangents. Reverse mode transposes the rule by differentiating it by the
+tangents. Suppose that the rule calls a function with a custom rule on the tangents; often this is
+the function itself: ``f(t)`` for a linear ``f``. Such a call runs the function without its rule.
+Transposing the inner rule would call the function again, without end.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
 
 class custom_jvp(Rule):
-    """A function whose derivative is the user's, by its forward rule; reverse mode transposes it.
+    """A function with a custom forward-mode derivative; reverse mode transposes the rule.
 
     Args:
         func: takes and returns pytrees.
         nondiff_argnums: positions of arguments that are not differentiated; the rule gets them
             first.
-        nondiff_argnames: the same by name.
+        nondiff_argnames: names of such arguments.
 
-    ``defjvp(rule)`` gives the rule: it takes the tuple of primals and the tuple of tangents, and
+    ``defjvp(rule)`` sets the rule: it takes the tuple of primals and the tuple of tangents, and
     returns the result and its tangent, which must be linear in the tangents. ``defjvps(*rules)``
-    gives one for each argument: it takes a tangent, the result and the primals, and returns the
-    tangent of the result (None instead of a rule: that argument has no derivative).
+    sets one rule for each argument: it takes a tangent, the result and the primals, and returns
+    the tangent of the result. None instead of a rule: the argument has no derivative.
 
     Raises:
-        UndefinedRuleError: at a call that has no rule.
-        CustomRuleError: a rule does not return what it must.
-        UndefinedDerivativeError: the result depends on what the functions close over, or on an
-            argument of ``nondiff_argnums``, and a derivative by that is asked for.
+        UndefinedRuleError: the function is called before a rule is set.
+        CustomRuleError: a rule returns a wrong result.
+        UndefinedDerivativeError: a derivative is requested by a closed-over tensor or by an
+            argument of ``nondiff_argnums``, and the result depends on that tensor.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ class custom_jvp(Rule):
         >>> grad(log1pexp)(torch.tensor(100.))
         tensor(1.)
 
-    As ``jax.custom_jvp``.
+    Corresponds to ``jax.custom_jvp``.
     """
 
     what = "custom_jvp"
@@ -66,18 +66,18 @@ class custom_jvp(Rule):
     symbolic_zeros = False
 
     def defjvp(self, rule: Callable[..., Any], symbolic_zeros: bool = False) -> Callable[..., Any]:
-        """Gives the rule; can be used as a decorator.
+        """Set the rule; can be used as a decorator.
 
         Args:
             rule: takes primals and tangents.
-            symbolic_zeros: whether the rule gets a ``SymbolicZero`` for the tangent of what nobody
-                differentiates by.
+            symbolic_zeros: if True, the rule gets a ``SymbolicZero`` as the tangent of each
+                argument that is not differentiated by.
         """
         self.rule, self.symbolic_zeros = rule, symbolic_zeros
         return rule
 
     def defjvps(self, *rules: Callable[..., Any] | None) -> None:
-        """Gives a rule for each argument."""
+        """Set a rule for each argument."""
         if self.nondiff_argnums:
             raise TypeError(
                 f"custom_jvp: {self.name} has nondiff_argnums, which defjvps does not know of. "
@@ -110,7 +110,7 @@ class custom_jvp(Rule):
     def pushed(
         self, call: Call, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
-        """The tangents of the result's tensors; None for zeros."""
+        """Return the tangents of the result's tensors; None for zeros."""
         assert self.rule is not None
         fixed, primals = call.arguments(sizes, operands)
         symbolic = self.symbolic_zeros
@@ -184,7 +184,7 @@ def _transposing(tangents: tuple[torch.Tensor, ...], since: int) -> Iterator[Non
 
 
 def _is_transposed(args: Any) -> bool:
-    """NOTE [transposed rules]: whether a call has something to do with such tangents."""
+    """True if an argument depends on such tangents (NOTE [transposed rules])."""
     tangents, since = _transposed.tangents, _transposed.since
     return bool(tangents) and any(
         comes_from(x, tangents, since)
@@ -240,7 +240,7 @@ class _Jvp(RuleFunction):
             call.refuse_hidden()
         with call.seeing(operands):
             found = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
-        # Torch has no other zeros among the tangents of results.
+        # torch needs dense zeros for the tangents of results.
         pairs = zip(found, call.results, strict=True)
         return tuple(x.zero() if t is None and x.smooth else t for t, x in pairs)
 

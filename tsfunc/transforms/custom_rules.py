@@ -1,9 +1,10 @@
-"""What functions with rules of the user's have in common: a call's operands, and its checks.
+"""Base of the functions with custom rules: the operands of a call, and the checks of rules.
 
-A call is an ``autograd.Function`` of its operands: the tensors among the arguments to differentiate
-by, those among the other arguments, and what the rules close over (NOTE [hidden operands] in
-``bridge/tracers/seen_as``). Of the last two a rule says nothing. A derivative by them is an error
-if the result depends on them, which is known when the function has run.
+A call is an ``autograd.Function`` of its operands: the tensors among the differentiated arguments,
+the tensors among the other arguments, and the tensors that the rules close over
+(NOTE [hidden operands] in ``bridge/tracers/seen_as``). A rule defines no derivative by the last
+two kinds. A derivative by them is an error if the result depends on them, which is known when the
+function has run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tsfunc.transforms.vmap_spec import name_of
 
 @dataclass(frozen=True)
 class Result:
-    """What is known of a result's tensor when a rule is asked for its derivative."""
+    """The metadata of a result tensor, as known when a rule computes its derivative."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -44,7 +45,7 @@ class Result:
 
     @property
     def smooth(self) -> bool:
-        """Whether it is of a type that has derivatives."""
+        """True if the dtype has derivatives."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def zero(self, symbolic: bool = False) -> Any:
@@ -63,19 +64,19 @@ def _both(
 
 @dataclass(eq=False)
 class Call:
-    """A call of a function with a rule: what its operands stand among, and what it returned.
+    """A call of a function with a rule: its operands' positions and its results' form.
 
     Attributes:
         rule: the function.
-        leaves: of the arguments to differentiate by, and after them of the others; None for
-            operands and sizes.
-        tree: their structures, as a pair.
-        places: where the operands stand among the leaves, as far as they do.
-        count: how many operands are differentiated by; they come first.
-        sized: where sizes of named dims stand among the leaves. In a program they are others each
-            time.
-        closed: the tensors that the rules close over, for which operands come after the others.
-        perturbed: for each operand whether somebody differentiates by it.
+        leaves: the leaves of the differentiated arguments, then of the other arguments; None in
+            the places of operands and sizes.
+        tree: the structures of the two groups of arguments, as a pair.
+        places: the positions of the operands among the leaves; closed-over operands have none.
+        count: the number of operands that the rule differentiates by; they come first.
+        sized: the positions of symbolic sizes among the leaves. In a program they differ between
+            runs.
+        closed: the tensors that the rules close over; their operands come after the others.
+        perturbed: for each operand, True if a transform or autograd differentiates by it.
         axes: the mesh axes that the call is made in.
     """
 
@@ -95,11 +96,11 @@ class Call:
 
     @property
     def hidden(self) -> Sequence[bool]:
-        """For each operand that is not differentiated by, whether somebody does all the same."""
+        """The flags ``perturbed`` of the operands that the rule does not differentiate by."""
         return self.perturbed[self.count :]
 
     def arguments(self, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, Any]:
-        """The arguments that are not differentiated by, and the others."""
+        """Return the arguments that are not differentiated by, and the others."""
         rest, fixed = self.tree
         leaves = self._filled(sizes, operands)
         at = rest.num_leaves
@@ -114,16 +115,16 @@ class Call:
         return leaves
 
     def of_rest(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
-        """The arguments with others in the places of the tensors, and of what is none."""
+        """Return the differentiated arguments with other tensors; ``other`` maps the rest."""
         leaves = [other(leaf) for leaf in self.leaves[: self.tree[0].num_leaves]]
         for place, tensor in zip(self.places[: self.count], tensors, strict=True):
             leaves[place] = tensor
         return pytrees.unflatten(self.tree[0], leaves)
 
     def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
-        """Context manager: the rules see operands in the places of what they close over.
+        """Context manager: the rules see the operands in place of closed-over tensors.
 
-        The mesh axes of the call are bound, also in a backward pass that comes later.
+        The mesh axes of the call are bound, also in a later backward pass.
         """
         first = len(self.places)
         seen = seen_as(self.closed, operands[first : first + len(self.closed)])
@@ -132,10 +133,10 @@ class Call:
     def watched(
         self, func: Callable[[Any, Any], Any], sizes: Sequence[Any], operands: Sequence[Any]
     ) -> tuple[Any, bool]:
-        """Calls the function, or its ``fwd`` rule, in an ``autograd.Function``'s forward.
+        """Call the function, or its ``fwd`` rule, in the forward of an ``autograd.Function``.
 
         Returns:
-            What it returned, and whether that depends on what is not differentiated by.
+            The result, and True if it depends on a tensor that the rule does not differentiate by.
         """
         with self.seeing(operands):
             if not any(self.hidden):
@@ -150,7 +151,7 @@ class Call:
         return pytrees.unflatten(tree, cut), depends
 
     def kept(self, out: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """The tensors of a result; its structure is remembered."""
+        """Return the tensors of a result, and store its structure."""
         leaves, self.out_tree = pytrees.flatten(out)
         self.out_places = tuple(
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
@@ -161,14 +162,14 @@ class Call:
         return tensors
 
     def result(self, tensors: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
-        """A result of the remembered structure."""
+        """Return a result of the stored structure."""
         leaves = [other(leaf) for leaf in self.out_leaves]
         for place, tensor in zip(self.out_places, tensors, strict=True):
             leaves[place] = tensor
         return pytrees.unflatten(self.out_tree, leaves)
 
     def name(self, place: int) -> str:
-        """The user's name of a leaf among the arguments that are differentiated by."""
+        """Return the user's name of a leaf among the differentiated arguments."""
         number, *path = self.tree[0].paths()[place]
         name = self.rule.parameter(number)
         return name + "".join(f"[{key!r}]" for key in path)
@@ -177,7 +178,7 @@ class Call:
         raise UndefinedDerivativeError(_undefined(self))
 
 
-pytrees.add_leaf(Call)  # no container of the tensors that it holds
+pytrees.add_leaf(Call)  # not a container of its tensors
 
 
 def _undefined(call: Call) -> str:
@@ -191,7 +192,7 @@ def _undefined(call: Call) -> str:
 
 
 class _Undefined(Function):
-    """A tensor that depends on others, of which a derivative is an error."""
+    """A guard tensor that depends on hidden operands; its derivative is an error."""
 
     @staticmethod
     def forward(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
@@ -214,11 +215,11 @@ class _Undefined(Function):
 
 
 class RuleFunction(Function):
-    """The call of a function with a rule, for the tensors that are differentiated by."""
+    """The call of a function with a rule, as an ``autograd.Function`` of the operands."""
 
     @classmethod
     def outline(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
-        """What it returns, without its derivative: in a trace, where no rule is asked yet."""
+        """Return the result without a derivative: for traces, which do not call the rule yet."""
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             out = call.rule.func(*call.rule.whole(fixed, rest))
@@ -226,7 +227,7 @@ class RuleFunction(Function):
 
     @classmethod
     def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
-        """A call in a program, when that runs."""
+        """Run a call of a program, when the program runs."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
         found = cls.run(call, sizes, operands)
@@ -240,7 +241,7 @@ class RuleFunction(Function):
 
     @classmethod
     def run(cls, call: Call, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
-        """The call on tensors; in a trace it is recorded."""
+        """Run the call on tensors; in a trace, record it."""
         found: tuple[Any, ...]
         if trace_of(operands) is not None:
             found = apply(cls, call, sizes, *operands)
@@ -257,7 +258,7 @@ class RuleFunction(Function):
 
     @staticmethod
     def others(call: Call, operands: Sequence[Any], depends: bool) -> list[Any]:
-        """The cotangents of the operands that are not differentiated by: an error at the guard."""
+        """Return the cotangents of the hidden operands; the guard's cotangent raises the error."""
         found: list[Any] = [None] * (len(operands) - call.count)
         if depends:
             found[-1] = torch.zeros_like(operands[-1])
@@ -265,10 +266,10 @@ class RuleFunction(Function):
 
 
 def is_differentiated(call: Call) -> bool:
-    """Whether somebody differentiates by an operand that the rule is to be asked for.
+    """True if a derivative by an operand is requested, so that the rule is needed.
 
-    Where nobody of ours differentiates, what is closed over are parameters: if these are all that
-    is recorded, the function has its own derivative.
+    Without a tsfunc transform that differentiates, closed-over tensors are parameters. If only
+    parameters require gradients, autograd differentiates the function itself.
     """
     if any(call.perturbed[: call.count]):
         return True
@@ -276,9 +277,10 @@ def is_differentiated(call: Call) -> bool:
 
 
 class _Watched(threading.local):
-    """How many functions run on this thread to see whether they depend on what is hidden.
+    """The number of functions on this thread that run in order to find hidden dependencies.
 
-    What they call by tensors that nobody differentiates by has its own derivative meanwhile.
+    Meanwhile, a function with a rule that they call is differentiated by autograd if only its
+    hidden operands are perturbed.
     """
 
     depth = 0
@@ -304,7 +306,7 @@ _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
 class Rule:
-    """What the three have in common: a function, and arguments that it is not mapped over."""
+    """Base class of the three kinds of custom rules: a function and its ``nondiff_argnums``."""
 
     what = "custom_rule"
     kind: type[RuleFunction]
@@ -321,7 +323,7 @@ class Rule:
         self.name = name_of(func)
         try:
             self.signature: inspect.Signature | None = inspect.signature(func)
-        except (TypeError, ValueError):  # of a builtin
+        except (TypeError, ValueError):  # a builtin
             self.signature = None
         numbers = [nondiff_argnums] if isinstance(nondiff_argnums, int) else [*nondiff_argnums]
         names = [nondiff_argnames] if isinstance(nondiff_argnames, str) else [*nondiff_argnames]
@@ -336,7 +338,7 @@ class Rule:
         self.nondiff_argnums = tuple(sorted(places))
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """All arguments by position, which is how the rules get them, defaults included."""
+        """Return all arguments by position, defaults included, as the rules get them."""
         if self.signature is None:
             if kwargs:
                 raise TypeError(
@@ -364,28 +366,28 @@ class Rule:
 
     def __getattr__(self, name: str) -> Any:
         if name in _METHODS and "func" in vars(self):
-            return getattr(self.func, name)  # of a function with a rule of another kind inside
+            return getattr(self.func, name)  # an inner rule of another kind
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __get__(self, instance: Any, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def fixed(self, args: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
-        """The arguments that are not differentiated, and the others."""
+        """Return the arguments that are not differentiated, and the others."""
         fixed = {n % len(args) for n in self.nondiff_argnums} if args else set()
         return [args[i] for i in sorted(fixed)], tuple(
             arg for i, arg in enumerate(args) if i not in fixed
         )
 
     def whole(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments again."""
+        """Return all arguments, merged from the two groups."""
         count = len(fixed) + len(rest)
         places = {n % count for n in self.nondiff_argnums} if count else set()
         remaining, kept = iter(rest), iter(fixed)
         return tuple(next(kept if i in places else remaining) for i in range(count))
 
     def parameter(self, number: int) -> str:
-        """The name of an argument that is differentiated by."""
+        """Return the name of a differentiated argument."""
         names = [] if self.signature is None else [*self.signature.parameters]
         count = max(len(names), number + len(self.nondiff_argnums) + 1)
         places = {n % count for n in self.nondiff_argnums}
@@ -398,11 +400,11 @@ class Rule:
         )
 
     def functions(self) -> Sequence[Any]:
-        """The function and its rules, which may close over tensors."""
+        """Return the function and its rules, which may close over tensors."""
         return (self.func,)
 
     def differentiated(self, args: tuple[Any, ...]) -> Any:
-        """The call as one that somebody may differentiate."""
+        """Run a call that may be differentiated."""
         args = pytrees.tree_map(seen_here, args)
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
@@ -412,7 +414,7 @@ class Rule:
         return call.result(self.kind.run(call, sizes, operands))
 
     def prepared(self, args: tuple[Any, ...]) -> tuple[Call, Sequence[Any], Sequence[Any]]:
-        """A call, the sizes of named dims among its arguments, and its operands."""
+        """Return a call, the symbolic sizes among its arguments, and its operands."""
         fixed, rest = self.fixed(args)
         leaves, tree = pytrees.flatten(rest)
         others, fixed_tree = pytrees.flatten(fixed)
@@ -429,12 +431,12 @@ class Rule:
 
 
 def apply(function: Any, *args: Any) -> Any:
-    """``Function.apply``, which torch does not annotate."""
+    """Call ``Function.apply``, which torch does not annotate."""
     return function.apply(*args)
 
 
 def zero_of(leaf: Any) -> Any:
-    """The tangent of what is no tensor."""
+    """Return the tangent of a non-tensor leaf."""
     return zero_from_primal(leaf)
 
 
@@ -446,10 +448,10 @@ def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
 
 
 def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
-    """A tangent or cotangent that must be of a tensor's shape and type; None for zeros.
+    """Check that a tangent or cotangent has the shape and dtype of a tensor; None means zeros.
 
     Raises:
-        CustomRuleError: it is not.
+        CustomRuleError: the shape, the dtype or the kind of value differs.
     """
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""``custom_vjp`` and ``custom_gradient``: functions whose reverse-mode derivative a user writes."""
+"""``custom_vjp`` and ``custom_gradient``: functions with a custom reverse-mode derivative."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
 
 class custom_vjp(Rule):
-    """A function whose reverse-mode derivative is the user's.
+    """A function with a reverse-mode derivative rule of the user.
 
     Args:
         func: takes and returns pytrees.
         nondiff_argnums: positions of arguments that are not differentiated; the rule ``bwd`` gets
             them first.
-        nondiff_argnames: the same by name.
+        nondiff_argnames: names of such arguments.
 
-    ``defvjp(fwd, bwd)`` gives the rule: ``fwd`` takes what ``func`` takes and returns its result
-    and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result, and
-    returns a tuple with a cotangent for each differentiated argument (None for zeros, of a whole
-    argument or of a part of it).
+    ``defvjp(fwd, bwd)`` sets the rule: ``fwd`` takes the arguments of ``func`` and returns its
+    result and a pytree of residuals; ``bwd`` takes the residuals and the cotangent of the result,
+    and returns a tuple with a cotangent for each differentiated argument. None stands for zeros of
+    a whole argument or of a part of it.
 
     Raises:
-        UndefinedRuleError: at a call that has no rule.
-        CustomRuleError: a rule does not return what it must.
-        UndefinedDerivativeError: the result depends on what the functions close over, or on an
-            argument of ``nondiff_argnums``, and a derivative by that is asked for. ``bwd`` may
-            close over anything: derivatives of gradients have the right part by that.
+        UndefinedRuleError: the function is called before a rule is set.
+        CustomRuleError: a rule returns a wrong result.
+        UndefinedDerivativeError: a derivative is requested by a closed-over tensor or by an
+            argument of ``nondiff_argnums``, and the result depends on that tensor. ``bwd`` may
+            close over any tensor: derivatives of gradients by that tensor are correct.
 
     Example:
         >>> import torch
@@ -49,7 +49,7 @@ class custom_vjp(Rule):
         >>> grad(clipped)(torch.tensor(3.))
         tensor(1.)
 
-    As ``jax.custom_vjp``; forward mode too is served, by differentiating the pullback.
+    Similar to ``jax.custom_vjp``; forward mode works too, by differentiating the pullback.
     """
 
     what = "custom_vjp"
@@ -65,15 +65,15 @@ class custom_vjp(Rule):
         symbolic_zeros: bool = False,
         optimize_remat: bool = False,
     ) -> None:
-        """Gives the two halves of the rule.
+        """Set the two halves of the rule.
 
         Args:
             fwd, bwd: the rule.
-            symbolic_zeros: whether ``fwd`` gets a ``CustomVJPPrimal`` for each tensor and number,
-                which says if somebody differentiates by it, and ``bwd`` a ``SymbolicZero`` for the
-                cotangent of a result that nobody uses.
-            optimize_remat: taken for the sake of programs written for JAX. The result of ``func``
-                itself is what a program has where nobody differentiates, with it and without.
+            symbolic_zeros: if True, ``fwd`` gets a ``CustomVJPPrimal`` for each tensor and number,
+                with a flag that is True if the value is differentiated by. ``bwd`` gets a
+                ``SymbolicZero`` as the cotangent of each unused result.
+            optimize_remat: accepted for compatibility with JAX, without effect. A program that is
+                not differentiated always contains ``func`` itself.
         """
         self.fwd, self.bwd, self.symbolic_zeros = fwd, bwd, symbolic_zeros
 
@@ -116,7 +116,7 @@ def _unperturbed(leaf: Any) -> Any:
 
 
 def _with_flags(call: Call, rest: Any) -> Any:
-    """The arguments as a ``fwd`` rule gets them that asks who is perturbed."""
+    """Return the arguments of a ``fwd`` rule with symbolic zeros: values with perturbed flags."""
     leaves = [_unperturbed(leaf) for leaf in pytrees.leaves_of(rest)]
     for place, flag in zip(call.places[: call.count], call.perturbed, strict=False):
         leaves[place] = CustomVJPPrimal(leaves[place].value, flag)
@@ -124,7 +124,7 @@ def _with_flags(call: Call, rest: Any) -> Any:
 
 
 def _cut(leaf: Any) -> Any:
-    """A residual without the graph of what ``fwd`` closes over, as what it is kept."""
+    """Return a residual without the graph of closed-over tensors, in the form that is saved."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
@@ -163,7 +163,7 @@ class _Vjp(RuleFunction):
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             if torch.is_grad_enabled():
-                # To be differentiated again: the residuals as functions of the arguments.
+                # Under create_graph, the residuals must be functions of the arguments.
                 _, residuals = call.rule.forward(call, fixed, rest)
             else:
                 leaves = list(ctx.rest)
@@ -175,7 +175,7 @@ class _Vjp(RuleFunction):
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
-        """The transpose of the pullback, which is linear in the cotangent."""
+        """Transpose the pullback, which is linear in the cotangent."""
         call = ctx.call
         if ctx.depends and tangents[-1] is not None:
             call.refuse_hidden()
@@ -202,7 +202,7 @@ def _pushed(
         return tuple(torch.zeros_like(operands[i]) if found[i] is None else found[i]
                      for i in by)  # fmt: skip
 
-    # Torch has no other zeros among the tangents of results.
+    # torch needs dense zeros for the tangents of results.
     pushed = [zeros[i] if i in of else None for i in range(len(zeros))]
     if of and by:
         _, push = vjp(pull, *[zeros[i] for i in of])
@@ -214,7 +214,7 @@ def _pushed(
 def pulled_by_rule(
     call: Call, fixed: Any, rest: Any, residuals: Any, cotangents: Any, operands: Sequence[Any]
 ) -> list[Any]:
-    """A cotangent for each tensor that is differentiated by, from the rule's tuple of pytrees."""
+    """Return a cotangent for each differentiated tensor, from the rule's tuple of pytrees."""
     rule: Any = call.rule
     symbolic = rule.symbolic_zeros
     given = [
@@ -238,7 +238,7 @@ def pulled_by_rule(
 
 
 def _leaves_like(rule: Rule, number: int, arg: Any, cotangent: Any) -> list[Any]:
-    """The cotangent's leaf for each of an argument's; None stands for zeros of what is below it."""
+    """Return a cotangent leaf for each leaf of an argument; None covers all leaves below it."""
     try:
         found = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)
     except ValueError:
@@ -256,18 +256,19 @@ custom_vjp.kind = _Vjp
 
 
 def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns its pullback beside its result.
+    """Return a function whose derivative is the pullback that the function returns.
 
     Args:
-        func: takes pytrees, and returns a pair: its result, and a function that takes the
-            cotangent of that and returns a tuple with a cotangent for each argument; of one
-            argument, its cotangent without a tuple will do.
+        func: takes pytrees, and returns a pair: its result, and a pullback. The pullback takes the
+            cotangent of the result and returns a tuple with a cotangent for each argument. A
+            function of one argument may return its cotangent without a tuple.
 
     Returns:
         A function of the same arguments that returns the result.
 
     Raises:
-        CustomRuleError: ``func`` returns no such pair, or the pullback not what it must.
+        CustomRuleError: ``func`` does not return such a pair, or the pullback returns a wrong
+        result.
 
     Example:
         >>> import torch
@@ -278,8 +279,8 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
         >>> grad(f)(torch.tensor(3.))
         tensor(3.)
 
-    As ``jax.custom_gradient`` and ``tf.custom_gradient``. The pullback runs where the arguments
-    are known, so ``func`` is called again for it; its derivatives are those of the pullback.
+    Corresponds to ``jax.custom_gradient`` and ``tf.custom_gradient``. The backward pass calls
+    ``func`` again to get the pullback. Higher derivatives are derivatives of the pullback.
     """
 
     def pair(*args: Any) -> tuple[Any, Any]:
@@ -307,7 +308,7 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
     name = made.name
     try:
         made.signature = inspect.signature(func)
-    except (TypeError, ValueError):  # of a builtin
+    except (TypeError, ValueError):  # a builtin
         made.signature = None
     made.defvjp(fwd, bwd)
     return made

@@ -1,4 +1,4 @@
-"""``custom_vmap`` and ``sequential_vmap``: functions whose batching a user writes."""
+"""``custom_vmap`` and ``sequential_vmap``: functions with batching rules of the user."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tsfunc.types import MetaTensorType
 
 
 class custom_vmap(Rule):
-    """A function whose batching is the user's.
+    """A function with a batching rule of the user.
 
     Args:
         func: takes and returns pytrees of tensors.
 
-    ``def_vmap(rule)`` gives the rule: ``rule(axis_size, in_batched, *args)`` is called under
-    ``vmap`` with the number of examples, a pytree of bools for each argument that says which
-    tensors are batched, and the arguments, batched ones with the examples along their first dim.
-    It returns the result for all examples, and a pytree of bools for what of it is batched, along
-    the first dim. Derivatives inside of the ``vmap`` are those of the rule.
+    ``def_vmap(rule)`` sets the rule. Under ``vmap``, ``rule(axis_size, in_batched, *args)`` is
+    called with the number of examples, a pytree of bools for each argument (True for batched
+    tensors), and the arguments, with the batch dim first. The rule returns the result for all
+    examples and a pytree of bools, True for the batched parts of the result, which have the batch
+    dim first. Derivatives inside of the ``vmap`` are derivatives of the rule.
 
     Raises:
-        UndefinedRuleError: at a call that has no rule.
-        CustomRuleError: the rule does not return what it must: a pair, of a result of the
-            structure that the function returns, and of bools.
+        UndefinedRuleError: the function is called before a rule is set.
+        CustomRuleError: the rule does not return a pair of a result and bools, or the result has
+            another structure than the function's.
 
     Example:
         >>> import torch
@@ -50,7 +50,7 @@ class custom_vmap(Rule):
         >>> vmap(matvec, in_dims=(None, 0))(torch.eye(2), torch.ones(3, 2)).shape
         torch.Size([3, 2])
 
-    As ``jax.custom_batching.custom_vmap``, and differentiable in both modes.
+    Corresponds to ``jax.custom_batching.custom_vmap``; differentiable in both modes.
     """
 
     what = "custom_vmap"
@@ -61,7 +61,7 @@ class custom_vmap(Rule):
         self._structures: dict[Any, Any] = {}
 
     def def_vmap(self, rule: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives the rule; can be used as a decorator."""
+        """Set the rule; can be used as a decorator."""
         self.rule = rule
         return rule
 
@@ -79,21 +79,21 @@ class custom_vmap(Rule):
         return f"custom_vmap: the rule of {self.name}"
 
     def checked(self, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
-        """What the rule has returned for so many examples, flat, and what of it is batched."""
+        """Return the rule's result for ``size`` examples, flattened, and a flag for each leaf."""
         return checked_result(self._what, found, size)
 
     def alone(self, *args: Any) -> Any:
-        """A call where nothing is batched; in a program it keeps the rule, for vmaps of that."""
+        """Call the function on unbatched arguments; a trace records the call with its rule."""
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
             return self.func(*args)
         return call.result(apply(self.kind, call, sizes, *operands))
 
     def _compare(self, args: Any, out: Any) -> None:
-        """Checks that the rule returns the structure that the function does.
+        """Check that the rule returns the same structure as the function.
 
-        Which that is, is found without data, once for arguments of the same types; of functions
-        that need data nothing is known.
+        The structure is found without data, once for each set of argument types. A function that
+        needs data is not checked.
         """
         if current_trace() is not None:
             return
@@ -110,7 +110,7 @@ class custom_vmap(Rule):
         got = pytrees.structure_of(out)
         if self._structures[key] in (None, got):
             return
-        expected = self._structures[key] = self._structure(leaves, tree)  # it may be another by now
+        expected = self._structures[key] = self._structure(leaves, tree)  # it may have changed
         if expected not in (None, got):
             raise CustomRuleError(
                 f"{self._what} must return a result of the structure that the function returns, "
@@ -118,7 +118,7 @@ class custom_vmap(Rule):
             )
 
     def _structure(self, leaves: Sequence[Any], tree: Any) -> Any:
-        """What the function returns for arguments of such types, None where that is not known."""
+        """Return the structure of the function's result for such arguments; None if unknown."""
         given = [
             MetaTensorType(list(x.shape), dtype=x.dtype, device=x.device)
             if isinstance(x, torch.Tensor)
@@ -127,11 +127,11 @@ class custom_vmap(Rule):
         ]
         try:
             return pytrees.structure_of(eval_shape(self.func, *pytrees.unflatten(tree, given)))
-        except Exception:  # the user's own: it asks for more than a type
+        except Exception:  # an error of the user's function, which needs more than types
             return None
 
 
-# For how many types of arguments a function's structure is remembered.
+# The largest number of argument types whose structures are stored.
 _MOST_KNOWN = 64
 
 
@@ -143,7 +143,7 @@ def _key(leaf: Any) -> Any:
 
 
 class _Alone(RuleFunction):
-    """A call in a trace, which is the user's call again when the program runs."""
+    """A call in a trace; when the program runs, it calls the user's function again."""
 
     @classmethod
     def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
@@ -157,15 +157,14 @@ custom_vmap.kind = _Alone
 
 
 def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
-    """A function that ``vmap`` calls with one example after the other.
+    """Return a function that ``vmap`` calls once per example.
 
     Args:
         func: takes and returns pytrees of tensors.
 
     Returns:
         A function of the same arguments. Under ``vmap`` it is a :func:`tsfunc.map`: one node in a
-        program, and no more memory than one call takes; what is not batched is the same for all
-        examples.
+        program, with the memory of one call. Unbatched arguments are the same for all examples.
 
     Example:
         >>> import torch
@@ -177,7 +176,7 @@ def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
         >>> vmap(step, in_dims=(0, None))(torch.ones(3), torch.tensor(2.))
         tensor([2., 2., 2.])
 
-    As ``jax.custom_batching.sequential_vmap``.
+    Corresponds to ``jax.custom_batching.sequential_vmap``.
     """
     made = custom_vmap(func)
 

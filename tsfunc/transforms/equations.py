@@ -1,4 +1,4 @@
-"""The derivatives of solutions: NOTE [implicit derivatives] in ``implicit``."""
+"""The derivatives of solutions of equations: NOTE [implicit derivatives] in ``implicit``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 
 Values = Sequence[Any]
-# Takes values, and what it closes over: tensors, and sizes of a trace.
+# Takes values and the closed-over values: tensors, and symbolic sizes of a trace.
 Closed = Callable[[Values, Values], Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``A x = b``, for ``b``.
+    """The equation ``A x = b``, solved for ``x``.
 
     Attributes:
-        what: which function the user called.
-        count: how many tensors ``x`` is.
-        product: ``A x``.
-        solve: ``x``; what else it returns comes after that.
-        transposed: the solution of the transposed equation.
+        what: the name of the function that the user called.
+        count: the number of tensors in ``x``.
+        product: the function ``A x``.
+        solve: the solver; it returns ``x`` and then its other results.
+        transposed: the solver of the transposed equation.
     """
 
     what: str
@@ -38,7 +38,7 @@ class Linear:
     transposed: Closed
 
     def adjoint(self, ct: Values, closed: Values) -> Values:
-        """The cotangent of the right-hand side, from that of the solution."""
+        """Return the cotangent of the right-hand side from the cotangent of the solution."""
 
         def product(values: Values, closed: Values) -> Values:
             return transpose(lambda *v: tuple(self.product(v, closed)), values)
@@ -47,14 +47,14 @@ class Linear:
         return _conjugated(solved(other, _conjugated(ct), closed)[: self.count])
 
     def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
-        """Cotangents of the right-hand side, and of what is closed over."""
+        """Return the cotangents of the right-hand side and of the closed-over values."""
         w = self.adjoint(ct, closed)
         return w, _pulled(lambda own: self.product(x, own), closed, w)
 
     def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
-        """Tangents of the solution, from those of the right-hand side and of what is closed over.
+        """Return the tangents of the solution for tangents of the equation's inputs.
 
-        None stands for zeros.
+        A tangent None means zeros.
         """
         moved = _pushed(lambda own: self.product(x, own), closed, tangents)
         zeros = [torch.zeros_like(value) for value in x]
@@ -66,14 +66,14 @@ class Linear:
 
 @dataclass(frozen=True)
 class Root:
-    """``f(x) = 0``, for a guess.
+    """The equation ``f(x) = 0``, solved for ``x`` from a guess.
 
     Attributes:
-        what: which function the user called.
-        count: how many tensors ``x`` is.
-        residual: ``f``.
-        solve: ``x``; what else it returns comes after that.
-        tangent: the solution of the tangents' equation, for ``x`` and the right-hand side.
+        what: the name of the function that the user called.
+        count: the number of tensors in ``x``.
+        residual: the function ``f``.
+        solve: the solver; it returns ``x`` and then its other results.
+        tangent: the solver of the tangent equation, from ``x`` and the right-hand side.
     """
 
     what: str
@@ -83,7 +83,7 @@ class Root:
     tangent: Closed
 
     def at_root(self) -> Linear:
-        """The tangents' equation: the root comes first in what it closes over."""
+        """Return the tangent equation; the root comes first among its closed-over values."""
         count = self.count
 
         def product(values: Values, closed: Values) -> Values:
@@ -117,7 +117,7 @@ def _conjugated(values: Values) -> list[torch.Tensor]:
 
 
 def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
-    """The transpose of a linear map of such values to such; reverse mode's is conjugated."""
+    """Return the transpose of a linear map at cotangents ``values``; vjp gives its conjugate."""
     _, pull = vjp(linear, *[torch.zeros_like(x) for x in values])
     return _conjugated(pull(tuple(_conjugated(values))))
 
@@ -127,7 +127,7 @@ def _smooth(closed: Values) -> list[int]:
 
 
 def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> list[Any]:
-    """What the closed-over tensors get, where the function takes minus ``w``."""
+    """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
     by = _smooth(closed)
     found: list[Any] = [None] * len(closed)
     if by:
@@ -140,7 +140,7 @@ def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> 
 
 
 def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Values) -> Any:
-    """The tangents of a function of the closed-over tensors; None where these have none."""
+    """Return the tangents of a function of the closed-over tensors; None if there are none."""
     by = [i for i in _smooth(closed) if tangents[i] is not None]
     if not by:
         return None
@@ -151,11 +151,11 @@ def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Valu
     )[1]
 
 
-TENSOR = object()  # stands for a tensor among other results
+TENSOR = object()  # placeholder for a tensor among other results
 
 
 class Call:
-    """One call of an equation's solver, and what it returned beside tensors."""
+    """One call of an equation's solver, and its non-tensor results."""
 
     def __init__(self, equation: Linear | Root) -> None:
         self.equation = equation
@@ -168,11 +168,11 @@ class Call:
 
 
 def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
-    """The solution, and after it what else the solver returns.
+    """Return the solution, followed by the solver's other results.
 
     Args:
         given: the right-hand side, or the guess.
-        closed: what the equation's functions close over.
+        closed: the values that the equation's functions close over.
     """
     call = Call(equation)
     apply: Any = Solved.apply
@@ -199,7 +199,7 @@ class Solved(Function):
 
     @staticmethod
     def parts(ctx: Any) -> tuple[Values, Values]:
-        """The solution, and what is closed over."""
+        """Return the solution and the closed-over values."""
         count = ctx.call.equation.count
         saved = ctx.saved_tensors
         rest = iter(saved[count:])

@@ -1,8 +1,8 @@
-"""``explain``: which rules served a call, from which lines of the user's code.
+"""``explain``: a report of the rules that served a call, by line of the user's code.
 
-The call is run once with a recorder in the thread's state (``dispatch/recording``). What a plain
-``dispatch.explain`` says of one operator's call before it is made, by the key set, is another
-matter: here is told what happened.
+The call is run once with a recorder in the thread's state (``dispatch/recording``). The report
+lists the operators that were called. ``dispatch.explain`` is different: it predicts the dispatch
+of one operator call from its key set.
 """
 
 from __future__ import annotations
@@ -34,20 +34,22 @@ class OperatorUse:
     """One row of a report: an operator, called from one line, served in one way.
 
     Attributes:
-        operator: the dispatcher's name (``aten::add.Tensor``); for what met no transform the
+        operator: the dispatcher's name (``aten::add.Tensor``); for a call without a transform, the
             name of the function (``torch.add``).
-        category: its shape category, None for what torch has not registered.
-        file, line, function: the line of the user's code that called it.
-        backward: whether the backward pass of that line called it.
-        transform: the transform that it met, as ``vmap(f)``; the empty string for none.
+        category: the shape category; None for an operator that torch does not register.
+        file, line, function: the line of the user's code that called the operator.
+        backward: True if the call came from the backward pass of that line.
+        transform: the transform that served the call, as ``vmap(f)``; an empty string for none.
         depth: the level of that transform, 1 for the outermost; 0 for none.
         how: "rule" (its batching rule), "kernel" (one registered for the transform's key),
-            "decomposition" (its parts were called instead, and are rows of their own), "loop"
-            (once for each example: slow), "once" (nothing batched among its arguments),
-            "traced" (a program was recorded), "torch" (it met no transform).
-        rule: the name of what ran, and ``source`` its ``file:line`` where there is one.
-        within: the operator whose parts it belongs to, or the empty string.
-        times: how often, and ``seconds`` how long together, on the host, with all that it called.
+            "decomposition" (its parts were called instead, and have their own rows), "loop"
+            (once for each example: slow), "once" (no batched argument),
+            "traced" (recorded in a program), "torch" (no transform).
+        rule: the name of the rule or kernel.
+        source: the ``file:line`` of the rule, if there is one.
+        within: the operator that this operator is a part of, or an empty string.
+        times: the number of calls.
+        seconds: the total time of the calls on the host, including nested calls.
     """
 
     operator: str
@@ -67,13 +69,13 @@ class OperatorUse:
 
     @property
     def place(self) -> str:
-        """The user's line in short."""
+        """The user's line in short form."""
         suffix = ", backward" if self.backward else ""
         return f"{os.path.basename(self.file)}:{self.line}, {self.function}{suffix}"
 
     @property
     def way(self) -> str:
-        """How it was served, in one phrase."""
+        """The way in which the operator was served, in one phrase."""
         rule = self.rule + (f" ({_short(self.source)})" if self.source else "")
         return f"{self.how}: {rule}" if rule else self.how
 
@@ -83,14 +85,15 @@ _COLUMNS = ("operator", "category", "line", "transform", "served by", "times", "
 
 @dataclass(frozen=True)
 class CallReport:
-    """What :func:`explain` found: a table by line of code, loops marked with ``!``.
+    """The result of :func:`explain`: a table by line of code, with ``!`` at slow loops.
 
-    ``str()`` and rich show it in a terminal, a notebook as HTML; ``to_dict`` is for machines.
+    ``str()`` and rich show the table in a terminal, a notebook as HTML; ``to_dict`` is for
+    machines.
 
     Attributes:
-        function: what was called.
+        function: the name of the called function.
         uses: a row for each operator, line and way, in the order of the lines.
-        collectives: how often this rank called each collective along each axis of a mesh.
+        collectives: the number of calls of each collective along each mesh axis, on this rank.
     """
 
     function: str
@@ -103,7 +106,7 @@ class CallReport:
         return tuple(use for use in self.uses if use.how == "loop")
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain Python values, fit for JSON."""
+        """Return the report as plain Python values, fit for JSON."""
         return {
             "function": self.function,
             "calls": sum(use.times for use in self.uses),
@@ -114,7 +117,7 @@ class CallReport:
 
     @property
     def summary(self) -> str:
-        """One line: how much was found, and whether there are loops."""
+        """One line with the number of calls and of slow loops."""
         calls, loops = sum(use.times for use in self.uses), len(self.loops)
         slow = f"{loops} of {len(self.uses)} rows by the slow loop" if loops else "no slow loop"
         exchanged = "".join(
@@ -145,7 +148,7 @@ class CallReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        # Outside of a terminal nothing is to be folded: a table is as wide as its rows.
+        # Outside of a terminal no lines are folded: the table is as wide as its rows.
         inside = sys.stdout.isatty()
         width = max(shutil.get_terminal_size((160, 24)).columns, 120) if inside else 1000
         console = Console(file=io.StringIO(), width=width, color_system=None)
@@ -156,7 +159,7 @@ class CallReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the report as HTML for a notebook."""
         head = "".join(f"<th>{column}</th>" for column in _COLUMNS)
         body = "".join(
             f"<tr{_LOOP_STYLE if use.how == 'loop' else ''}>{_cells(row)}</tr>"
@@ -177,22 +180,22 @@ def _cells(row: Sequence[str]) -> str:
 
 
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
-    """Runs a call once, and reports each operator that it met and what served it.
+    """Run a call once, and report the operators that it called and the rules that served them.
 
     Args:
-        func: what a transform returned, as ``vmap(f)``, or any function that uses transforms.
-        args: the arguments of the call, and ``kwargs`` its keyword arguments.
+        func: a transformed function, as ``vmap(f)``, or any function that uses transforms.
+        args: the arguments of the call; ``kwargs`` are its keyword arguments.
 
     Returns:
         A :class:`CallReport`: a row for each operator, the line of the user's code that called
         it, and the way in which it was served (a batching rule, its parts, the slow loop), with
-        the number of calls and their time. Operators of a backward pass that a transform saw
-        stand at the lines of the forward pass. Calls of torch that met no transform are listed
-        as such; what their own backward pass calls is not, and neither are elementwise calls
+        the number of calls and their time. Operators of a backward pass that a transform runs are
+        listed at the lines of the forward pass. Calls of torch outside of transforms have the way
+        "torch". The report omits the operators of their own backward pass, and elementwise calls
         on threads that ``func`` starts.
 
     Raises:
-        Exception: whatever the call raises.
+        Exception: any exception of the call.
 
     Example:
         >>> import torch
@@ -205,12 +208,12 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         >>> report.loops
         ()
 
-    Nothing is paid for it by calls that are not explained.
+    Calls that are not explained have no overhead.
     """
     recorder = Recorder(Lines().here)
     with recording(recorder), PlainCalls(recorder):
         func(*args, **kwargs)
-    # What a trace works results out with is part of tracing them.
+    # Operators that a trace runs to compute result metadata are part of tracing.
     kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
     found = sorted(kept, key=_order)
     exchanges = [CollectiveUse(*key, *count) for key, count in sorted(recorder.exchanges.items())]
@@ -219,7 +222,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 
 
 def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:
-    """By line, each with its backward pass after it."""
+    """Return the sort key: by line, with each line's backward pass after it."""
     use, count = found
     return use.place.file, use.place.line, use.backward, count.first
 
@@ -237,7 +240,7 @@ def _described(use: Use, count: Count) -> OperatorUse:
 
 
 def _way(use: Use, row: Row | None) -> tuple[str, str, str]:
-    """How it was served, by what, and where that is written."""
+    """Return the way, the rule and the source of the rule."""
     if use.how not in ("cell", "row", "column"):
         return use.how, use.rule, use.source
     if use.how == "column" and use.key == DispatchKey.Batch.name and row and row.rule:
@@ -247,6 +250,6 @@ def _way(use: Use, row: Row | None) -> tuple[str, str, str]:
 
 
 def _short(source: str) -> str:
-    """``file:line`` from the package's own folder on."""
+    """Return ``file:line`` relative to the folder that contains the package."""
     folder = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
     return source.removeprefix(folder)

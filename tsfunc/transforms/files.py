@@ -1,4 +1,4 @@
-"""``load``: a specialized function from a file that its ``save`` has written."""
+"""``load``: read a specialized function from a file that its ``save`` has written."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.unanswered import why_unanswered
 from tsfunc.transforms.specialize import Specialized
 
-if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` is to do without
+if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
     from tsfunc.program.files.state import State
 
 
 class LoadedFunction(Specialized):
-    """A function of which there are the programs alone; made by :func:`load`."""
+    """A function that consists of its programs only; made by :func:`load`."""
 
     _has_function = False
 
@@ -35,10 +35,10 @@ class LoadedFunction(Specialized):
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 
     saved_state: State
-    what: str  # where it was loaded from
+    what: str  # the file that it was loaded from
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Says in what the call differs from those that there are programs for."""
+        """Raise an error that tells how the call differs from the calls of the programs."""
         flat, tree = pytrees.flatten((args, kwargs))
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         raise DescriptorViolation(
@@ -48,7 +48,7 @@ class LoadedFunction(Specialized):
         )
 
     def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Says that there is no function to trace."""
+        """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
             f"{self.name}, loaded from {self.what}, differentiates what draws random numbers, and "
             f"a trace can't record that it draws the same ones twice. Call it outside of "
@@ -58,22 +58,22 @@ class LoadedFunction(Specialized):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the function's programs assign to, as it is now, by the user's names for it."""
+        """The state that the programs assign to, with its current values, by the user's names."""
         return self.saved_state.as_dict()
 
     @property
     def __assigned_state__(self) -> dict[str, list[Any]]:
-        """The container of the state, by its name: traces of other functions look at it."""
+        """The state by its name, for traces of other functions that look for assigned state."""
         return {f"{self.name}.state": self.saved_state.values} if self.saved_state.values else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadedFunction:
-        """The same programs, with weights and state of their own."""
+        """Return a copy with the same programs and its own weights and state."""
         unpickled, (data, classes) = self.__reduce__()
         copied: LoadedFunction = unpickled(data, classes)
         return copied
 
     def cache_clear(self) -> None:
-        """Does nothing but set the counts to zero: programs that go could not be made again."""
+        """Reset the counts. The programs are kept, since they could not be made again."""
         self.cache.forget_counts()
 
 
@@ -83,27 +83,27 @@ def load(
     classes: Mapping[str, type] | None = None,
     device: torch.device | str | None = None,
 ) -> LoadedFunction:
-    """A specialized function from a file.
+    """Load a specialized function from a file.
 
-    Nothing that is in a file is run: its programs are graphs of operators that torch has, looked
-    up by their names, and their Python is generated anew.
+    No code of the file is run: its programs are graphs of torch operators, found by name, and
+    their Python code is generated anew.
 
     Args:
         path: a file that ``save`` of a specialized function, or of a program, has written.
-        classes: the classes of named tuples and dataclasses among arguments and results, by the
-            names that the file has for them (``module.Class``). Those that are imported already
-            are found without; nothing is imported for a file.
-        device: where everything is to be, instead of the devices that the file says.
+        classes: the classes of named tuples and dataclasses among arguments and results, by their
+            names in the file (``module.Class``). Classes of imported modules are found without it;
+            loading imports no modules.
+        device: the device for all tensors and programs, in place of the devices in the file.
 
     Returns:
         A callable like the specialized function, with the same programs, descriptors and
-        weights. It answers the calls that its programs were made for, and no others.
+        weights. It serves the calls that its programs were made for, and no others.
 
     Raises:
-        FileFormatError: it is no such file, it is damaged, or of a later format; or it needs
-            an operator or a class that is not there. The message names the entry.
+        FileFormatError: the file is not a saved function, is damaged or has a later format, or an
+            operator or class that it names is missing. The message names the entry of the file.
         OSError: the file can't be read.
-        DescriptorViolation: when it is called, with what it has no program for.
+        DescriptorViolation: the loaded function is called with arguments that no program serves.
 
     Example:
         >>> import os, tempfile, torch
@@ -116,8 +116,8 @@ def load(
         >>> load(path)(torch.ones(2, 3))
         tensor([6., 6.])
 
-    As ``torch.export.load``, which keeps Python objects by pickle; the format is in
-    ``docs/files.md``.
+    Similar to ``torch.export.load``, which uses pickle for Python objects; the format is described
+    in ``docs/files.md``.
     """
     target = None if device is None else torch.device(device)
     with Path(path).open("rb") as file:
@@ -125,14 +125,14 @@ def load(
 
 
 def unpickle(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
-    """What pickle makes of a specialized function."""
+    """Return the specialized function that pickle restores."""
     return _read(io.BytesIO(data), "pickle", classes, None)
 
 
 def _read(
     file: Any, what: str, classes: Mapping[str, type], device: torch.device | None
 ) -> LoadedFunction:
-    # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+    # Imported here: files need safetensors, which `import tsfunc` must not import.
     from tsfunc.program.files.functions import read_function
     from tsfunc.transforms.control import cond, loops  # noqa: F401  what a program may run
 
@@ -145,7 +145,7 @@ def _read(
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
     try:
         loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
-    except DescriptorError as error:  # each is well formed, but they do not go together
+    except DescriptorError as error:  # each descriptor is valid, but they contradict each other
         raise FileFormatError(
             f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None

@@ -1,10 +1,10 @@
 """Forward mode: ``jvp``.
 
-Tangents are torch's own dual numbers, hung on the tensors of the innermost level: plain ones, or
-a vmap's tracers, whose operators C++ then differentiates by calling further ones on tracers.
-NOTE [one dual level] in ``bridge/grad/autograd`` says how transforms share torch's single dual
-level; where the tensors of the level carry the tangents of an enclosing jvp already, the inner one
-works on tracers of a Grad level of its own.
+Tangents are torch's own dual numbers on the tensors of the innermost level: plain tensors, or
+tracers of a vmap, whose operators are differentiated by torch's C++ formulas on tracers.
+NOTE [one dual level] in ``bridge/grad/autograd`` explains how transforms share torch's single dual
+level. If the tensors of the level already carry the tangents of an enclosing jvp, the inner jvp
+works on tracers of its own Grad level.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def jvp(
     strict: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The value of a function and its derivative along a direction.
+    """Return the value of a function and its derivative along a direction.
 
     Args:
-        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple of
-            that and anything else.
+        func: takes pytrees of tensors and returns a pytree of tensors; with ``has_aux``, a tuple
+            of such a pytree and an auxiliary value.
         primals: the arguments, as a tuple.
-        tangents: the direction: the same structure, shapes and types.
-        strict: whether an output that does not depend on the primals is an error.
-        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
+        tangents: the direction, with the same structure, shapes and dtypes.
+        strict: if True, an output that does not depend on the primals is an error.
+        has_aux: if True, ``func`` returns an auxiliary value, which is passed through.
 
     Returns:
         ``(output, tangent of the output)``; with ``has_aux`` ``(output, tangent, aux)``.
 
     Raises:
-        RuntimeError: primals and tangents do not match; an output is no tensor.
+        RuntimeError: the primals and tangents do not match, or an output is not a tensor.
 
     Example:
         >>> import torch
@@ -64,9 +64,10 @@ def jvp(
         >>> jvp(torch.sin, (torch.tensor(0.),), (torch.tensor(2.),))
         (tensor(0.), tensor(2.))
 
-    As ``torch.func.jvp`` and ``jax.jvp``. Where an operator (or a ``torch.autograd.Function``) has
-    no forward formula, or none for a type, the derivative is found by differentiating the pullback,
-    which runs ``func`` once more. One thread at a time runs forward mode; others wait.
+    Corresponds to ``torch.func.jvp`` and ``jax.jvp``. If an operator (or a
+    ``torch.autograd.Function``) has no forward formula, or none for a dtype, the derivative is
+    computed by differentiating the pullback, which runs ``func`` once more. Forward mode runs on
+    one thread at a time; other threads wait.
     """
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
@@ -75,7 +76,7 @@ def jvp(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
     flat, directions, spec = _match(primals, tangents)
-    if any(map(is_dtensor, flat)):  # torch has no dual numbers of these
+    if any(map(is_dtensor, flat)):  # torch has no dual numbers for DTensors
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
@@ -96,7 +97,7 @@ def jvp(
 
 
 def _lacks_formula(said: str) -> bool:
-    """Whether torch says that an operator has no forward formula, or its kernel not for a type."""
+    """True if torch's message says that an operator lacks a forward formula."""
     return (
         "forward AD" in said
         or "forward mode AD" in said
@@ -105,7 +106,7 @@ def _lacks_formula(said: str) -> bool:
 
 
 def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequence[Any], Any]:
-    """The flattened primals and tangents, which must look alike."""
+    """Return the flattened primals and tangents; raise if they do not match."""
     api = "jvp(f, primals, tangents)"
     if not isinstance(primals, tuple):
         raise RuntimeError(
@@ -147,7 +148,7 @@ def _jvp(
 ) -> Any:
     level = level_of((flat, directions))
     if not autograd.forward_in_use(level):
-        # The key is there already where the tensors are a level's.
+        # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
@@ -167,7 +168,7 @@ def _push(
     strict: bool,
     has_aux: bool,
 ) -> Any:
-    """Runs the function on dual numbers of the level."""
+    """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
     with autograd.dual_level(level):
         pairs = zip(traced_inputs(flat, level), directions, strict=True)
@@ -196,10 +197,10 @@ def _push(
 def _apart(
     value: torch.Tensor, level: TracerLevel | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A primal and its tangent at a level, None where it has none there.
+    """Return a primal and its tangent at a level; the tangent is None if there is none.
 
-    A value of levels outside depends on nothing of this one. The tangent that it may have is that
-    of a jvp around this one.
+    A value of an outer level does not depend on this level. Its tangent, if it has one, belongs to
+    a jvp around this one.
     """
     if level is not None and not (
         isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth
@@ -219,9 +220,9 @@ def _by_double_backward(
     spec: Any,
     has_aux: bool,
 ) -> Any:
-    """The pullback is linear in the cotangent; its own pullback is the pushforward.
+    """Compute the pushforward as the pullback of the pullback, which is linear in the cotangent.
 
-    Both are recorded on inputs of their own, which nobody else differentiates by.
+    Both pullbacks are recorded on fresh inputs, which no other transform differentiates by.
     """
     own: list[torch.Tensor] = []
 

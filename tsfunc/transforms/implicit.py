@@ -1,12 +1,12 @@
-"""``linear_solve`` and ``implicit_root``: results that an equation defines, with its derivatives.
+"""``linear_solve`` and ``implicit_root``: solutions of equations, with implicit derivatives.
 
 NOTE [implicit derivatives]
-How a solver finds ``x`` is its own business. From ``A x = b`` follows ``A dx = db - dA x``, and
-from ``f(x) = 0`` follows ``f'(x) dx = -df``: a tangent is the solution of a linear equation, and a
-cotangent that of the transposed one. These are solved by the same operator, so that they can be
-differentiated in their turn, and no solver is differentiated through. The operator is one
-``autograd.Function``, of which the closed-over tensors are arguments: NOTE [closed-over tensors] in
-``closures``.
+The derivatives do not depend on the way in which a solver finds ``x``. ``A x = b`` implies
+``A dx = db - dA x``, and ``f(x) = 0`` implies ``f'(x) dx = -df``: a tangent is the solution of a
+linear equation, and a cotangent is the solution of the transposed equation. The same operator
+solves these equations, so they can be differentiated again, and no derivative runs through a
+solver. The operator is one ``autograd.Function`` with the closed-over tensors as arguments:
+NOTE [closed-over tensors] in ``closures``.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def linear_solve(
     symmetric: bool = False,
     has_aux: bool = False,
 ) -> Any:
-    """The solution ``x`` of ``matvec(x) = b``, differentiated by what defines it.
+    """Return the solution ``x`` of ``matvec(x) = b``, with implicit derivatives.
 
     Args:
-        matvec: a linear function, from pytrees like ``b`` to such.
+        matvec: a linear function from pytrees like ``b`` to pytrees like ``b``.
         b: a pytree of tensors.
         solve: takes ``matvec`` and ``b``, and returns the solution.
-        transpose_solve: takes the transpose of ``matvec`` (for complex tensors the one without
-            conjugation) and a right-hand side, and returns the solution; for reverse mode. By
-            default the transpose's matrix is made and solved with.
-        symmetric: whether ``matvec`` is its own transpose: then ``solve`` solves both.
-        has_aux: whether ``solve`` and ``transpose_solve`` return a pair of the solution and
-            anything else. That of ``solve`` is returned too, without derivatives.
+        transpose_solve: for reverse mode: takes the transpose of ``matvec`` (without conjugation
+            for complex tensors) and a right-hand side, and returns the solution. By default the
+            matrix of the transpose is computed and solved.
+        symmetric: if True, ``matvec`` is its own transpose, and ``solve`` solves both equations.
+        has_aux: if True, ``solve`` and ``transpose_solve`` return a pair of the solution and an
+            auxiliary value. The auxiliary value of ``solve`` is returned too, without derivatives.
 
     Returns:
-        What ``solve`` returns. Its derivatives, of any order and in both modes, are those of the
-        solution: by ``b``, and by all that ``matvec`` closes over.
+        The result of ``solve``. Its derivatives, of any order and in both modes, are those of the
+        solution by ``b`` and by the tensors that ``matvec`` closes over.
 
     Raises:
-        TypeError: what ``matvec`` or a solver returns is not like ``b``.
-        DataDependentError: under ``vmap`` or in a program, a solver that looks at data, as a
+        TypeError: ``matvec`` or a solver returns a result that is not like ``b``.
+        DataDependentError: under ``vmap`` or in a program, a solver reads values of tensors, as a
             Python loop up to a tolerance does. Use ``tsfunc.while_loop``.
 
     Example:
@@ -70,7 +70,7 @@ def linear_solve(
         >>> grad(f)(torch.tensor([2., 4.]))
         tensor([-0.2500, -0.0625])
 
-    As ``jax.lax.custom_linear_solve``.
+    Corresponds to ``jax.lax.custom_linear_solve``.
     """
     unknown = _Unknown("linear_solve", b, has_aux)
     if symmetric:
@@ -101,25 +101,25 @@ def implicit_root(
     tangent_solve: Solver | None = None,
     has_aux: bool = False,
 ) -> Any:
-    """A root of ``f``, differentiated by what defines it.
+    """Return a root of ``f``, with implicit derivatives.
 
     Args:
-        f: from pytrees of tensors like ``initial_guess`` to such.
-        initial_guess: where ``solve`` starts; a root has no derivative by it.
+        f: a function from pytrees like ``initial_guess`` to pytrees like it.
+        initial_guess: the start of ``solve``; the root has no derivative by it.
         solve: takes ``f`` and the guess, and returns the root.
         tangent_solve: takes the derivative of ``f`` at the root, a linear function, and a
-            right-hand side, and returns the solution; it must itself be linear in the right-hand
-            side and differentiable. By default the derivative's matrix is made and solved with.
-        has_aux: whether ``solve`` returns a pair of the root and anything else, which is returned
-            too, without derivatives.
+            right-hand side, and returns the solution. It must be linear in the right-hand side and
+            differentiable. By default the matrix of the derivative is computed and solved.
+        has_aux: if True, ``solve`` returns a pair of the root and an auxiliary value, which is
+            returned too, without derivatives.
 
     Returns:
-        What ``solve`` returns. Its derivatives, of any order and in both modes, are those of the
-        root by all that ``f`` closes over: the implicit function theorem's.
+        The result of ``solve``. Its derivatives, of any order and in both modes, are those of the
+        root by the tensors that ``f`` closes over, by the implicit function theorem.
 
     Raises:
-        TypeError: what ``f`` or a solver returns is not like the guess.
-        DataDependentError: under ``vmap`` or in a program, a solver that looks at data, as a
+        TypeError: ``f`` or a solver returns a result that is not like the guess.
+        DataDependentError: under ``vmap`` or in a program, a solver reads values of tensors, as a
             Python loop up to a tolerance does. Use ``tsfunc.while_loop``.
 
     Example:
@@ -132,7 +132,8 @@ def implicit_root(
         >>> grad(sqrt)(torch.tensor(4.))
         tensor(0.2500)
 
-    As ``jax.lax.custom_root``: Christianson, "Reverse accumulation and implicit functions" (1998).
+    Similar to ``jax.lax.custom_root``: Christianson, "Reverse accumulation and implicit functions"
+    (1998).
     """
     unknown = _Unknown("implicit_root", initial_guess, has_aux)
     count = len(unknown.flat)
@@ -141,7 +142,7 @@ def implicit_root(
         return unknown.leaves("f", f(unknown.tree(values[:count])))
 
     def pushed(*values: Any) -> Any:
-        """The solution of the tangents' equation at a root, for the right-hand side after it."""
+        """Return the tangent solution at a root; the arguments are the root and the rhs."""
         root, given = values[:count], values[count:]
 
         def derivative(tangent: Any) -> Any:
@@ -155,7 +156,7 @@ def implicit_root(
 
 
 class _Unknown:
-    """What an equation is solved for: tensors like given ones, in a pytree."""
+    """The unknown of an equation: a pytree of tensors like given ones."""
 
     def __init__(self, what: str, like: Any, has_aux: bool) -> None:
         self.what = what
@@ -174,7 +175,7 @@ class _Unknown:
         return pytrees.unflatten(self.spec, values)
 
     def leaves(self, who: str, value: Any, like: Values = ()) -> list[torch.Tensor]:
-        """The tensors of what must be like the unknown; numbers stand for tensors of them."""
+        """Return the tensors of a value that must be like the unknown; numbers become tensors."""
         flat, spec = pytrees.flatten(value)
         if spec != self.spec:
             raise TypeError(
@@ -195,7 +196,7 @@ class _Unknown:
     def solver(
         self, who: str, solver: Solver, operator: Callable[[Any], Any]
     ) -> Callable[..., Any]:
-        """A solver as a function of tensors that returns the unknown's and the auxiliary part."""
+        """Return a solver as a function of tensors; it returns the solution and aux."""
 
         def run(*values: Any) -> Any:
             found = solver(operator, self.tree(values[: len(self.flat)]))
@@ -205,7 +206,7 @@ class _Unknown:
         return run
 
     def densely(self, derivative: Callable[[Any], Any], given: Any) -> Any:
-        """The solution of a linear equation, by the matrix of its function."""
+        """Return the solution of a linear equation, computed with the matrix of its function."""
         sizes = [x.numel() for x in self.flat]
 
         def column(entries: torch.Tensor) -> torch.Tensor:
@@ -220,14 +221,14 @@ class _Unknown:
         return self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
 
     def solved_densely(self, operator: Callable[[Any], Any], given: Any) -> Any:
-        """As a solver of the user's, whose auxiliary part nobody sees."""
+        """Solve densely, with the signature of a user's solver; the auxiliary part is None."""
         found = self.densely(operator, given)
         return (found, None) if self.has_aux else found
 
     def result(self, kind: Any, functions: Sequence[Callable[..., Any]]) -> Any:
-        """What the second of an equation's functions, its solver, returns.
+        """Return the result of an equation's solver, the second of its functions.
 
-        What a solver of plain tensors does is nobody's business: it is called as it is.
+        On plain tensors a solver is called as it is, without a trace.
         """
         plain = current_tracer_level() is None and innermost_level(self.flat) is None
         closed: dict[int, Any] = {}

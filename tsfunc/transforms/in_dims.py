@@ -1,11 +1,12 @@
-"""``in_dims``: which dim of each input a ``vmap`` maps over.
+"""``in_dims``: the dim of each input that a ``vmap`` maps over.
 
 NOTE [in_dims by name]
-A dict names parameters: ``in_dims={"x": 0, "mask": None}``. It holds for arguments given by
-position and by keyword alike; what it does not name is not mapped. For ``*rest`` the name stands
-for the tuple of the arguments collected, for ``**options`` for all that have no entry under their
-own name. A dict that is an *argument* has its dims inside of the tuple of positional arguments, as
-torch.func has it: ``in_dims=({"w": 0, "b": None},)``. A call that could mean either is refused.
+A dict names parameters: ``in_dims={"x": 0, "mask": None}``. Its entries hold for arguments passed
+by position and by keyword; parameters without an entry are not mapped. The name of ``*rest``
+stands for the tuple of the collected arguments, the name of ``**options`` for all keyword
+arguments without an entry under their own name. The dims of an *argument* that is a dict go into
+the tuple of positional arguments, as in torch.func: ``in_dims=({"w": 0, "b": None},)``. A call
+that could mean either is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
 def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:
-    """An entry of ``in_dims`` for each flattened positional input."""
+    """Return an entry of ``in_dims`` for each flattened positional input."""
     structure = pytrees.structure_of(args)
     in_dims = spec.in_dims
     if not isinstance(in_dims, int | tuple) and not (in_dims is None and spec.sized):
@@ -59,7 +60,7 @@ def _check_entries(spec: Spec, dims: Sequence[Any]) -> None:
 
 
 def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int | None]:
-    """An entry for each leaf of ``(args, kwargs)``, from a dict (NOTE [in_dims by name])."""
+    """Return an entry for each leaf of ``(args, kwargs)``, from a dict: NOTE [in_dims by name]."""
     names: Mapping[str, Any] = spec.in_dims
     parameters = spec.parameters
     if parameters is None:
@@ -84,7 +85,7 @@ def match_by_name(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         }
     dims: list[int | None] = []
     named = [*zip(_positional_names(parameters, len(args)), by_position, args, strict=True)]
-    # In the order of the leaves of (args, kwargs), which has the keywords sorted.
+    # The leaves of (args, kwargs) have the keywords in sorted order.
     named += [(name, by_keyword[name], kwargs[name]) for name in sorted(kwargs)]
     for name, prefix, value in named:
         dims += _match_one(spec, name, prefix, value)
@@ -99,17 +100,17 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 def by_position(parameters: Parameters) -> list[str]:
-    """The parameters that may be given by position, without ``*args``."""
+    """Return the parameters that can be passed by position, without ``*args``."""
     return [name for name, each in parameters.items() if each.kind in _BY_POSITION]
 
 
 def _name_of_kind(parameters: Parameters, kind: Any) -> str | None:
-    """The name of ``*rest`` or ``**options``, if there is one."""
+    """Return the name of ``*rest`` or ``**options``; None if there is none."""
     return next((name for name, p in parameters.items() if p.kind is kind), None)
 
 
 def _positional_names(parameters: Parameters | None, count: int) -> list[str]:
-    """The parameter that each positional argument goes to."""
+    """Return the parameter name of each positional argument."""
     if parameters is None:
         return []
     names = by_position(parameters)[:count]
@@ -118,7 +119,7 @@ def _positional_names(parameters: Parameters | None, count: int) -> list[str]:
 
 
 def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> list[Any]:
-    """What the dict has for each positional argument."""
+    """Return the dict's entry for each positional argument."""
     names = by_position(parameters)
     rest = _name_of_kind(parameters, inspect.Parameter.VAR_POSITIONAL)
     extra = len(args) - len(names)
@@ -142,7 +143,7 @@ def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> li
 
 
 def _inside(of_rest: Any, name: str) -> Any:
-    """The entry of one keyword in what stands for all of ``**options``."""
+    """Return the entry of one keyword from the entry of ``**options``."""
     return of_rest.get(name) if isinstance(of_rest, Mapping) else of_rest
 
 
@@ -172,7 +173,7 @@ def _refuse_unknown(spec: Spec, parameters: Parameters) -> None:
 
 
 def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """One argument that is a dict of just the names: its keys could be meant."""
+    """Raise if the only argument is a dict with just the names as keys, which could be meant."""
     names: Mapping[str, Any] = spec.in_dims
     if len(args) != 1 or kwargs or len(names) < 2 or not isinstance(args[0], Mapping):
         return
@@ -186,14 +187,14 @@ def _refuse_ambiguous(spec: Spec, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 class NestedInput(RuntimeError):
-    """Internal: an input is a nested tensor, which has no one size to be matched."""
+    """Internal error: an input is a nested tensor, which has no single size to match."""
 
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_nested(value: Any) -> bool:
-    """Whether a value is a nested tensor, of either of torch's layouts."""
+    """True if a value is a nested tensor, of either of torch's layouts."""
     return (
         isinstance(value, torch.Tensor) and not isinstance(value, Tracer) and bool(value.is_nested)
     )
@@ -205,10 +206,10 @@ def mapped(
     """Return the dims counted from the front, and the size that the mapped dims share.
 
     Args:
-        spec: of the vmap.
+        spec: the spec of the vmap.
         flat: the flattened inputs.
-        dims: an entry of ``in_dims`` for each of them.
-        given: the inputs before they were flattened, of which messages take names.
+        dims: an entry of ``in_dims`` for each flattened input.
+        given: the inputs before flattening, for the names in messages.
     """
     at: list[int | None] = []
     size: Any = spec.axis_size
@@ -219,11 +220,11 @@ def mapped(
         if not isinstance(value, torch.Tensor):
             if value is not None:
                 _refuse_value(spec, value, dim, _name_at(spec, given, len(at)))
-            at.append(None)  # an optional input that is left out has no dims
+            at.append(None)  # an omitted optional input has no dims
             continue
         if type(value) not in _DENSE and is_nested(value):
             raise NestedInput
-        shape = value.shape  # of a nested tensor of the strided layout this is a RuntimeError
+        shape = value.shape  # a strided nested tensor raises RuntimeError here
         rank = len(shape)
         if not -rank <= dim < rank:
             raise ValueError(
@@ -247,7 +248,7 @@ def mapped(
 
 
 def _parameters(spec: Spec, args: Sequence[Any]) -> list[str]:
-    """The names of the parameters that positional inputs are given for."""
+    """Return the parameter names of the positional inputs."""
     kinds = inspect.Parameter
     try:
         known = list(inspect.signature(spec.func).parameters.values())
@@ -263,7 +264,7 @@ def _parameters(spec: Spec, args: Sequence[Any]) -> list[str]:
 
 
 def _names(spec: Spec, given: Any) -> list[str]:
-    """How the user spells each flattened input: ``params['w']``."""
+    """Return the user's spelling of each flattened input: ``params['w']``."""
     args, kwargs = given if spec.by_name else (given, {})
     parameters = [*_parameters(spec, args), *kwargs]
     values = [*args, *kwargs.values()]

@@ -29,7 +29,7 @@ from tsfunc.transforms.vmap import vmap
 
 
 def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """For each tensor a stack of tangents: together the unit vectors of all entries."""
+    """Return a stack of tangents for each tensor: together the unit vectors of all entries."""
     total = sum(x.numel() for x in tensors)
     bases, start = [], 0
     for x in tensors:
@@ -42,7 +42,7 @@ def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The unit vector of one of all the entries, in the shapes of the tensors."""
+    """Return one unit vector over the entries of all tensors, in the shapes of the tensors."""
     units, start = [], 0
     for x in tensors:
         places = torch.arange(start, start + x.numel(), device=x.device)
@@ -55,7 +55,7 @@ def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
 def _of_leaves(
     api: str, func: Callable[..., Any], argnums: Argnums, args: Sequence[Any], kwargs: Any
 ) -> tuple[list[torch.Tensor], Any, Callable[..., Any]]:
-    """The flattened arguments to differentiate by, their structure, and the function of them."""
+    """Return the flat arguments to differentiate by, their structure, and the function of them."""
     chosen = check_argnums(api, argnums, len(args))
     names = chosen[0] if isinstance(argnums, int) else chosen
     primals = chosen_arguments(api, args, argnums)
@@ -69,8 +69,8 @@ def _of_leaves(
         def lifted(x: Any) -> Any:
             return autograd.lift(x, level) if isinstance(x, torch.Tensor) else x
 
-        # The other arguments are the function's own too: it may write what depends on the chosen
-        # ones into them, which what stands beside a level's tracers can't hold.
+        # The other arguments are lifted too: the function may write values that depend on the
+        # chosen arguments into them, which plain tensors beside a level's tracers can't hold.
         others = [lifted(arg) for arg in args]
         options = {name: lifted(arg) for name, arg in kwargs.items()}
         return func(*with_chosen(others, names, new), **options)
@@ -88,27 +88,29 @@ def jacrev(
     memory_budget: float | None = None,
     _preallocate_and_copy: bool = False,
 ) -> Callable[..., Any]:
-    """The Jacobian by reverse mode: one pullback for each entry of the output, batched.
+    """Return the Jacobian by reverse mode: one pullback for each entry of the output, batched.
 
     Args:
-        func: takes pytrees of real tensors, returns one; with ``has_aux`` a tuple of that and
-            anything else.
-        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
-        has_aux: whether ``func`` returns an auxiliary part.
-        chunk_size: how many rows are pulled back at a time; None takes all at once, "auto" as many
-            as fit into ``memory_budget``, as for :func:`vmap`. With 1 they are pulled back without
-            a vmap, for backward passes that it refuses.
-        memory_budget: the bytes that this may take beside the function's own run.
+        func: takes and returns pytrees of real tensors; with ``has_aux``, returns a tuple of such
+            a pytree and an auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+        chunk_size: the number of rows that are pulled back at a time. None takes all rows at once,
+            "auto" as many as fit into ``memory_budget``, as for :func:`vmap`. With 1, the rows are
+            pulled back without a vmap, for backward passes that a vmap refuses.
+        memory_budget: the bytes that the pullbacks may take in addition to the function's own run.
 
     Returns:
         A function of the same arguments. For an output of shape ``o`` and an argument of shape
-        ``i`` it returns a tensor of shape ``o + i``, in the output's structure and inside of it
-        the argument's (a tuple for a tuple of ``argnums``); with ``has_aux`` ``(jacobian, aux)``.
+        ``i`` it returns a tensor of shape ``o + i``. The result has the structure of the output,
+        and inside of it that of the argument (a tuple for a tuple of ``argnums``); with
+        ``has_aux`` it is ``(jacobian, aux)``.
 
     Raises:
-        ValueError: ``chunk_size`` is not positive; an argument to differentiate by is no tensor.
-        RuntimeError: ``argnums`` name no argument; an argument is not real, an output no real
+        ValueError: ``chunk_size`` is not positive, or an argument to differentiate by is not a
             tensor.
+        RuntimeError: ``argnums`` does not fit the arguments, an argument is not real, or an output
+            is not a real tensor.
 
     Example:
         >>> import torch
@@ -117,7 +119,7 @@ def jacrev(
         tensor([[1., 0.],
                 [0., 1.]])
 
-    As ``torch.func.jacrev`` and ``jax.jacrev``.
+    Corresponds to ``torch.func.jacrev`` and ``jax.jacrev``.
     """
     if isinstance(chunk_size, int) and chunk_size <= 0:
         raise ValueError("jacrev: `chunk_size` should be greater than 0.")
@@ -139,7 +141,8 @@ def jacrev(
         elif chunk_size == 1:
             rows = _one_by_one(pull_flat, outs)
         else:
-            # Each chunk makes its own rows of the basis, which has the square of the output's size.
+            # Each chunk makes its rows of the basis; the whole basis has the square of the
+            # output's size.
             numbers = torch.arange(sum(out.numel() for out in outs))
             mapped = vmap(lambda i: pull_flat(_unit(i, outs)), chunk_size=chunks,
                           memory_budget=memory_budget)  # fmt: skip
@@ -155,7 +158,7 @@ def jacrev(
 def _one_by_one(
     pull: Callable[[Sequence[torch.Tensor]], Any], outs: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor]:
-    """The rows without vmap, so that a backward pass may do what can't be batched."""
+    """Compute the rows without vmap, for backward passes that can't be batched."""
     numbers = torch.arange(sum(out.numel() for out in outs))
     if not len(numbers):
         rows: Sequence[torch.Tensor] = vmap(pull)(_bases(outs))
@@ -165,7 +168,7 @@ def _one_by_one(
 
 
 def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows that stand for the entries of all outputs, an output each, in its shape."""
+    """Split rows over the entries of all outputs into one tensor for each output, in its shape."""
     parts = rows.split([out.numel() for out in outs], dim=0) if len(outs) > 1 else [rows]
     rest = rows.shape[1:]
     return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
@@ -179,9 +182,10 @@ def jacfwd(
     *,
     randomness: str = "error",
 ) -> Callable[..., Any]:
-    """The Jacobian by forward mode: one pushforward for each entry of the input, batched.
+    """Return the Jacobian by forward mode: one pushforward for each entry of the input, batched.
 
-    Args and results as :func:`jacrev`; ``randomness`` is that of the ``vmap`` over directions.
+    The arguments and results are those of :func:`jacrev`; ``randomness`` is that of the ``vmap``
+    over directions.
 
     Example:
         >>> import torch
@@ -190,7 +194,7 @@ def jacfwd(
         tensor([[1., 0.],
                 [0., 1.]])
 
-    As ``torch.func.jacfwd`` and ``jax.jacfwd``.
+    Corresponds to ``torch.func.jacfwd`` and ``jax.jacfwd``.
     """
 
     @like(func)
@@ -213,7 +217,7 @@ def jacfwd(
 
 
 def _with_unmapped_aux(push: Callable[..., Any], randomness: str) -> Callable[..., Any]:
-    """vmap of a function whose second result is the same for every direction, tensor or not."""
+    """vmap a function over directions; its auxiliary result is the same for every direction."""
     aux: list[Any] = []
 
     def tangent_only(directions: Any) -> Any:
@@ -235,7 +239,7 @@ def _unbatched(value: Any) -> Any:
 
 
 def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Columns that stand for the entries of all inputs, an input each, in its shape."""
+    """Split columns over the entries of all inputs into a tensor for each input."""
     parts = columns.split([x.numel() for x in inputs], dim=-1) if len(inputs) > 1 else [columns]
     return [
         part.reshape([*columns.shape[:-1], *x.shape]) for part, x in zip(parts, inputs, strict=True)
@@ -244,11 +248,11 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
 
 @outside_dynamo
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
-    """The matrix of second derivatives: forward mode over reverse mode.
+    """Return the matrix of second derivatives: forward mode over reverse mode.
 
     Args:
-        func: takes pytrees of real tensors, returns one.
-        argnums: which positional arguments to differentiate by, twice.
+        func: takes and returns pytrees of real tensors.
+        argnums: the positional arguments to differentiate by, twice.
 
     Example:
         >>> import torch
@@ -257,6 +261,6 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
         tensor([[2., 0.],
                 [0., 2.]])
 
-    As ``torch.func.hessian`` and ``jax.hessian``.
+    Corresponds to ``torch.func.hessian`` and ``jax.hessian``.
     """
     return jacfwd(jacrev(func, argnums), argnums)

@@ -1,4 +1,4 @@
-"""Results of a ``vmap`` that is run chunk by chunk, put together."""
+"""Joining of the results of a ``vmap`` that runs chunk by chunk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Joined:
     """The results of the chunks so far.
 
-    Where nobody differentiates through a result, each chunk is copied to its place at once, and
-    its own memory is free for the next one. Else the parts are kept, and concatenated at the end.
+    A result that is not differentiated through is copied to its place chunk by chunk, which frees
+    the memory of the chunk. The parts of other results are kept, and concatenated at the end.
 
     Args:
-        spec: the call's own arguments.
-        size: how many examples there are in all.
+        spec: the arguments of vmap.
+        size: the number of examples of all chunks.
     """
 
     def __init__(self, spec: Spec, size: int) -> None:
@@ -38,11 +38,11 @@ class Joined:
 
     @property
     def kept(self) -> int:
-        """The bytes of the largest result that has parts to be concatenated, so far."""
+        """The bytes of the largest result with parts to concatenate, so far."""
         return max([leaf.bytes for leaf in self._leaves if isinstance(leaf, _Kept)], default=0)
 
     def add(self, start: int, out: Any) -> None:
-        """The result of the chunk that begins at an example."""
+        """Add the result of the chunk that begins at the example ``start``."""
         collections = returned_collections(self.spec, out, self.size, whole=True)
         values, tree = pytrees.flatten(out if collections is None else collections[0])
         if self._tree is None:
@@ -58,7 +58,7 @@ class Joined:
             leaf.add(start, value)
 
     def result(self) -> Any:
-        """All of it."""
+        """Return the joined results."""
         assert self._tree is not None
         return pytrees.unflatten(self._tree, [leaf.result() for leaf in self._leaves])
 
@@ -71,20 +71,20 @@ class Joined:
 
 
 class _Leaf(Protocol):
-    """One leaf of the results."""
+    """Joiner of one leaf of the results."""
 
     @property
     def first(self) -> str:
-        """The kind of the first chunk's."""
+        """The kind of the first chunk's value."""
 
     def kind(self, value: Any) -> str:
-        """What all chunks must have in common."""
+        """Return the properties that the values of all chunks must share, as text."""
 
     def add(self, start: int, value: Any) -> None:
-        """That of the chunk that begins at an example."""
+        """Add the value of the chunk that begins at the example ``start``."""
 
     def result(self) -> Any:
-        """That of all examples."""
+        """Return the value for all examples."""
 
 
 def _leaf(value: Any, dim: int | None, size: int) -> _Leaf:
@@ -98,7 +98,7 @@ def _leaf(value: Any, dim: int | None, size: int) -> _Leaf:
 
 
 class _Once:
-    """What is the same for all examples: that of the first chunk."""
+    """Joiner of a value that is the same for all examples: the first chunk's value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -115,7 +115,7 @@ class _Once:
 
 
 class _Kept:
-    """Parts that are concatenated at the end."""
+    """Joiner that keeps the parts and concatenates them at the end."""
 
     def __init__(self, value: torch.Tensor, dim: int) -> None:
         self.dim = dim
@@ -144,7 +144,7 @@ class _Kept:
 
 
 class _Copied:
-    """Parts that are copied into one tensor, laid out in memory as the first one is."""
+    """Joiner that copies the parts into one tensor with the memory layout of the first part."""
 
     def __init__(self, value: torch.Tensor, dim: int, size: int) -> None:
         self.dim = dim
@@ -175,8 +175,8 @@ def _kind(value: Any, dim: int) -> str:
 
 
 def _outermost_first(value: torch.Tensor) -> Sequence[int]:
-    """The dims in the order in which they lie in memory."""
+    """Return the dims in the order of their strides, the largest first."""
     strides = value.stride()
-    if 0 in strides:  # an expanded one: the same memory for all examples
+    if 0 in strides:  # expanded: the same memory for all examples
         return range(value.dim())
     return sorted(range(value.dim()), key=lambda i: -strides[i])

@@ -21,10 +21,10 @@ from tsfunc.types import MetaTensorType
 
 
 def stop_gradient(tree: Any) -> Any:
-    """The same values, constants for every derivative, of either mode and of any order.
+    """Return a tree with the same values as constants, for every derivative in both modes.
 
     Args:
-        tree: a pytree; what is no tensor in it is returned as it is.
+        tree: a pytree; non-tensor leaves are returned unchanged.
 
     Example:
         >>> import torch
@@ -32,25 +32,25 @@ def stop_gradient(tree: Any) -> Any:
         >>> grad(lambda x: x * stop_gradient(x))(torch.tensor(3.))
         tensor(3.)
 
-    As ``jax.lax.stop_gradient``; ``Tensor.detach`` of each leaf.
+    Corresponds to ``jax.lax.stop_gradient``; applies ``Tensor.detach`` to each leaf.
     """
     return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
 
 
 @boundary("hvp")
 def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    """The product of a function's Hessian with a vector, without the Hessian.
+    """Return the product of a function's Hessian with a vector, without the Hessian.
 
     Args:
-        func: takes pytrees of tensors, returns a tensor without dims.
-        primals: the arguments, as a tuple; the Hessian is that by all of them.
-        tangents: the vector: the same structure, shapes and types.
+        func: takes pytrees of tensors and returns a tensor of shape ``()``.
+        primals: the arguments, as a tuple; the Hessian is by all of them.
+        tangents: the vector, with the same structure, shapes and dtypes.
 
     Returns:
-        What has the structure of the argument, or of the tuple where there are several.
+        A pytree like the argument, or like the tuple of arguments if there are several.
 
     Raises:
-        RuntimeError: primals and tangents do not match; the result is not a scalar tensor.
+        RuntimeError: the primals and tangents do not match, or the result is not a scalar tensor.
 
     Example:
         >>> import torch
@@ -58,8 +58,9 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
         >>> hvp(lambda x: (x ** 3).sum(), (torch.ones(2),), (torch.tensor([1., 2.]),))
         tensor([ 6., 12.])
 
-    Forward mode over reverse mode, as ``hvp`` of JAX's documentation: Pearlmutter, "Fast exact
-    multiplication by the Hessian" (1994). ``torch.autograd.functional.hvp`` returns the value too.
+    Forward mode over reverse mode, as ``hvp`` in JAX's documentation: Pearlmutter, "Fast exact
+    multiplication by the Hessian" (1994). Unlike ``torch.autograd.functional.hvp``, it does not
+    return the value of ``func``.
     """
     several = isinstance(primals, tuple) and len(primals) > 1
     argnums = tuple(range(len(primals))) if several else 0
@@ -68,23 +69,22 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
 
 @outside_dynamo
 def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """The transpose of a linear function.
+    """Return the transpose of a linear function.
 
     Args:
-        func: a linear function of pytrees of tensors; returns a pytree of tensors.
-        primals: its arguments, of which only the types count: tensors, or a
-            :class:`MetaTensorType` of a type and fixed sizes for each.
+        func: a linear function from pytrees of tensors to a pytree of tensors.
+        primals: the arguments, of which only shapes and dtypes matter: tensors, or for each a
+            :class:`MetaTensorType` with a dtype and fixed sizes.
 
     Returns:
-        A function that takes what has the structure of ``func``'s result and returns a tuple,
-        with what has the structure of each argument. For complex tensors it is the transpose
-        without conjugation.
+        A function that takes a pytree like the result of ``func`` and returns a tuple with a
+        pytree like each argument. For complex tensors it is the transpose without conjugation.
 
     Raises:
-        ValueError: the function is seen not to be linear: its derivative depends on its
+        ValueError: the function is found to be nonlinear: its derivative depends on its
             arguments, or it does not map zeros to zeros.
-        DescriptorError: a description leaves the type or a size open.
-        RuntimeError: an output is no tensor; at a call, the argument does not fit.
+        DescriptorError: a description lacks the dtype or a size.
+        RuntimeError: an output is not a tensor; at a call, the argument does not fit.
 
     Example:
         >>> import torch
@@ -93,8 +93,8 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
         >>> sums(torch.tensor([1., 2., 3.]))
         (tensor([6., 5., 3.]),)
 
-    As ``jax.linear_transpose``. The transpose is found by reverse mode, so operators whose
-    backward formula is not that of their derivative have another transpose.
+    Corresponds to ``jax.linear_transpose``. The transpose is computed by reverse mode. An operator
+    whose backward formula differs from the transpose of its derivative gets the backward formula.
     """
     what = f"linear_transpose({name_of(func)})"
     flat, spec = pytrees.flatten(primals)
@@ -118,7 +118,7 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
 
 
 def _conjugate(x: torch.Tensor) -> torch.Tensor:
-    """Reverse mode gives the conjugate transpose."""
+    """Return the complex conjugate: reverse mode computes the conjugate transpose."""
     return x.conj() if x.is_complex() else x
 
 
@@ -140,7 +140,7 @@ def _zeros(what: str, leaf: Any) -> torch.Tensor:
 
 
 def _check_linear(what: str, recorded: Recorded) -> None:
-    """Refuses a derivative that depends on the arguments, and a value at zero that is not zero."""
+    """Raise if the derivative depends on the arguments, or the value at zero is not zero."""
     level = recorded.level
     for i, out in enumerate(recorded.outputs):
         known = not isinstance(out, Tracer)

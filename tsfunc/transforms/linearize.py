@@ -19,25 +19,25 @@ API = "linearize(f, *primals)"
 
 @boundary("linearize")
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """The value of a function, and its derivative there as a function of the direction.
+    """Return the value of a function, and its derivative at that point as a linear function.
 
-    ``jvp`` runs the function for each direction; here it runs once, and each direction costs as
-    much as a backward pass.
+    ``jvp`` runs the function for each direction. ``linearize`` runs it once; each direction then
+    costs as much as a backward pass.
 
     Args:
-        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple of
-            that and anything else.
-        primals: where it is linearized.
-        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
+        func: takes pytrees of tensors and returns a pytree of tensors; with ``has_aux``, returns a
+            tuple of such a pytree and an auxiliary value.
+        primals: the point of linearization.
+        has_aux: if True, ``func`` returns an auxiliary value, which is passed through.
 
     Returns:
         ``(output, jvp_fn)``, with ``has_aux`` ``(output, jvp_fn, aux)``. ``jvp_fn(*tangents)``
-        takes what has the structure, shapes and types of the primals and returns what has the
-        output's.
+        takes tangents with the structure, shapes and dtypes of the primals and returns a tangent
+        like the output.
 
     Raises:
-        RuntimeError: an output is no tensor; the tangents are not like the primals.
-        ValueError: a primal is no tensor.
+        RuntimeError: an output is not a tensor, or the tangents do not match the primals.
+        ValueError: a primal is not a tensor.
 
     Example:
         >>> import torch
@@ -46,9 +46,9 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         >>> jvp_fn(torch.tensor([1., 2.]))
         tensor([1., 2.])
 
-    As ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The pullback is linear
-    in the cotangent, and its own pullback is the derivative: operators whose backward formula can't
-    be differentiated can't be linearized.
+    Corresponds to ``torch.func.linearize``, and ``jax.linearize`` with its ``has_aux``. The
+    pullback is linear in the cotangent, and the pullback of the pullback is the derivative. An
+    operator whose backward formula can't be differentiated can't be linearized.
     """
     if (other := delegate("linearize")) is not None:
         kept: list[Any] = []
@@ -82,7 +82,8 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
     @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
         given = _match(tangents, flat, spec)
-        # Else nobody has a use for the graph of the pullback, which goes back to ``inputs``.
+        # Without such tangents the graph of the pullback, which goes back to ``inputs``, is not
+        # needed.
         graph = any(autograd.requires_grad(tangent, recorded.level) for tangent in given)
         pushed = list(zeros)
         for i, tangent in zip(smooth, push(given), strict=True):
@@ -94,13 +95,13 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
 
 def _split(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:
-    """The output, and the auxiliary part if there is one."""
+    """Return the output, and a list with the auxiliary part if there is one."""
     output, aux = split_aux(API, output, has_aux)
     return output, [aux] if has_aux else []
 
 
 def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[torch.Tensor]:
-    """The flattened tangents, which must be like the primals."""
+    """Return the flattened tangents; raise if they do not match the primals."""
     flat: list[torch.Tensor]
     flat, given = pytrees.flatten(tangents)
     if given != spec:

@@ -1,4 +1,4 @@
-"""How much memory a device has free, and what share of it a chunked ``vmap`` takes by default."""
+"""The free memory of a device, and the share of it that a chunked ``vmap`` takes by default."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 
 import torch
 
-SHARE = 0.5  # of what is free; the rest is for what the caller does with the results
+SHARE = 0.5  # of the free memory; the caller needs the rest for the results
 
 
 def default_budget(device: torch.device) -> int:
-    """The bytes that a call may take on a device when nobody says how many."""
+    """Return the bytes that a call may take on a device by default."""
     return int(SHARE * free_bytes(device))
 
 
 def free_bytes(device: torch.device) -> int:
-    """The bytes that can be had on a device now.
+    """Return the free bytes of a device.
 
     Raises:
-        RuntimeError: it can't be found out here.
+        RuntimeError: the system does not report them.
     """
     if device.type == "cpu":
         return _free_on_host()
     free, _ = torch.accelerator.get_memory_info(device)
-    # What torch's allocator keeps for itself is free for tensors as well.
+    # Memory that torch's allocator reserves without use is free for tensors too.
     allocator = torch.accelerator
     kept = allocator.memory_reserved(device) - allocator.memory_allocated(device)
     return int(free) + kept
@@ -44,7 +44,7 @@ def _free_on_host(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 
 def _physical_memory() -> int:
-    """All of it, where the system does not tell what is free."""
+    """Return the physical memory, for systems that do not report free memory."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -55,21 +55,21 @@ def _physical_memory() -> int:
 
 
 def _free_in_groups(proc: Path, root: Path) -> Iterator[int]:
-    """What is left of the limits of the control groups that this process is in (containers)."""
+    """Yield the rest of each memory limit of this process' control groups (containers)."""
     try:
         memberships = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for membership in memberships:
         number, controllers, path = membership.split(":", 2)
-        if number == "0":  # the second version: one tree for all
+        if number == "0":  # cgroup version 2: one tree for all controllers
             top, limit, used = root, "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
             top, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = top / path.strip("/")
-        # Inside of a container the path can be that of the host, of which only the top is seen.
+        # In a container the path can be the host's, and only the top folder may be visible.
         for folder in {group, *(up for up in group.parents if top in (up, *up.parents))}:
             try:
                 most = (folder / limit).read_text().strip()
@@ -81,7 +81,7 @@ def _free_in_groups(proc: Path, root: Path) -> Iterator[int]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """File contents that a group's use counts and that go when memory is needed."""
+    """Return the bytes of cached files that count as used and are freed on demand."""
     try:
         lines = (folder / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Partition specs: which axes of a mesh each dim of a tensor is spread over."""
+"""Partition specs: the mesh axes that each dim of a tensor is sharded over."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tsfunc.errors import MeshError
 
 
 class P(tuple[Any, ...]):
-    """A partition spec: for each dim of a tensor the axis, or axes, that it is spread over.
+    """A partition spec: for each dim of a tensor, the mesh axes that the dim is sharded over.
 
     Args:
-        entries: for each dim the name of an axis, a tuple of names (the first counts slowest), or
-            None. Dims without an entry are not spread. ``P()`` is the same tensor on every rank.
+        entries: for each dim the name of an axis, a tuple of names (the first varies slowest), or
+            None. Dims without an entry are not sharded. ``P()`` is the same tensor on every rank.
 
     Example:
         >>> from tsfunc import P
         >>> P("dp", None, ("tp", "pp"))
         P('dp', None, ('tp', 'pp'))
 
-    As ``jax.sharding.PartitionSpec``.
+    Corresponds to ``jax.sharding.PartitionSpec``.
     """
 
     __slots__ = ()
@@ -35,7 +35,7 @@ class P(tuple[Any, ...]):
         return f"P({', '.join(map(repr, self))})"
 
     def dims(self) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yield each dim that is spread, with its axes."""
+        """Yield each sharded dim with its axes."""
         for dim, entry in enumerate(self):
             names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
             if names:
@@ -43,7 +43,7 @@ class P(tuple[Any, ...]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes that dims are spread over."""
+        """The axes that dims are sharded over."""
         return tuple(name for _, names in self.dims() for name in names)
 
 
@@ -53,16 +53,16 @@ def is_spec(value: Any) -> bool:
 
 
 def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> list[P]:
-    """Return the spec of each leaf of a tree; ``specs`` is a prefix of it.
+    """Return the spec of each leaf of a tree; ``specs`` is a prefix of the tree.
 
     Args:
-        what: how errors call the specs.
-        specs: a spec, or a pytree of them.
+        what: the name of the specs in error messages.
+        specs: a spec, or a pytree of specs.
         tree: the arguments or results.
-        sizes: the axes that specs may name.
+        sizes: the sizes of the mesh axes that specs may name.
 
     Raises:
-        MeshError: a spec names another axis, or one twice; the trees do not fit.
+        MeshError: a spec names an unknown axis or an axis twice, or the trees do not match.
     """
     try:
         found = pytrees.broadcast_prefix(specs, tree, is_spec)
@@ -86,7 +86,7 @@ def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> l
 
 
 def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int]) -> None:
-    """Raise an error where a dim can't be split into equal parts over its axes."""
+    """Raise if a dim can't be split into equal parts over its axes."""
     for dim, names in spec.dims():
         parts = 1
         for name in names:
@@ -100,10 +100,10 @@ def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int])
 
 
 def bound_axes(sizes: Mapping[str, int], axis_names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the axes that a body is to see, in the mesh's order.
+    """Return the axes that a body sees, in the mesh's order.
 
     Raises:
-        MeshError: a name is not one of the mesh's.
+        MeshError: a name is not an axis of the mesh.
     """
     if axis_names is None:
         return tuple(sizes)

@@ -1,4 +1,4 @@
-"""Modules as functions of their state: torch's own tools, which all transforms take."""
+"""Modules as functions of their state: torch's own tools, which work with all transforms."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def functional_call(
     tie_weights: bool = True,
     strict: bool = False,
 ) -> Any:
-    """Calls a module with other parameters and buffers, and leaves it as it was.
+    """Call a module with other parameters and buffers, and leave the module unchanged.
 
     Args:
-        module: what is called.
-        parameter_and_buffer_dicts: by their names the tensors to use for the call, or several
-            such dicts. Buffers that the call assigns come back in the dict.
-        args: its argument, or a tuple of them.
-        kwargs: its keyword arguments.
-        tie_weights: whether tensors that are one in the module are one in the call.
-        strict: whether every parameter and buffer must be given, and nothing else.
+        module: the module to call.
+        parameter_and_buffer_dicts: the tensors for the call by name, or several such dicts.
+            Buffers that the call assigns are returned in the dict.
+        args: the argument, or a tuple of arguments.
+        kwargs: the keyword arguments.
+        tie_weights: if True, names that share a tensor in the module share a tensor in the call.
+        strict: if True, the dicts must have every parameter and buffer, and no other names.
 
     Returns:
-        What the module returns.
+        The result of the module.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as ``torch.func.functional_call``; and RuntimeError
-            for a module that ``fully_shard`` was applied to, whose forward gathers parameters of
-            its own and would not depend on those of the call.
+        TypeError, ValueError, RuntimeError: as for ``torch.func.functional_call``; also
+            RuntimeError for a module that ``fully_shard`` was applied to: its forward gathers its
+            own parameters and would not depend on those of the call.
 
     Example:
         >>> import torch
@@ -53,8 +53,8 @@ def functional_call(
         >>> grad(lambda s: functional_call(layer, s, (torch.tensor([3.0, 4.0]),)).sum())(state)
         {'weight': tensor([[3., 4.]])}
 
-    As ``torch.func.functional_call``, after which a recurrent module goes on with the weights of
-    the call.
+    Same as ``torch.func.functional_call``, except that a recurrent module keeps its own weights
+    after the call.
     """
     refuse_fully_sharded(module, "functional_call")
     with flat_weights_kept(module):

@@ -1,4 +1,4 @@
-"""``out_dims``: results taken out of their tracers, the batch dim where the caller wants it."""
+"""``out_dims``: unwrap results from their tracers and place the batch dim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
 
 
 def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[int | None]:
-    """An entry of ``out_dims`` for each flattened output."""
+    """Return an entry of ``out_dims`` for each flattened output."""
     out_dims = spec.out_dims
     entries = [] if is_dim(out_dims) else pytrees.leaves_of(out_dims)
     if isinstance(out_dims, str) or not all(map(is_dim, entries)):
@@ -29,7 +29,7 @@ def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[in
         )
     try:
         if isinstance(out, torch.Tensor) and not is_dim(out_dims):
-            # A collection of one dim is taken for a single tensor, as torch.func takes it.
+            # A collection with one dim counts for a single tensor, as in torch.func.
             (only,) = entries
             return [only]
         return pytrees.broadcast_prefix(out_dims, out, is_dim)
@@ -42,9 +42,9 @@ def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[in
 
 
 def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> Any:
-    """An output taken out of its tracer, its batch dim where the caller wants it.
+    """Return an output unwrapped from its tracer, with the batch dim at ``out_dim``.
 
-    What is no tensor is the same for all examples, and returned as it is.
+    Non-tensor outputs are the same for all examples and are returned unchanged.
     """
     if isinstance(leaf, BatchTracer) and leaf.dispatch_level is level:
         value, bdim = leaf.value, leaf.bdim
@@ -71,7 +71,7 @@ def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> 
     if out_dim < 0:
         out_dim += rank
     if bdim is None:
-        if value.layout not in (torch.strided, torch.jagged):  # which can't be expanded
+        if value.layout not in (torch.strided, torch.jagged):  # layouts that can't be expanded
             value = batched_sparse(value, None, level.batch_size)
             return value.movedim(0, out_dim) if out_dim else value
         shape = list(value.shape)
@@ -80,14 +80,14 @@ def result_of(spec: Spec, leaf: Any, out_dim: int | None, level: BatchLevel) -> 
     return value if bdim == out_dim else value.movedim(bdim, out_dim)
 
 
-# What holds no tensor.
+# Types that hold no tensor.
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 )
 
 
 def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
-    """An object that is no container here must not carry the level's tracers out of it."""
+    """Raise if an object that is not a container holds a tracer of the level."""
     for path, value in _held(leaf):
         if isinstance(value, BatchTracer) and value.dispatch_level is level:
             kind = type(leaf).__qualname__
@@ -107,7 +107,7 @@ def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
 
 
 def _held(leaf: Any) -> Iterator[tuple[str, Any]]:
-    """What an object has in attributes, its closure or its arguments, containers looked into."""
+    """Yield the path and value of each attribute, closed-over value or argument of an object."""
     for name, value in _attributes(leaf):
         paths, values, _ = optree.tree_flatten_with_path(
             value, none_is_leaf=True, namespace=pytrees.NAMESPACE

@@ -1,4 +1,4 @@
-"""What a function does, without its being done: ``eval_shape`` and ``make_graph``."""
+"""Abstract evaluation of functions: ``eval_shape`` and ``make_graph``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tsfunc.types import MetaTensorType
 
 @boundary("eval_shape")
 def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The types of what a function returns, without computing it.
+    """Return the shapes and dtypes of a function's results, without computing them.
 
     Args:
         func: takes and returns pytrees.
-        args, kwargs: its arguments; a :class:`MetaTensorType` of a type and fixed sizes (and, if
-            it is not the CPU, a device) stands for any tensor of that description.
+        args, kwargs: the arguments of ``func``. A :class:`MetaTensorType` with a dtype, fixed
+            sizes and, if it is not the CPU, a device stands for a tensor.
 
     Returns:
-        What ``func`` returns, with the type, shape and device of each tensor in its place; what
-        is no tensor is as it is. Inside of a specialized function with named dims, a size that
-        depends on them is None.
+        The result of ``func`` with a :class:`MetaTensorType` in place of each tensor; non-tensor
+        leaves are unchanged. Inside of a specialized function with named dims, a size that depends
+        on them is None.
 
     Raises:
-        DescriptorError: a description leaves the type or a size open.
+        DescriptorError: a description lacks the dtype or a size.
         DataDependentError: the function uses a tensor as a Python number or bool, or the shape of
             a result depends on data.
 
@@ -48,14 +48,14 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         >>> print(eval_shape(lambda x, y: x @ y, x, torch.ones(1000000, 3)))
         f32[1000000, 3] cpu
 
-    As ``jax.eval_shape``.
+    Corresponds to ``jax.eval_shape``.
     """
     return pytrees.tree_map(_type_of, looks_of(f"eval_shape({name_of(func)})", func, args, kwargs))
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a tensor looks like; in a trace its sizes may be symbolic."""
+    """The shape, dtype and device of a tensor; in a trace its sizes may be symbolic."""
 
     shape: tuple[Any, ...]
     dtype: torch.dtype
@@ -65,18 +65,19 @@ class Look:
 def looks_of(
     what: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a function returns, with a `Look` for each tensor; without computing it.
+    """Return a function's result with a `Look` in place of each tensor, without computing it.
 
     Args:
-        what: how errors call it.
+        what: the name of the call in error messages.
         func: takes and returns pytrees.
-        args, kwargs: its arguments; a :class:`MetaTensorType` stands for a tensor.
+        args, kwargs: the arguments of ``func``; a :class:`MetaTensorType` stands for a tensor.
     """
     flat, tree = pytrees.flatten((tuple(args), dict(kwargs)))
     examples = [_example(what, leaf) for leaf in flat]
     trace = current_trace()
     if trace is not None:
-        # A graph of its own in the place of the trace's takes what the function calls.
+        # A temporary graph replaces the trace's graph and records the operators that the function
+        # calls.
         body = BodyLevel(trace, HiddenVmaps())
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
@@ -85,12 +86,12 @@ def looks_of(
 
 
 def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a function returns, with tensors that have a type and no data in place of tensors.
+    """Return a function's result with fake tensors, which have a type and no data.
 
     Args:
-        what: how errors call the trace.
+        what: the name of the trace in error messages.
         func: takes and returns pytrees.
-        args: its arguments.
+        args: the arguments of ``func``.
 
     Raises:
         DataDependentError: the function needs data.
@@ -101,19 +102,19 @@ def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> An
 
 @outside_dynamo
 def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
-    """A function's operators as a program, for arguments like those that it is given.
+    """Return a function that traces ``func`` and returns its operators as a program.
 
     Args:
         func: takes and returns pytrees.
 
     Returns:
-        A function of the same arguments (tensors, or a :class:`MetaTensorType` of a type and
-        fixed sizes for each) that returns the :class:`~tsfunc.program.Program`: ``print`` shows
-        its Python, ``.graph`` is the torch.fx graph. Transforms that ``func`` calls are applied;
-        outer ones are not.
+        A function of the same arguments (tensors, or for each a :class:`MetaTensorType` with a
+        dtype and fixed sizes) that returns the :class:`~tsfunc.program.Program`: ``print`` shows
+        its Python source, ``.graph`` is the torch.fx graph. Transforms inside of ``func`` are
+        applied; enclosing transforms are not.
 
     Raises:
-        DescriptorError: a description leaves the type or a size open.
+        DescriptorError: a description lacks the dtype or a size.
         DataDependentError: the function uses a tensor as a Python number or bool.
 
     Example:
@@ -123,7 +124,7 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
         >>> [node.name for node in program.graph.nodes if "cos" in node.name]
         ['cos_default']
 
-    As ``jax.make_jaxpr`` and ``make_fx``.
+    Similar to ``jax.make_jaxpr`` and ``make_fx``.
     """
 
     @boundary("make_graph", func)
@@ -138,7 +139,7 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
 
 
 def _example(what: str, leaf: Any) -> Any:
-    """A tensor that looks as a description says; anything else as it is."""
+    """Return a placeholder tensor for a description; return other leaves unchanged."""
     if not isinstance(leaf, MetaTensorType):
         return leaf
     if leaf.dtype is None or leaf.shape is None or not all(isinstance(n, int) for n in leaf.shape):
@@ -153,7 +154,7 @@ def _example(what: str, leaf: Any) -> Any:
 def _request(
     what: str, name: str, func: Callable[..., Any], examples: list[Any], tree: PyTreeSpec
 ) -> TraceRequest:
-    """A trace for inputs of fixed sizes."""
+    """Return the request of a trace for inputs of fixed sizes."""
     inputs = [
         InputSpec(i, f"x{i}", example, tuple(example.shape))
         for i, example in enumerate(examples)

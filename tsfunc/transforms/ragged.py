@@ -1,18 +1,19 @@
-"""Examples of differing sizes: nested tensors as inputs of ``vmap``, and results put together.
+"""Examples of differing sizes: nested tensors as inputs of ``vmap``, and joining of results.
 
 NOTE [examples of differing sizes]
 A nested tensor is mapped over its first dim. Examples of one size are run together, as a tensor of
-that size: every operator is right for each length, since none sees another one. Results of parts
-are put together in the order of the examples: into a tensor where their sizes agree; where they
-differ, into a nested tensor (``ragged="nested"``), of torch's strided layout where the nested
-inputs are, else of its jagged layout, which has sizes that differ in one dim. A list, one entry an
-example, is what comes with ``ragged="list"``, and where no nested tensor can be: ranks or types
-that differ, sizes that differ in several dims, results inside of another transform, whose values
-a nested tensor can't hold.
+that size: every operator is correct for each length, since it never sees two lengths. The results
+of the parts are joined in the order of the examples. Results of equal sizes become a tensor.
+Results of differing sizes become a nested tensor (``ragged="nested"``): of torch's strided layout
+if all nested inputs have it, else of the jagged layout, whose sizes differ in one dim. They become
+a list with one entry per example with ``ragged="list"``, and also if a nested tensor can't hold
+them: if ranks or dtypes differ, if sizes differ in several dims, or if the results are values of
+another transform.
 
-A result that is no tensor belongs to one example each as soon as the function has asked for a
-value of an example, or examples have sizes of their own: numbers then come as a tensor, other
-objects as a list, with an out_dim of None once. Otherwise it is returned once, as by any ``vmap``.
+A non-tensor result is per example as soon as the function has read a value of an example, or if
+examples have differing sizes: numbers are then returned as a tensor, other objects as a list, and
+a result with out_dim None once. Otherwise a non-tensor result is returned once, as by any
+``vmap``.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ class Nested(Source):
     examples: Sequence[torch.Tensor]
 
     def take(self, lanes: torch.Tensor) -> torch.Tensor:
-        """Examples of one size."""
+        """Return the given examples, which have one size, as one tensor."""
         return torch.stack([self.examples[i] for i in lanes.tolist()])
 
     def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what became of them into the nested tensor."""
+        """Write new values of the given examples into the nested tensor."""
         for i, value in zip(lanes.tolist(), values, strict=True):
             self.examples[i].copy_(value)
 
 
 def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
-    """A nested input; its batch dim can be the first one only."""
+    """Return the source of a nested input; its batch dim must be the first dim."""
     if dim not in (0, -value.dim()):
         raise RuntimeError(
             f"{spec.call()}: Got in_dim={dim} for an input that is a nested tensor. Its examples "
@@ -68,7 +69,7 @@ def nested_source(spec: Spec, value: torch.Tensor, dim: int) -> Nested:
 def match_sources(
     spec: Spec, flat: Sequence[Any], dims: Sequence[int | None], given: Any
 ) -> tuple[list[Any], Any]:
-    """The inputs of a call some of which are nested tensors, and how many examples there are."""
+    """Return the inputs of a call with nested tensors as sources, and the number of examples."""
     sources: list[Any] = list(flat)
     size: Any = None
     rest: list[int | None] = list(dims)
@@ -98,7 +99,7 @@ def match_sources(
 
 
 def groups_by_size(sources: Sequence[Any], size: int) -> list[torch.Tensor]:
-    """The examples whose nested inputs have the same sizes."""
+    """Return groups of examples whose nested inputs have the same sizes."""
     nested = [source for source in sources if isinstance(source, Nested)]
     if not nested or not size:
         return [torch.arange(size, device="cpu")]
@@ -108,12 +109,12 @@ def groups_by_size(sources: Sequence[Any], size: int) -> list[torch.Tensor]:
     return [torch.tensor(lanes, device="cpu") for lanes in found.values()]
 
 
-# How a group of examples is to be run, None for all at once.
+# Returns the chunk sizes for a group of examples; None to run the group at once.
 SizesOf = Callable[[torch.Tensor], ChunkSizes | None]
 
 
 def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, run: Run) -> Any:
-    """A vmapped call whose examples may go different ways, or are of different sizes."""
+    """Run a vmapped call whose examples may diverge or have different sizes."""
     if tracing_here():
         return run_traced(spec, sources, size, run)
     runner = Runner(spec, sources, run)
@@ -130,7 +131,7 @@ def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, 
 
 
 def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> Any:
-    """The results of all parts, in the order of the examples."""
+    """Return the results of all parts, in the order of the examples."""
     nested = [source.value for source in sources if isinstance(source, Nested)]
     single = bool(nested) or any(part.asked for part in parts)
     if len(parts) == 1 and not single:
@@ -156,13 +157,13 @@ def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> A
 
 
 class _Joined:
-    """How the results of parts are put together.
+    """Joiner of the results of parts.
 
     Args:
-        spec: the call's own arguments.
+        spec: the arguments of vmap.
         lanes: the examples of each part.
         nested: the inputs that are nested tensors.
-        single: whether what is no tensor belongs to one example each.
+        single: True if non-tensor results are per example.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class _Joined:
         self.sorted = bool((self.back.diff() == 1).all())
 
     def leaf(self, values: Sequence[Any], dim: int | None) -> Any:
-        """One leaf of the results, of each part."""
+        """Return the joined value of one leaf, from its value in each part."""
         if all(isinstance(value, torch.Tensor) for value in values):
             return self._once(values) if dim is None else self._tensors(values, dim)
         if dim is None or all(value is None for value in values):
@@ -196,7 +197,7 @@ class _Joined:
         return self._listed(values, dim)
 
     def _once(self, values: Sequence[Any]) -> Any:
-        """A result that must be the same for all examples."""
+        """Return a result that must be the same for all examples."""
         first = values[0]
         for value in values[1:]:
             if isinstance(value, torch.Tensor) and isinstance(first, torch.Tensor):
@@ -212,7 +213,7 @@ class _Joined:
         return first
 
     def _listed(self, values: Sequence[Any], dim: int) -> list[Any]:
-        """An entry for each example."""
+        """Return a list with an entry for each example."""
         found: list[Any] = []
         for lanes, value in zip(self.lanes, values, strict=True):
             each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(lanes)
@@ -246,7 +247,7 @@ class _Joined:
         return self._jagged(values, differing[0])
 
     def _jagged(self, values: Sequence[torch.Tensor], along: int) -> torch.Tensor:
-        """A nested tensor, ragged along a dim of the examples."""
+        """Return a jagged nested tensor, ragged along the dim ``along`` of the examples."""
         device = values[0].device
         lengths = torch.cat([torch.full((len(v),), v.shape[along + 1]) for v in values])
         starts = (lengths.cumsum(0) - lengths)[self.back]
@@ -261,8 +262,8 @@ class _Joined:
         )
 
     def _offsets(self, offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Those of an input with the same lengths, so that the two can be combined."""
-        nested: Any  # lengths and offsets are methods of torch's class for the jagged layout
+        """Return an input's offsets if the lengths are equal, so that the two combine."""
+        nested: Any  # lengths and offsets are methods of the jagged subclass
         for nested in self.nested:
             if nested.layout is torch.jagged and nested.lengths() is None:
                 known: torch.Tensor = nested.offsets()
@@ -272,7 +273,7 @@ class _Joined:
 
 
 def _without(value: torch.Tensor, dim: int) -> list[Any]:
-    """The sizes of an example."""
+    """Return the sizes of one example."""
     sizes = list(value.shape)
     del sizes[dim]
     return sizes
@@ -284,7 +285,7 @@ def _listed_sizes(sizes: Sequence[Sequence[Any]]) -> str:
 
 
 def _ragged_dims(values: Sequence[torch.Tensor], sizes: Sequence[Sequence[Any]]) -> list[int]:
-    """The dims in which examples differ; none where no nested tensor can have them."""
+    """Return the dims in which examples differ; empty if a nested tensor can't hold them."""
     first = sizes[0]
     if any(len(size) != len(first) for size in sizes):
         return []

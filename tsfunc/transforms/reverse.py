@@ -1,12 +1,12 @@
 """Reverse mode: ``vjp``, ``grad`` and its two forms with the value.
 
-NOTE [whose autograd] in ``bridge/grad/autograd`` says what is recorded where.
+NOTE [whose autograd] in ``bridge/grad/autograd`` explains which level records which operators.
 
 NOTE [differentiable derivatives]
-Torch must be told before a backward pass whether its result will be differentiated again. It
-will when the inputs or the outputs depend on tensors that somebody outside of this transform
-differentiates by: an enclosing transform at the same level, or the user. Else the pass is plain,
-its buffers are freed as it goes, and its results carry no graph.
+torch must know before a backward pass if its result will be differentiated again. That is the
+case if the inputs or the outputs depend on tensors that are differentiated by outside of this
+transform: by an enclosing transform at the same level, or by the user. Otherwise the pass is
+plain: its buffers are freed during the pass, and its results carry no graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tsfunc.transforms.arguments import (
 
 
 class Recorded:
-    """A function run once with its graph kept: outputs, and what pulls cotangents back."""
+    """A function run once with its autograd graph: inputs, outputs and the pullback."""
 
     __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
 
@@ -62,16 +62,16 @@ class Recorded:
         self.differentiable = outer_grad and self.depends_on_others()
 
     def depends_on_others(self) -> bool:
-        """Whether somebody outside differentiates by what the outputs depend on."""
+        """True if the outputs depend on tensors that are differentiated by outside."""
         return self.outer_inputs or autograd.reaches_other_leaves(
             self.outputs, self.inputs, self.level
         )
 
     def pull(self, cotangents: Sequence[torch.Tensor], *, retain: bool) -> list[torch.Tensor]:
-        """A cotangent for each input; zeros where no output depends on it."""
+        """Return a cotangent for each input; zeros if no output depends on the input."""
         level = self.level
         lifted = [autograd.lift(ct, level) for ct in cotangents]
-        # The grad mode of the pull decides: vjp and its pullback may be called under two.
+        # The grad mode at the pull decides: vjp and its pullback may be called under two modes.
         create = torch.is_grad_enabled() and (
             self.differentiable
             or any(autograd.requires_grad(ct, level) for ct in lifted)
@@ -89,7 +89,7 @@ class Recorded:
         return [autograd.detached(g) for g in pulled] if again and not create else pulled
 
     def released(self, value: Any) -> Any:
-        """A value of the recorded run, for the outside: without this run's own graph."""
+        """Return a value of the recorded run for the outside, without the graph of this run."""
         if isinstance(value, torch.Tensor) and not self.differentiable:
             return autograd.detached(value)
         return value
@@ -100,7 +100,7 @@ def record(
     primals: Sequence[torch.Tensor],
     everything: Any,
 ) -> tuple[Recorded, Any]:
-    """Runs ``func`` on fresh inputs; it returns the outputs to differentiate, and anything."""
+    """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
@@ -114,23 +114,23 @@ def record(
 
 @boundary("vjp")
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-    """The value of a function, and the function that pulls cotangents back through it.
+    """Return the value of a function, and the function that pulls cotangents back through it.
 
     Args:
-        func: takes pytrees of tensors, returns a pytree of tensors; with ``has_aux`` a tuple
-            of that and anything else.
-        primals: where it is evaluated.
-        has_aux: whether ``func`` returns an auxiliary part, which is passed through.
+        func: takes pytrees of tensors and returns a pytree of tensors; with ``has_aux``, returns a
+            tuple of such a pytree and an auxiliary value.
+        primals: the point of evaluation.
+        has_aux: if True, ``func`` returns an auxiliary value, which is passed through.
 
     Returns:
         ``(output, vjp_fn)``, with ``has_aux`` ``(output, vjp_fn, aux)``.
-        ``vjp_fn(cotangents, retain_graph=True, create_graph=None)`` takes what has the output's
-        structure and returns a tuple with an entry of each primal's structure. It can be called
-        any number of times, unless told not to retain the graph. Its results can be
-        differentiated again where grad mode is on, or as ``create_graph`` says.
+        ``vjp_fn(cotangents, retain_graph=True, create_graph=None)`` takes a pytree like the output
+        and returns a tuple with a pytree like each primal. It can be called any number of times,
+        unless it is called with ``retain_graph=False``. Its results can be differentiated again if
+        grad mode is on, or if ``create_graph`` is True.
 
     Raises:
-        RuntimeError: an output is not a tensor; the cotangents do not fit.
+        RuntimeError: an output is not a tensor, or the cotangents do not match the output.
         ValueError: a primal is not a tensor.
 
     Example:
@@ -140,7 +140,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         >>> vjp_fn(torch.ones(2))
         (tensor([1., 1.]),)
 
-    As ``torch.func.vjp`` and ``jax.vjp``.
+    Corresponds to ``torch.func.vjp`` and ``jax.vjp``.
     """
     if (other := delegate("vjp")) is not None:
         return other(func, *primals, has_aux=has_aux)
@@ -175,7 +175,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 def match_cotangents(
     api: str, tree: Any, outputs: Sequence[torch.Tensor], out_spec: optree.PyTreeSpec
 ) -> Sequence[torch.Tensor]:
-    """The flattened cotangents, which must be like the outputs."""
+    """Return the flattened cotangents; raise if they do not match the outputs."""
     flat: list[torch.Tensor]
     flat, spec = pytrees.flatten(tree)
     if spec != out_spec:
@@ -198,7 +198,7 @@ def match_cotangents(
 def _value_and_grad(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> tuple[Any, Any, Any]:
-    """The gradient, the value and the auxiliary part."""
+    """Return the gradient, the value and the auxiliary part."""
     chosen = check_argnums(api, argnums, len(args))
     primals = chosen_arguments(api, args, argnums)
     flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
@@ -242,21 +242,21 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
 
 @outside_dynamo
 def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
-    """The gradient of a function that returns a scalar.
+    """Return a function that computes the gradient of a scalar function.
 
     Args:
-        func: returns a tensor without dims; with ``has_aux`` a tuple of that and anything else.
-        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
-        has_aux: whether ``func`` returns an auxiliary part.
+        func: returns a tensor of shape ``()``; with ``has_aux``, a tuple of such a tensor and an
+            auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
 
     Returns:
-        A function of the same arguments that returns the gradient, of the structure of the
-        argument (of a tuple of arguments, for a tuple of ``argnums``); with ``has_aux``
-        ``(gradient, aux)``.
+        A function of the same arguments that returns the gradient, a pytree like the argument (a
+        tuple of pytrees for a tuple of ``argnums``); with ``has_aux`` ``(gradient, aux)``.
 
     Raises:
-        RuntimeError: ``argnums`` name no argument; the result is not a scalar tensor.
-        ValueError: an argument to differentiate by is no tensor.
+        RuntimeError: ``argnums`` does not fit the arguments, or the result is not a scalar tensor.
+        ValueError: an argument to differentiate by is not a tensor.
 
     Example:
         >>> import torch
@@ -264,7 +264,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
         >>> grad(torch.sin)(torch.tensor(0.))
         tensor(1.)
 
-    As ``torch.func.grad`` and ``jax.grad``.
+    Corresponds to ``torch.func.grad`` and ``jax.grad``.
     """
 
     @like(func)
@@ -283,7 +283,7 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
 
 @outside_dynamo
 def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
-    """As :func:`grad`, and the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
+    """Same as :func:`grad` with the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
 
     Example:
         >>> import torch
@@ -291,7 +291,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         >>> grad_and_value(torch.sin)(torch.tensor(0.))
         (tensor(1.), tensor(0.))
 
-    As ``torch.func.grad_and_value``.
+    Corresponds to ``torch.func.grad_and_value``.
     """
 
     @like(func)
@@ -311,7 +311,7 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
 
 @outside_dynamo
 def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
-    """As :func:`grad`, the value first: ``(value, gradient)``, or ``((value, aux), gradient)``.
+    """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
 
     Example:
         >>> import torch
@@ -319,7 +319,7 @@ def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
         >>> value_and_grad(torch.sin)(torch.tensor(0.))
         (tensor(0.), tensor(1.))
 
-    As ``jax.value_and_grad``.
+    Corresponds to ``jax.value_and_grad``.
     """
     both = grad_and_value(func, argnums, has_aux)
 

@@ -1,8 +1,9 @@
-"""``shard_map``: a function of one rank's shards, made one of whole tensors.
+"""``shard_map``: turn a function of one rank's shards into a function of whole tensors.
 
-The body runs once on each rank, on plain tensors. Levels bind the axes to their names for
-collectives, and the boundary consists of operators of the ranks too: NOTE [exchanges] in
-``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as nested vmaps.
+The body runs once on each rank, on plain tensors. Levels bind the names of the mesh axes for
+collectives. The conversions of inputs and outputs are exchanges among the ranks too:
+NOTE [exchanges] in ``bridge/mesh/operators``. Over a :class:`VirtualMesh` the same body runs as
+nested vmaps.
 """
 
 from __future__ import annotations
@@ -47,41 +48,43 @@ def shard_map(
     """Map a function of shards over the ranks of a mesh.
 
     Args:
-        func: takes one rank's shards, with as many dims as the whole tensors have, and returns its
+        func: takes one rank's shards, which have the rank of the whole tensors, and returns its
             shards of the results. Collectives (:func:`tsfunc.psum` and others) exchange values
             along the mesh's axes by their names.
         mesh: a ``torch.distributed`` ``DeviceMesh`` with ``mesh_dim_names``, a
             :class:`tsfunc.VirtualMesh`, or a dict from names to process groups.
-        in_specs: for each argument a :class:`tsfunc.P`, or a pytree prefix of such specs. An axis
-            that a spec does not name has the same shard at each of its indices.
-        out_specs: the same for the results. An axis that a spec does not name is a promise: the
+        in_specs: for each argument a :class:`tsfunc.P`, or a pytree prefix of such specs. Along an
+            axis that a spec does not name, all ranks get the same shard.
+        out_specs: the specs of the results. An axis that a spec does not name is a promise: the
             ranks along it return equal tensors.
-        axis_names: the axes that the function sees; by default all of the mesh.
-        randomness: what random operators do: "error", "same" (equal numbers on every rank, given
-            equal seeds), "different", or "split" (the numbers that ``vmap`` would give each index).
-        inputs: "global" for tensors that are whole and equal on every rank, which are sliced
-            without communication, or "local" for tensors that are shards already. DTensors are
-            taken by their shards, and must be placed as their spec says.
-        outputs: "global" puts the shards together, for every rank; "local" returns this rank's
-            shards; "dtensor" returns DTensors.
-        check: "calls" has the ranks agree on each collective before they run it, by a small one:
-            ranks that call other collectives, or raise, end all with an error instead of wrong
-            numbers or a wait. "programs" does so outside of programs, and has the ranks agree on
-            each program when it first runs. "values" also compares the bits of arguments and
-            results that specs promise to be equal. None checks nothing.
+        axis_names: the axes that the function sees; by default all axes of the mesh.
+        randomness: the mode of random operators: "error", "same" (equal numbers on every rank,
+            given equal seeds), "different", or "split" (the numbers that ``vmap`` would give each
+            index).
+        inputs: "global" for whole tensors, equal on every rank, which are sliced without
+            communication; "local" for tensors that are shards already. DTensors are passed as
+            their shards, and their placements must match the spec.
+        outputs: "global" assembles the shards on every rank; "local" returns this rank's shards;
+            "dtensor" returns DTensors.
+        check: "calls" makes the ranks agree on each collective before they run it, by a small
+            collective. If ranks call different collectives, or one raises, all ranks raise an
+            error instead of computing wrong numbers or waiting. "programs" does this outside of
+            programs, and makes the ranks agree on each program at its first run. "values" also
+            compares the bits of arguments and results that specs promise to be equal. None checks
+            nothing.
 
     Returns:
-        A function of the arguments of ``func``. Every transform applies to it, and inside of it.
-        Its derivatives are those of a ``vmap`` whose ``in_dims`` and ``out_dims`` are the specs:
-        the gradient of a ``psum`` is a ``psum``, and that by an input with ``P()`` is summed over
-        the ranks.
+        A function of the arguments of ``func``. Every transform can be applied to it and inside of
+        it. Its derivatives are those of a ``vmap`` with the specs as ``in_dims`` and ``out_dims``:
+        the gradient of a ``psum`` is a ``psum``, and the gradient by an input with ``P()`` is
+        summed over the ranks.
 
     Raises:
-        MeshError: a spec does not fit the mesh or a tensor, a DTensor is placed otherwise, or the
+        MeshError: a spec does not fit the mesh or a tensor, a DTensor has other placements, or the
             mesh's axes have no names.
-        ValueError: an option has no such value, or an active ``vmap`` has the name of an axis.
+        ValueError: an option has an invalid value, or an active ``vmap`` has the name of an axis.
         RanksDisagree: another rank calls another collective, runs another program, has other
-            values where a spec promises equal ones, or has raised.
+            values although a spec promises equal ones, or has raised.
 
     Example:
         >>> import torch
@@ -91,7 +94,7 @@ def shard_map(
         >>> shard_map(centered, VirtualMesh(dp=2), P("dp"), P("dp"))(torch.tensor([1., 2., 6., 7.]))
         tensor([-3., -2.,  2.,  3.])
 
-    As ``jax.shard_map`` with ``check_vma=False``.
+    Corresponds to ``jax.shard_map`` with ``check_vma=False``.
     """
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))
@@ -128,17 +131,17 @@ def shard_map(
 def mesh_axes(
     mesh: AnyMesh, *, check: Literal["programs", "calls", "values"] | None = "programs"
 ) -> Iterator[None]:
-    """Context manager: bind a mesh's axes to their names, in code that runs once on every rank.
+    """Context manager: bind the names of a mesh's axes in code that runs once on every rank.
 
-    Tensors are this rank's own, and nothing is wrapped: collectives by the axes' names exchange
-    values, as those inside of :func:`tsfunc.shard_map` do.
+    Tensors are this rank's own and are not wrapped. Collectives by the axes' names exchange
+    values, as inside of :func:`tsfunc.shard_map`.
 
     Args:
         mesh: a ``DeviceMesh`` with names, or a dict from names to process groups.
         check: as for ``shard_map``.
 
     Raises:
-        MeshError: the mesh's axes have no names, or are those of another mesh in use.
+        MeshError: the mesh's axes have no names, or another mesh in use has the same names.
         ValueError: an active ``vmap`` has the name of an axis.
 
     Example:
@@ -162,7 +165,7 @@ def mesh_axes(
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """Return the mesh of a ``DeviceMesh``, or of a dict of process groups."""
+    """Return the mesh of a ``DeviceMesh`` or of a dict of process groups."""
     if isinstance(mesh, DeviceMesh):
         kept = _of_device_meshes.get(id(mesh))
         if kept is not None and kept[0]() is mesh and is_registered(kept[1]):
@@ -185,16 +188,16 @@ def mesh_of(mesh: Any) -> Mesh:
     )
 
 
-# By identity: equal meshes may have other process groups, made after others were destroyed.
+# The key is the identity: an equal mesh may have new process groups, made after a destruction.
 _of_device_meshes: dict[int, tuple[weakref.ref[DeviceMesh], Mesh]] = {}
 
 
 @contextmanager
 def bound(mesh: Mesh, axes: Sequence[str], check: str | None) -> Iterator[dict[str, MeshLevel]]:
-    """Context manager: levels that bind the axes to their names.
+    """Context manager: activate levels that bind the names of the axes.
 
-    Where calls are checked, the ranks agree at the end on how the block has ended, so that one that
-    raises does not leave others waiting.
+    If calls are checked, the ranks agree at the end on the outcome of the block, so that a rank
+    that raises does not leave others waiting.
     """
     with ExitStack() as stack:
         levels = {name: stack.enter_context(MeshLevel(mesh, name, check)) for name in axes}
@@ -209,12 +212,12 @@ def bound(mesh: Mesh, axes: Sequence[str], check: str | None) -> Iterator[dict[s
 
 
 def _tell(levels: Sequence[MeshLevel], error: BaseException) -> None:
-    """Tell the other ranks that this one's body has raised."""
+    """Tell the other ranks that this rank's body has raised."""
     known = error.axis_name if isinstance(error, RanksDisagree) else None
     text = f"raised {type(error).__name__}: {error} at {place_of(error)}"
     for level in levels:
-        if level.axis_name != known:  # along which the others have raised the same
-            with suppress(RuntimeError):  # a group that can't be reached any more
+        if level.axis_name != known:  # along a known axis, the other ranks raise the same error
+            with suppress(RuntimeError):  # the group can't be reached any more
                 exchanged_texts(level.mesh, level.axis_name, text)
 
 
@@ -240,7 +243,7 @@ class _LeafPlan(NamedTuple):
 
     Attributes:
         spec: the spec.
-        spread: each dim that is spread with an axis, the slowest axis of a dim first.
+        spread: a pair (dim, axis) for each axis of a sharded dim, the slowest axis of a dim first.
         same: the axes that the spec does not name.
     """
 
@@ -289,13 +292,13 @@ class _Plans:
         return known
 
 
-_MOST_PLANS = 64  # structures of arguments that one function keeps
+_MOST_PLANS = 64  # the most argument structures that one function keeps
 
 
 def _shards(
     args: tuple[Any, ...], plans: _Plans, levels: Mapping[str, MeshLevel], inputs: str, mesh: Any
 ) -> Any:
-    """Return the arguments as the body takes them."""
+    """Return the arguments as shards for the body."""
     flat, tree = pytrees.flatten(args)
     shards = []
     for x, plan in zip(flat, plans.of(tree, args, levels), strict=True):
@@ -316,7 +319,7 @@ def _shards(
 def _put_together(
     out: Any, plans: _Plans, levels: Mapping[str, MeshLevel], outputs: str, mesh: Any
 ) -> Any:
-    """Return the results as the caller wants them."""
+    """Return the results in the form that ``outputs`` names."""
     flat, tree = pytrees.flatten(out)
     results = []
     for x, plan in zip(flat, plans.of(tree, out, levels), strict=True):
@@ -339,7 +342,7 @@ def _put_together(
 
 
 def _placements(spec: P, mesh: Any) -> list[Any]:
-    """Return a spec as the placements of a DTensor."""
+    """Return the DTensor placements of a spec."""
     from torch.distributed.tensor import Replicate, Shard
 
     if not isinstance(mesh, DeviceMesh):
@@ -359,7 +362,7 @@ def _placements(spec: P, mesh: Any) -> list[Any]:
 
 
 def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
-    """Return a DTensor's shard, where it is placed as the spec says."""
+    """Return the local shard of a DTensor; raise if its placements differ from the spec."""
     wanted = _placements(spec, mesh)
     if x.device_mesh != mesh or list(x.placements) != wanted:
         raise MeshError(
@@ -372,7 +375,7 @@ def _local(x: Any, spec: P, mesh: Any) -> torch.Tensor:
 
 
 def _distributed(x: torch.Tensor, spec: P, mesh: Any) -> torch.Tensor:
-    """Return a shard as the DTensor of which it is one."""
+    """Return the DTensor that a shard belongs to."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(x, mesh, _placements(spec, mesh), run_check=False)

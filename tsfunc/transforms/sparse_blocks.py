@@ -1,4 +1,4 @@
-"""Sparse Jacobians of functions of several tensors: that of a vector, taken apart into blocks."""
+"""Blocks of sparse Jacobians: a function of several tensors as a function of one vector."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tsfunc.transforms.arguments import (
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a result's tensor."""
+    """The shape and dtype of a result tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -33,13 +33,14 @@ class Outline:
 
 @dataclass(eq=False)
 class Blocks:
-    """A call of a function of tensors, as one of the vector of their entries.
+    """A call of a function of tensors, as a function of the vector of their entries.
 
     Attributes:
         vector: the entries of the arguments to differentiate by.
-        function: takes such a vector and returns that of the results' entries.
-        inputs: those arguments' tensors, and their structure.
-        outputs: the results' tensors and their structure, known when the function has run.
+        function: takes such a vector and returns the vector of the results' entries.
+        inputs: the tensors of those arguments, and their structure.
+        outputs: the outlines of the results and their structure, known after a run of the
+            function.
     """
 
     vector: torch.Tensor
@@ -48,10 +49,10 @@ class Blocks:
     outputs: tuple[Sequence[Outline], Any] = ((), None)
 
     def of_each(self, block: Callable[[int, int, Outline, torch.Tensor], Any]) -> Any:
-        """What a function makes of each block, in the structure that ``jacrev`` gives.
+        """Apply a function to each block, and return the results in the structure of ``jacrev``.
 
         Args:
-            block: takes the numbers of the block's first row and column, the result and the
+            block: takes the block's first row and first column, the outline of the result, and the
                 argument.
         """
         tensors, spec = self.inputs
@@ -68,7 +69,7 @@ class Blocks:
     def within(
         self, pairs: torch.Tensor, row: int, column: int, out: Outline, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which entries are of a block, and their places in it."""
+        """Return the mask of a block's entries, and their positions in the block."""
         rows, columns = pairs[0] - row, pairs[1] - column
         own = (rows >= 0) & (rows < out.numel()) & (columns >= 0) & (columns < x.numel())
         return own, torch.stack([rows[own], columns[own]])
@@ -77,7 +78,7 @@ class Blocks:
 def blocks_of(
     api: str, func: Callable[..., Any], argnums: Argnums, has_aux: bool, args: Any, kwargs: Any
 ) -> Blocks:
-    """A call as one of a vector."""
+    """Return a call as a function of one vector."""
     tensors, spec = flatten_tensors(
         api, "the arguments to differentiate by", chosen_arguments(api, args, argnums)
     )
@@ -107,9 +108,9 @@ def blocks_of(
 
 
 def joined_pattern(api: str, blocks: Blocks, sparsity: Any) -> torch.Tensor:
-    """A pattern given as a matrix, or as blocks in the structure of the result, as a matrix.
+    """Return a pattern, given as a matrix or as blocks, as a matrix.
 
-    For blocks the function is called once, for the shapes of what it returns.
+    For blocks the function is called once, to get the shapes of its results.
     """
     if isinstance(sparsity, torch.Tensor):
         return sparsity

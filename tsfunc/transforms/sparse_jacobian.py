@@ -1,10 +1,11 @@
-"""``sparse_jacobian``: Jacobians with many zeros, by as many derivatives as it takes colors.
+"""``sparse_jacobian``: Jacobians with many zeros, with one derivative for each color.
 
 NOTE [colors]
-Columns of which no two have an entry in the same row can be found together: the derivative along
-the sum of their unit vectors has the entries of all of them, each in a row of its own. So the
-columns are colored such that those that meet in a row differ, and one pushforward is made for each
-color; or the rows are, for pullbacks. Which columns meet follows from the pattern.
+Columns that share no nonzero row can be computed together: the derivative along the sum of their
+unit vectors has the entries of all of them, each in another row. The columns are therefore colored
+so that two columns with an entry in the same row have different colors, and one pushforward is
+computed for each color. Alternatively, the rows are colored, for pullbacks. The pattern determines
+which columns share a row.
 """
 
 from __future__ import annotations
@@ -41,34 +42,34 @@ def sparse_jacobian(
     layout: torch.layout = torch.sparse_coo,
     chunk_size: int | None = None,
 ) -> Callable[..., Any]:
-    """The Jacobian as a sparse tensor, by one derivative for each color of its columns or rows.
+    """Return the Jacobian as a sparse tensor, with one derivative for each color.
 
     Args:
-        func: takes pytrees of real tensors, and returns one; with ``has_aux`` a tuple of that and
-            anything else.
-        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
-        has_aux: whether ``func`` returns an auxiliary part.
-        sparsity: where the Jacobian may be other than zero: a tensor, dense or sparse, of the
-            output's shape and then the argument's, or a matrix of their numbers of entries; of
-            several tensors a tensor for each block, or one matrix of all. By default
-            :func:`jacobian_sparsity` finds it, anew at each call.
+        func: takes and returns pytrees of real tensors; with ``has_aux``, returns a tuple of such
+            a pytree and an auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+        sparsity: the pattern of entries that may be nonzero: a tensor, dense or sparse, with the
+            output's shape followed by the argument's, or a matrix by their numbers of entries. For
+            several tensors it is a tensor for each block, or one matrix of all. By default
+            :func:`jacobian_sparsity` computes it at each call.
         mode: "forward" for a pushforward for each color of the columns, "reverse" for a pullback
-            for each color of the rows; None takes the one with fewer colors.
-        layout: ``torch.sparse_coo``, for a result of the output's shape and then the argument's;
-            or ``torch.sparse_csr``, for a matrix of their numbers of entries.
-        chunk_size: how many colors are evaluated at a time, all by default.
+            for each color of the rows; None takes the mode with fewer colors.
+        layout: ``torch.sparse_coo``, for a result with the output's shape followed by the
+            argument's; or ``torch.sparse_csr``, for a matrix by their numbers of entries.
+        chunk_size: the number of colors that are evaluated at a time; by default all.
 
     Returns:
-        A function of the same arguments that returns the Jacobian, of several tensors a block for
-        each in the structure of ``jacrev``; with ``has_aux`` ``(jacobian, aux)``. Its values are
-        differentiable as those of ``jacfwd``. All blocks together are colored. Of several tensors
-        ``func`` runs once more, for what it returns.
+        A function of the same arguments that returns the Jacobian; for several tensors, a block
+        for each pair in the structure of ``jacrev``; with ``has_aux`` ``(jacobian, aux)``. Its
+        values are differentiable like those of ``jacfwd``. The blocks are colored together. For
+        several tensors or ``has_aux``, ``func`` may run once more.
 
     Raises:
-        ValueError: ``sparsity``, ``mode`` or ``layout`` is none of these; an argument to
-            differentiate by is no tensor; those are of several types.
-        RuntimeError: ``argnums`` name no argument; an argument or the output is not real, or
-            what ``func`` returns is no tensor.
+        ValueError: ``sparsity``, ``mode`` or ``layout`` has an invalid value, an argument to
+            differentiate by is not a tensor, or the dtypes of the arguments differ.
+        RuntimeError: ``argnums`` does not fit the arguments, an argument or an output is not real,
+            or a result of ``func`` is not a tensor.
 
     Example:
         >>> import torch
@@ -102,7 +103,7 @@ def sparse_jacobian(
         return (found, func(*args, **kwargs)[1]) if has_aux else found
 
     def entries(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places and the values of what may be other than zero."""
+        """Return the positions and values of the entries that may be nonzero."""
         pairs = pattern_of(blocks) if sparsity is None else _given(blocks, sparsity)
         columns, rows = colors(pairs), colors(pairs.flip(0))
         forward = mode == "forward" or (mode is None and _count(columns) <= _count(rows))
@@ -116,19 +117,20 @@ def sparse_jacobian(
 def jacobian_sparsity(
     func: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Where a function's Jacobian may be other than zero, whatever the values of its arguments.
+    """Return a function that computes the pattern of the entries that may be nonzero.
+
+    The pattern holds for all values of the arguments.
 
     Args:
-        func: takes pytrees of real tensors, and returns one; with ``has_aux`` a tuple of that and
-            anything else.
-        argnums: which positional arguments to differentiate by: an int, or a tuple of them.
-        has_aux: whether ``func`` returns an auxiliary part, which is left out.
+        func: takes and returns pytrees of real tensors; with ``has_aux``, returns a tuple of such
+            a pytree and an auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value, which is dropped.
 
     Returns:
-        A function of the same arguments that returns a sparse tensor of bools, of the output's
-        shape and then the argument's; of several tensors one for each block. Of operators whose
-        pattern is not known, and of functions that write into tensors, it takes all entries to be
-        other than zero.
+        A function of the same arguments that returns a sparse bool tensor with the output's shape
+        followed by the argument's; for several tensors, one for each block. For operators without
+        a known pattern, and functions that write into tensors, all entries count as nonzero.
 
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
@@ -157,7 +159,7 @@ def jacobian_sparsity(
 
 
 def pattern_of(blocks: Blocks) -> torch.Tensor:
-    """The numbers of the rows and columns of the entries that may be other than zero."""
+    """Return the rows and columns of the entries that may be nonzero."""
     x = blocks.vector
     found = converted(API, blocks.function, [x])
     any_values = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype)
@@ -166,7 +168,7 @@ def pattern_of(blocks: Blocks) -> torch.Tensor:
 
 
 def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
-    """The numbers of the rows and columns that a given pattern has entries in."""
+    """Return the rows and columns of the entries of a given pattern."""
     tensors = blocks.inputs[0]
     one = len(tensors) == 1
     if not one:
@@ -192,7 +194,7 @@ def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
 
 
 def _number(places: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Entries' places as their numbers."""
+    """Return the flat indices of multi-dimensional positions."""
     found = torch.zeros(places.shape[1], dtype=torch.long)
     for place, size in zip(places, shape, strict=True):
         found = found * size + place
@@ -200,7 +202,7 @@ def _number(places: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _places(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
-    """Entries' numbers as their places."""
+    """Return the multi-dimensional positions of flat indices."""
     found = []
     for size in reversed(shape):
         found.append(numbers % size)
@@ -209,12 +211,12 @@ def _places(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
 
 
 def colors(pairs: torch.Tensor) -> dict[int, int]:
-    """A color for each column that has entries: two that meet in a row have different ones.
+    """Return a color for each column with entries; columns that share a row have different colors.
 
     Args:
         pairs: the rows and the columns of a matrix's entries.
 
-    Greedily, the columns with the most entries first.
+    The coloring is greedy, columns with the most entries first.
     """
     rows_of: dict[int, list[int]] = {}
     for row, column in pairs.T.tolist():
@@ -236,7 +238,7 @@ def _count(chosen: dict[int, int]) -> int:
 
 
 def _seeds(chosen: dict[int, int], like: torch.Tensor) -> torch.Tensor:
-    """For each color the sum of the unit vectors of that color."""
+    """Return for each color the sum of the unit vectors of its columns."""
     seeds = torch.zeros(_count(chosen), like.numel(), dtype=like.dtype, device=like.device)
     if chosen:
         places = torch.tensor([*chosen.items()], device=like.device)
@@ -252,7 +254,7 @@ def _by_columns(
     func: Callable[[Any], Any], x: torch.Tensor, pairs: torch.Tensor, chosen: dict[int, int],
     chunk_size: int | None,
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
-    """The output's shape, and the entries of the Jacobian, from its products with the seeds."""
+    """Return the output's shape and the Jacobian's entries, from its products with the seeds."""
     if not chosen:
         out = func(x)
         return out.shape, out.new_zeros(0)
@@ -270,7 +272,7 @@ def _by_rows(
     func: Callable[[Any], Any], x: torch.Tensor, pairs: torch.Tensor, chosen: dict[int, int],
     chunk_size: int | None,
 ) -> tuple[Sequence[int], torch.Tensor]:  # fmt: skip
-    """As :func:`_by_columns`, from the seeds' products with the Jacobian."""
+    """Same as :func:`_by_columns`, from the products of the seeds with the Jacobian."""
     out, pull = vjp(func, x)
     if not chosen:
         return out.shape, out.new_zeros(0)
@@ -292,7 +294,7 @@ def _laid_out(
     pairs: torch.Tensor, values: torch.Tensor, shape: Sequence[int], sizes: Sequence[int],
     layout: torch.layout,
 ) -> torch.Tensor:  # fmt: skip
-    """The result: its entries in the order of their rows."""
+    """Return the result in the given layout, its entries in row order."""
     if layout is torch.sparse_coo:
         return _coo(pairs, values, shape, sizes).coalesce()
     size = [math.prod(shape), math.prod(sizes)]

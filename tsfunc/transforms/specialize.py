@@ -1,9 +1,9 @@
-"""``specialize``: a function made a program for inputs that descriptors describe.
+"""``specialize``: turn a function into programs for inputs that descriptors describe.
 
-The way of a call: the arguments are flattened; the guard of each program, most recently used
-first, looks whether the program was made for such arguments; its generated Python runs. Where none
-was, the call is checked against the descriptors, the function is traced for it, and the new
-program is kept.
+A call runs in these steps. The arguments are flattened. The guard of each program, most recently
+used first, tests whether the program was made for such arguments. The generated Python of the
+first match runs. Without a match, the call is checked against the descriptors, the function is
+traced, and the new program is kept.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
 from tsfunc.types.signatures import signature_of
 
-register_all()  # files are to know what programs may hold
+register_all()  # so that files know the values that programs may hold
 
 
 class Specialized:
     """A function that runs as programs; made by :func:`specialize`."""
 
-    _has_function = True  # which can be traced for more calls
+    _has_function = True  # the function can be traced for more calls
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Specialized:
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
-        # The repr of a module has a line for each module in it.
+        # The repr of a module has a line for each submodule.
         self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
@@ -71,7 +71,7 @@ class Specialized:
         self.cache = Cache(max_specializations, auto_widen)
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
-        """What Dynamo traces in the place of a call: NOTE [inside of torch.compile]."""
+        """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
         target = self.target
         if target.closure == "freeze":
             return self._outside(*args, **kwargs)
@@ -110,18 +110,19 @@ class Specialized:
         except Exception as error:
             fold(error, self._label)
             raise
-        # A program is made outside of all transforms, where the vmap that has the name is not.
+        # Programs are made outside of all transforms, so the vmap that binds the name is not
+        # active.
         return self.func(*args, **kwargs)
 
     def _label(self) -> str:
         return f"specialize({spelled(self.func)})"
 
     def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function itself, where a trace could not record what its program does."""
+        """Call the function itself, because a trace could not record what its program does."""
         return self.func(*args, **kwargs)
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Checks the contract, traces, and keeps the program."""
+        """Check the contract, trace the function, and keep the program."""
         flat, tree = pytrees.flatten((args, kwargs))
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         if tracing_here():
@@ -131,7 +132,7 @@ class Specialized:
             if found is None:
                 self.cache.misses += 1
                 program, reached = call.program(self.cache)
-        if found is not None:  # another thread has made it meanwhile
+        if found is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         try:
             return program([*flat, *reached])
@@ -140,21 +141,22 @@ class Specialized:
             raise
 
     def lower(self, *descriptors: object) -> Any:
-        """Makes programs ahead of any call, from descriptors alone.
+        """Make programs ahead of any call, from descriptors alone.
 
         Args:
-            descriptors: for each program what the arguments are, by parameter name: type and
-                sizes of each tensor (a name for a size that may vary), other values as they are.
-                Or what each positional argument of one program is, in their order, where one of
-                them is no dict. Without any, those that the function was specialized with.
+            descriptors: for each program a dict from parameter names to descriptors: the dtype and
+                sizes of each tensor (a name for a size that may vary), and other values
+                themselves. Or the descriptors of one program's positional arguments, in order, if
+                one of them is not a dict. Without any, the descriptors that were given to
+                ``specialize``.
 
         Returns:
-            The :class:`~tsfunc.program.Program`; for several sets of descriptors a tuple. Calls
-            that fit run it, and are not traced.
+            The :class:`~tsfunc.program.Program`; for several sets of descriptors, a tuple. Calls
+            that match the program run it without a trace.
 
         Raises:
-            DescriptorError: a descriptor leaves open what to trace the function with; or there
-                are none.
+            DescriptorError: a descriptor lacks information that the trace needs, or there are no
+                descriptors.
             ConstraintViolation, DataDependentError: as for a call.
 
         Example:
@@ -169,7 +171,7 @@ class Specialized:
             >>> f.lower(MetaTensorType(["n", 3], dtype=torch.float64), 2).descriptors["x"].shape
             ('n', 3)
 
-        As ``jax.jit(f).lower``.
+        Corresponds to ``jax.jit(f).lower``.
         """
         target = self.target
         if descriptors and target.contracts:
@@ -190,7 +192,7 @@ class Specialized:
         return programs[0] if len(programs) == 1 else programs
 
     def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
-        """What is given of each program's arguments by name; by position it is of one program."""
+        """Return each program's descriptors by name; positional ones are one program's."""
         by_name = [each for each in descriptors if isinstance(each, Mapping)]
         if len(by_name) == len(descriptors):
             return by_name
@@ -212,7 +214,7 @@ class Specialized:
 
     @property
     def program(self) -> Program:
-        """The program that was used last."""
+        """The most recently used program."""
         if not self.cache.entries:
             raise RuntimeError(
                 f"specialize({self.name}): there is no program yet; one is made by the first call."
@@ -226,16 +228,16 @@ class Specialized:
 
     @property
     def descriptors(self) -> Mapping[str, Any]:
-        """What the current program was made for; ``specialize`` takes it."""
+        """The descriptors that the current program was made for; ``specialize`` accepts them."""
         return self.program.descriptors
 
     @property
     def guards(self) -> Guards:
-        """What is true of every call that the current program answers, a line each."""
+        """The conditions that every call of the current program meets, one per line."""
         return self.program.guards
 
     def properties(self) -> ProgramProperties:
-        """What is known of each value of the current program."""
+        """Return the known properties of each value of the current program."""
         return self.program.properties()
 
     @property
@@ -244,15 +246,15 @@ class Specialized:
         return self.program.graph_module
 
     def draw(self) -> str:
-        """The current program as an SVG picture."""
+        """Return the current program as an SVG picture."""
         return self.program.draw()
 
     def to_exported_program(self) -> torch.export.ExportedProgram:
-        """The current program as a ``torch.export.ExportedProgram``."""
+        """Return the current program as a ``torch.export.ExportedProgram``."""
         return self.program.to_exported_program()
 
     def cache_info(self) -> CacheInfo:
-        """How many calls found a program, and for each what it is for and why it was made.
+        """Return the number of cache hits and misses, and the purpose and reason of each program.
 
         Example:
             >>> import torch
@@ -266,32 +268,33 @@ class Specialized:
         return self.cache.info()
 
     def cache_clear(self) -> None:
-        """Forgets all programs."""
+        """Remove all programs."""
         self.cache.clear()
 
     def save(self, path: str | os.PathLike[str], *programs: Program, exact: bool = False) -> None:
-        """Writes a file that :func:`~tsfunc.load` reads.
+        """Write a file that :func:`~tsfunc.load` reads.
 
         Args:
-            path: where to; a file that is there is replaced when the new one is whole.
-            programs: which of ``self.programs`` are saved; without any, all.
-            exact: the file answers only calls like those that were made. Else the function is
-                traced for more of them: for named dims of size 0 and 1, without recording
-                (``torch.no_grad``), and for arguments that require grad, or do not.
+            path: the path of the file; an existing file is replaced when the new one is complete.
+            programs: the programs of ``self.programs`` to save; by default all.
+            exact: if True, the file serves only calls like those that were made. Otherwise the
+                function is traced for more calls: for named dims of size 0 and 1, without
+                    recording
+                (``torch.no_grad``), and for arguments with the other ``requires_grad``.
 
         Raises:
             RuntimeError: there is no program yet.
-            ValueError: a program has something that a file can't hold, or is none of this
-                function's.
+            ValueError: a program has a value that a file can't hold, or is not a program of this
+                function.
         """
-        # Here, and not above: files need safetensors, which `import tsfunc` is to do without.
+        # Imported here: files need safetensors, which `import tsfunc` must not import.
         from tsfunc.program.files.saving import function_to_save, write
 
         exact = exact or not self._has_function
         write(Path(path), function_to_save(self.target, self.cache, programs, exact))
 
     def __reduce__(self) -> Any:
-        """Its file form: what is unpickled has the programs, and not the function."""
+        """Return the file form, which has the programs but not the function."""
         from tsfunc.program.files.saving import function_to_save, pickled
         from tsfunc.transforms.files import unpickle
 
@@ -305,7 +308,7 @@ class Specialized:
         return self._with(copy.deepcopy(self.func, memo))
 
     def _with(self, func: Callable[..., Any]) -> Specialized:
-        """The same for a function, or a copy of it, that has no programs yet."""
+        """Return a copy for a function or a copy of it; a new function has no programs yet."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made.func, made.target = func, dataclasses.replace(self.target, func=func)
@@ -333,43 +336,47 @@ def specialize(
     auto_widen: bool = True,
     backend: Any = "python",
 ) -> Any:
-    """Makes a function run as programs, each traced once for calls that look alike.
+    """Make a function run as programs, each traced once for calls that look alike.
 
     Args:
-        func: takes and returns pytrees; a function or an ``nn.Module``; or the ``classmethod``,
-            ``staticmethod`` or ``property`` that a class has of one. Without it, or with the
-            descriptors in its place, ``specialize`` is a decorator.
-        descriptors: by parameter name what the arguments are, and thereby the contract that
-            every call must keep: a :class:`MetaTensorType` for a tensor (a name for a size makes
-            it symbolic: one program for all sizes), a type or typing object, any other Python
-            value (which the argument must equal), or a container of these. A list of such dicts
-            gives several contracts, of which a call takes the narrowest that it keeps. What they
-            leave open is taken from the call, and another value means another program.
-        max_specializations: how many programs are kept; beyond it the least recently used one goes.
-        auto_widen: whether a size that is all in which a call differs from three programs becomes
-            a named dim by itself, so that there is one program for all such calls.
-        backend: what a program runs as: ``"python"``, generated source; ``"inductor"``, or another
-            name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``); or a
-            function of a ``torch.fx.GraphModule`` and example inputs that returns what is to be
-            called. Inside of transforms and traces a program always runs as Python.
-        closure: what becomes of what the function reads and is no argument: variables, defaults,
-            its own objects. ``"guard"``: every call looks whether it is as it was, and a tensor's
-            data is read anew. ``"freeze"``: it is burnt in. ``"error"``: reading it is an error.
+        func: takes and returns pytrees; a function or an ``nn.Module``; or a ``classmethod``,
+            ``staticmethod`` or ``property`` of a class. Without it, or with the descriptors in its
+            place, ``specialize`` is a decorator.
+        descriptors: a dict from parameter names to descriptors, which are the contract that every
+            call must keep: a :class:`MetaTensorType` for a tensor (a name for a size makes it
+            symbolic: one program for all sizes), a type or typing object, any other Python value
+            (which the argument must equal), or a container of these. A list of such dicts gives
+            several contracts; a call uses the narrowest contract that it keeps. Properties that
+            the descriptors leave open are taken from the call, and other values need another
+            program.
+        max_specializations: the most programs that are kept; the least recently used one is
+            removed.
+        auto_widen: if True, a size becomes a named dim by itself when a call differs from three
+            programs in that size only, so that one program serves all such calls.
+        backend: the form in which programs run: ``"python"``, generated source; ``"inductor"``, or
+            another name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``);
+            or a function that takes a ``torch.fx.GraphModule`` and example inputs and returns a
+            callable. Inside of transforms and traces a program always runs as Python.
+        closure: the treatment of values that the function reads and that are not arguments:
+            variables, defaults, its own objects. ``"guard"``: every call checks that they are
+            unchanged, and reads the data of tensors anew. ``"freeze"``: the values become
+            constants.
+            ``"error"``: reading them is an error.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
-        ``cache_clear()``. It can be used inside of other transforms, and they inside of it.
+        ``cache_clear()``. It can be used inside of other transforms, and transforms inside of it.
 
     Raises:
-        DescriptorError: a descriptor is malformed, or names no parameter; or a call can keep two
-            contracts of which neither is narrower.
-        DescriptorViolation: at a call that breaks the contract.
-        ConstraintViolation: the function's course depends on the size of a named dim.
+        DescriptorError: a descriptor is malformed, or its name is not a parameter; or a call keeps
+            two contracts of which neither is narrower.
+        DescriptorViolation: a call breaks the contract.
+        ConstraintViolation: the function's control flow depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
-        ClosureError: it reads what is no argument, with ``closure="error"``.
-        ValueError: ``closure``, ``backend`` or ``max_specializations`` is something else.
-        TypeError: ``func`` is no function, or ``auto_widen`` no bool.
-        ExportError: a program has what the backend has no place for.
+        ClosureError: the function reads a value that is not an argument, with ``closure="error"``.
+        ValueError: ``closure``, ``backend`` or ``max_specializations`` has an invalid value.
+        TypeError: ``func`` is not callable, or ``auto_widen`` is not a bool.
+        ExportError: a program has a part that the backend cannot represent.
 
     Example:
         >>> import torch
@@ -382,7 +389,7 @@ def specialize(
         >>> f.cache_info().programs
         1
 
-    The descriptors are those of the TorchScript Input Descriptor proposal; compare
+    The descriptors follow the TorchScript Input Descriptor proposal; compare
     ``torch.export`` and ``jax.jit``.
     """
     if func is None or isinstance(func, Mapping) or _is_list_of_mappings(func):
@@ -434,7 +441,7 @@ def specialize(
 
 
 def _of_class(found: Any, of_function: Callable[[Any], Any]) -> Any:
-    """What a class has in the place of a function, around what is made of the function."""
+    """Return the same kind of class member around the specialized function."""
     if isinstance(found, property):
         reads = None if found.fget is None else of_function(found.fget)
         return property(reads, found.fset, found.fdel, found.__doc__)

@@ -1,13 +1,12 @@
-"""A ``vmap`` that is run part by part: ``data_dependent="split"``, and inputs of differing sizes.
+"""A ``vmap`` that runs part by part: ``data_dependent="split"``, and inputs of differing sizes.
 
 NOTE [what is run again]
-Each group of examples that is put off (NOTE [splitting] in ``bridge/batch/split_level``) has the
-function run for it from its start. What the function does beside computing its result happens in
-every run: it prints again, and appends to a list outside again. Its random draws are the same
-numbers for an example in every run that it is in: under ``randomness="different"`` examples draw as
-under ``"split"``. Writes into arguments reach the caller once, when all parts have been run. What
-decides beside tensors (Python's ``random``, the time) may differ from run to run, as it may from
-call to call.
+For each group of examples that is put off (NOTE [splitting] in ``bridge/batch/split_level``), the
+function runs again from its start. Side effects happen in every run: the function prints again,
+and appends to an outer list again. Random draws are the same numbers for an example in all runs
+that contain it: under ``randomness="different"`` examples draw as under ``"split"``. Writes into
+arguments reach the caller once, after all parts have run. Decisions that do not come from tensors
+(Python's ``random``, the time) may differ from run to run, as they may from call to call.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ from tsfunc.transforms.vmap_spec import Spec
 
 @dataclass(frozen=True)
 class Source:
-    """An input of the vmapped call, of which some examples can be taken at a time.
+    """An input of the vmapped call, from which some examples can be taken at a time.
 
     Attributes:
         value: the input itself.
-        dim: which dim of what ``take`` returns holds the examples.
+        dim: the dim of the examples in the result of ``take``.
     """
 
     value: torch.Tensor
     dim: int
 
     def take(self, lanes: torch.Tensor) -> torch.Tensor:
-        """The examples as one tensor."""
+        """Return the given examples as one tensor."""
         if len(lanes) == self.value.shape[self.dim]:
             return self.value
         return take_examples(self.value, self.dim, lanes)
 
     def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes what became of them into the input."""
+        """Write new values of the given examples into the input."""
         if len(lanes) == self.value.shape[self.dim]:
             self.value.copy_(values)
         else:
@@ -56,12 +55,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Part:
-    """What one run of the function gave.
+    """The result of one run of the function.
 
     Attributes:
-        lanes: the examples that it is for.
-        out: its result.
-        asked: whether the function asked for Python values.
+        lanes: the examples of the run.
+        out: the result.
+        asked: True if the function read values of examples as Python values.
     """
 
     lanes: torch.Tensor
@@ -69,24 +68,24 @@ class Part:
     asked: bool
 
 
-# Runs the function at a level, on the flattened inputs, and takes the results out of the level.
+# Runs the function at a level on the flattened inputs, and unwraps the results from the level.
 Run = Callable[[BatchLevel, Sequence[Any]], Any]
 
 
 def dense_sources(flat: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
-    """The inputs, those that are mapped as sources."""
+    """Return the inputs, with a source for each mapped input."""
     return [
         value if dim is None else Source(value, dim) for value, dim in zip(flat, at, strict=True)
     ]
 
 
 class Runner:
-    """Runs the function for groups of examples, and for those that are put off meanwhile.
+    """Runner of the function for groups of examples, including groups that are put off.
 
     Args:
-        spec: the call's own arguments.
-        sources: the flattened inputs; those that are mapped are a ``Source``.
-        run: runs the function.
+        spec: the arguments of vmap.
+        sources: the flattened inputs; a mapped input is a ``Source``.
+        run: function that runs the mapped function.
     """
 
     def __init__(self, spec: Spec, sources: Sequence[Any], run: Run) -> None:
@@ -101,7 +100,7 @@ class Runner:
         self._written: list[_Written] = []
 
     def add(self, group: torch.Tensor) -> None:
-        """Runs it for examples that begin together."""
+        """Run the function for a group of examples, and for the groups that split off from it."""
         pending = deque([group])
         alone = False
         while pending:
@@ -113,7 +112,7 @@ class Runner:
             alone = self.randomness == "error"
 
     def _attempt(self, lanes: torch.Tensor, alone: bool) -> list[torch.Tensor]:
-        """One run; the groups that are still to be run after it.
+        """Run the function once, and return the groups that are still to be run.
 
         See NOTE [one example] for ``alone``.
         """
@@ -138,7 +137,7 @@ class Runner:
         return level.put_off
 
     def finish(self) -> list[Part]:
-        """What all runs gave; the arguments get what was written into them."""
+        """Return the results of all runs, after copying the writes into the arguments."""
         if self.generators is not None:
             self.generators.finish()
         for one in self._written:
@@ -147,13 +146,13 @@ class Runner:
 
 
 class _NoSplitter:
-    """In a trace nobody can look at examples."""
+    """Splitter in a trace, where the values of examples are unknown."""
 
     def __init__(self, level: BatchLevel) -> None:
         self.level = level
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Refuses."""
+        """Raise: a trace has no values to split by."""
         raise DataDependentError(
             f"{self.level.name}, at {users_place()}: a value of each example decides what the "
             f"function does. data_dependent='split' looks at the values, but a trace has none. "
@@ -162,7 +161,7 @@ class _NoSplitter:
 
 
 def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
-    """The call in a trace: all examples at once, and nothing may depend on their values."""
+    """Run the call in a trace: all examples at once, without decisions by their values."""
     level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
     level.splitter = _NoSplitter(level) if spec.splits else None
     inputs = [
@@ -173,15 +172,15 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
 
 
 # NOTE [one example]
-# An example that is put off by itself is given to the function as it is, a plain tensor: there is
-# nothing to be batched, and torch's own calls take a fifth of the time of a tracer's. So a batch in
-# which each example goes its own way costs little more than a loop. The level is active all the
-# same, for operators that have no tensor argument: random ones are refused, or, where they are not,
-# examples are always given as tracers.
+# An example that is put off alone is passed to the function as a plain tensor: there is nothing to
+# batch, and torch's own calls take a fifth of the time of a tracer's. A batch in which every
+# example takes its own path therefore costs little more than a loop. The level is active all the
+# same, for operators without a tensor argument. Random operators raise at such a level; if the
+# randomness mode allows them, single examples are passed as tracers too.
 def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]:
-    """The examples of the level as its tracers; one that is ``alone`` as it is."""
+    """Return the level's examples as its tracers; plain tensors if ``alone``."""
     inputs: list[Any] = []
-    taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is given twice stays one
+    taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
     for i, source in enumerate(sources):
         if not isinstance(source, Source):
             inputs.append(source)

@@ -15,9 +15,10 @@ from tsfunc.transforms.vmap_spec import Spec
 
 
 def spread_once(func: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
-    """Return a function that is one example of a batch that the ranks are together.
+    """Return a function that runs one example of a batch that is spread over all ranks.
 
-    It draws the numbers of its own index: NOTE [draws of an example] in ``ops/philox``.
+    The function draws the random numbers of its own index: NOTE [draws of an example] in
+    ``ops/philox``.
     """
     spec = Spec(func, None, 0, "split", None, None, 1, False, "error", "error", None)
 

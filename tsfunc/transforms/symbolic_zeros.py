@@ -1,6 +1,6 @@
-"""What rules with ``symbolic_zeros=True`` are given: zeros without tensors, and who is perturbed.
+"""The inputs of rules with ``symbolic_zeros=True``: zeros without tensors, and perturbed flags.
 
-As ``jax.custom_derivatives`` has them.
+The names are those of ``jax.custom_derivatives``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from tsfunc import pytrees
 
 @dataclass(frozen=True)
 class SymbolicZero:
-    """A tangent or a cotangent that is zero for certain, without a tensor of zeros.
+    """A tangent or cotangent that is known to be zero, without a tensor of zeros.
 
-    Rules that were given with ``symbolic_zeros=True`` get it, and any rule may return it.
+    Rules that are set with ``symbolic_zeros=True`` get it, and any rule may return it.
 
     Attributes:
-        shape: the shape that the tensor would have.
-        dtype: the type.
+        shape: the shape of the tensor of zeros.
+        dtype: the dtype of the tensor of zeros.
 
     Example:
         >>> import torch
@@ -38,7 +38,7 @@ class SymbolicZero:
         >>> jvp(lambda x: product(x, torch.tensor(3.)), (torch.tensor(1.),), (torch.tensor(1.),))[1]
         tensor(3.)
 
-    As ``jax.custom_derivatives.SymbolicZero``.
+    Corresponds to ``jax.custom_derivatives.SymbolicZero``.
     """
 
     shape: tuple[Any, ...]
@@ -51,13 +51,13 @@ class SymbolicZero:
 
 @dataclass(frozen=True)
 class CustomVJPPrimal:
-    """An argument as a ``fwd`` rule gets it that was given with ``symbolic_zeros=True``.
+    """An argument of a ``fwd`` rule that is set with ``symbolic_zeros=True``.
 
     Attributes:
         value: the tensor or number.
-        perturbed: whether somebody differentiates by it.
+        perturbed: True if a transform or autograd differentiates by the value.
 
-    As ``jax.custom_derivatives.CustomVJPPrimal``.
+    Corresponds to ``jax.custom_derivatives.CustomVJPPrimal``.
     """
 
     value: Any
@@ -69,17 +69,18 @@ pytrees.add_leaf(CustomVJPPrimal)
 
 
 def custom_vjp_primal_tree_values(tree: Any) -> Any:
-    """The values of a pytree of :class:`CustomVJPPrimal`.
+    """Return the values of a pytree of :class:`CustomVJPPrimal`.
 
-    As ``jax.custom_derivatives.custom_vjp_primal_tree_values``.
+    Corresponds to ``jax.custom_derivatives.custom_vjp_primal_tree_values``.
     """
     return pytrees.tree_map(lambda x: x.value if isinstance(x, CustomVJPPrimal) else x, tree)
 
 
 def zero_from_primal(x: Any, symbolic_zeros: bool = False) -> Any:
-    """The zero tangent of a tensor or number, a :class:`SymbolicZero` if asked for.
+    """Return the zero tangent of a tensor or number; None for other values.
 
-    As ``jax.custom_derivatives.zero_from_primal``.
+    With ``symbolic_zeros`` the tangent is a :class:`SymbolicZero`. Corresponds to
+    ``jax.custom_derivatives.zero_from_primal``.
     """
     if isinstance(x, torch.Tensor):
         return SymbolicZero(x.shape, x.dtype) if symbolic_zeros else torch.zeros_like(x)

@@ -1,14 +1,15 @@
-"""TensorDict and its kin under ``vmap``: collections that know the batch dims of their tensors.
+"""TensorDict and similar classes under ``vmap``: collections with batch dims of their own.
 
 NOTE [collections of tensors]
 A TensorDict, a tensorclass or a lazy stack is mapped over one of its own batch dims, as
 ``torch.func.vmap`` does once ``tensordict.nn`` is imported. The function receives a collection
-without that dim, and what it returns gets one more: batch size, names and nested collections
-follow. ``in_dims`` and ``out_dims`` count the batch dims, so that -1 is the last of these.
+without that dim, and a returned collection gets one more dim. The batch size, the names and nested
+collections change alike. ``in_dims`` and ``out_dims`` count the batch dims only: -1 is the last
+batch dim.
 
-Each collection becomes a node whose leaves are its tensors. The node is rebuilt without the mapped
-dim (an input), or with a dim that the results have (an output). Nothing is imported: as long as
-the program has not imported tensordict there is no collection.
+Each collection becomes a pytree node whose leaves are its tensors. The node is rebuilt without the
+mapped dim (an input), or with the dim that the results have (an output). tsfunc does not import
+tensordict: a program that has not imported it has no collections.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tsfunc.transforms.vmap_spec import Spec
 
 
 def tensordict_module() -> Any:
-    """The module tensordict, if the program has imported it."""
+    """Return the module tensordict if the program has imported it; else None."""
     module = sys.modules.get("tensordict")
     if module is None or not hasattr(module, "is_tensor_collection"):
         return None
@@ -39,21 +40,21 @@ def tensordict_module() -> Any:
     return module
 
 
-# tensordict cuts the graph of a tensor that becomes a module's parameter, unless it is batched:
-# these modules ask torch.func's function, which doesn't know the tensors of other vmaps.
+# tensordict detaches a tensor that becomes a module's parameter, unless the tensor is batched.
+# These modules call torch.func's test, which does not know the tensors of other vmaps.
 _ASK = frozenset({"tensordict.base", "tensordict.nn.params"})
 _taught: set[str] = set()
 
 
 class _Opaque:
-    """A leaf that stands for a collection while dims are matched."""
+    """A leaf that represents a collection while dims are matched."""
 
     def __init__(self, collection: Any) -> None:
         self.collection = collection
 
 
 class _Node:
-    """A container of a collection's tensors."""
+    """A pytree node with a collection's tensors."""
 
     def __init__(self, collection: Any, change: _Change) -> None:
         self.collection = collection
@@ -84,11 +85,11 @@ class _Change:
         return f"{type(self.like).__name__} of {', '.join(map(repr, _keys(self.like)))}"
 
     def batch_size(self, collection: Any) -> list[Any]:
-        """The batch size of a collection after the change."""
+        """Return the batch size of a collection after the change."""
         return self._changed(list(collection.batch_size), self.size)
 
     def names(self, collection: Any) -> list[Any]:
-        """The names of the batch dims after the change."""
+        """Return the names of the batch dims after the change."""
         names = list(collection.names)
         resized = self.kind == "resize" and self.dim is not None
         return names if resized else self._changed(names, None)
@@ -101,7 +102,7 @@ class _Change:
         return [*entries[:dim], *([] if self.kind == "drop" else [new]), *rest]
 
     def in_lazy_stack(self, stack: Any) -> tuple[_Change, int]:
-        """The change in each of the collections of a lazy stack, and where they are stacked."""
+        """Return the change for each collection of a lazy stack, and the new stack dim."""
         dim, stack_dim = self.dim, stack.stack_dim
         if dim is not None:
             if dim > stack_dim:
@@ -118,9 +119,9 @@ def _keys(collection: Any) -> tuple[Any, ...]:
 
 
 def _leaves(collection: Any, change: _Change) -> Iterator[tuple[Any, int | None]]:
-    """The tensors of a collection, each with its own dim of the change.
+    """Yield the tensors of a collection, each with the dim of the change.
 
-    They include those of nested collections, and are in the order of `_rebuilt`.
+    The tensors of nested collections are included; the order is that of `_rebuilt`.
     """
     module = tensordict_module()
     collection = _inner(collection)
@@ -139,7 +140,7 @@ def _leaves(collection: Any, change: _Change) -> Iterator[tuple[Any, int | None]
 
 
 def _inner(collection: Any) -> Any:
-    """The collection that a tensorclass wraps; any other collection itself."""
+    """Return the collection that a tensorclass wraps; return any other collection itself."""
     module = tensordict_module()
     if module.is_tensorclass(collection) and not module.is_non_tensor(collection):
         return collection._tensordict
@@ -147,7 +148,7 @@ def _inner(collection: Any) -> Any:
 
 
 def _values(collection: Any) -> list[Any]:
-    """The entries of a collection in the order in which ``apply`` meets them."""
+    """Return the entries of a collection in the order in which ``apply`` visits them."""
     values: list[Any] = []
     collection.apply(values.append, call_on_nested=True, filter_empty=True)
     return values
@@ -188,7 +189,7 @@ def _rebuilt(collection: Any, change: _Change, leaves: Iterator[Any]) -> Any:
 
 
 def _with_tensors_at(collection: Any, dim: int) -> Any:
-    """The collection, with its stacks along a dim made tensors."""
+    """Return the collection with its lazy stacks along a dim made tensors."""
     module = tensordict_module()
     inner = _inner(collection)
     if isinstance(inner, module.LazyStackedTensorDict) and inner.stack_dim == dim:
@@ -213,14 +214,14 @@ optree.register_pytree_node(_Node, _flatten, _unflatten, namespace=pytrees.NAMES
 
 
 def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] | None:
-    """The inputs with a node for each collection, and a dim for each leaf; None without any.
+    """Return the inputs with collections as nodes, and a dim for each leaf; None without any.
 
     Args:
-        spec: of the vmap.
+        spec: the spec of the vmap.
         given: the positional arguments; with ``in_dims`` by name, these and the keyword arguments.
 
     Raises:
-        ValueError: a collection does not have the dim that ``in_dims`` says.
+        ValueError: a collection does not have the dim that ``in_dims`` names.
     """
     if (opened := _opaque_leaves(given)) is None:
         return None
@@ -244,14 +245,14 @@ def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] |
 
 
 class _Unmapped:
-    """A container of nothing that is rebuilt as a shallow copy of a collection."""
+    """An empty pytree node that is rebuilt as a shallow copy of a collection."""
 
     def __init__(self, collection: Any) -> None:
         self.collection = collection
 
 
 class _Same:
-    """A collection that is equal to every other as the metadata of a node."""
+    """Metadata of a node: a collection that is equal to every other."""
 
     def __init__(self, collection: Any) -> None:
         self.collection = collection
@@ -283,7 +284,7 @@ def _dim_of(spec: Spec, collection: Any, dim: int) -> int:
 
 
 def _opaque_leaves(tree: Any) -> tuple[list[Any], optree.PyTreeSpec] | None:
-    """The leaves of a tree with a leaf for each collection, and its structure; None without any."""
+    """Return the leaves of a tree, opaque for collections, and the structure; None without any."""
     module = tensordict_module()
     if module is None:
         return None
@@ -298,11 +299,11 @@ def _opaque_leaves(tree: Any) -> tuple[list[Any], optree.PyTreeSpec] | None:
 def returned_collections(
     spec: Spec, out: Any, size: Any, *, whole: bool = False
 ) -> tuple[Any, Sequence[int | None]] | None:
-    """The results with a node for each collection, and a dim for each leaf; None without any.
+    """Return the results with collections as nodes, and a dim for each leaf; None without any.
 
     Args:
-        spec: of the vmap.
-        out: what the function returned.
+        spec: the spec of the vmap.
+        out: the result of the function.
         size: the number of examples.
         whole: True if the collections have the mapped dim already.
     """

@@ -18,8 +18,8 @@ from tsfunc.transforms.vmap import vmap
 class VirtualMesh:
     """A mesh of any size in one process, for tests and for small machines.
 
-    :func:`tsfunc.shard_map` over it runs its body as nested ``vmap``\\ s, whose values and
-    derivatives are those that a mesh of processes has.
+    :func:`tsfunc.shard_map` over it runs its body as nested ``vmap``\\ s, with the values and
+    derivatives of a mesh of processes.
 
     Args:
         sizes: the size of each axis by its name, the outermost axis first.
@@ -74,7 +74,7 @@ def run_nested(
         return found
 
     def mapped(at: int, leaves: Sequence[Any]) -> list[Any]:
-        """The body over the axes from ``at`` inward; dims of outer axes are gone by now."""
+        """Run the body over the axes from ``at`` inward; dims of outer axes are mapped."""
         if at == len(axes):
             return body(*leaves)
         name = axes[at]
@@ -113,7 +113,7 @@ def run_nested(
 
 
 def _equal(x: Any, name: str) -> Any:
-    """Return a value that is promised to be equal at every index of an axis, without its dim."""
+    """Return a value that is promised to be equal at all indices of an axis, without its dim."""
     if not isinstance(x, BatchTracer) or x.bdim is None:
         return x
     if x.is_floating_point() or x.is_complex():
@@ -122,7 +122,7 @@ def _equal(x: Any, name: str) -> Any:
 
 
 def _order(spec: P, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
-    """Return where the axes' dims stand in an unflattened tensor, in the mesh's order, and all."""
+    """Return the positions of the axes' dims in an unflattened tensor, and their new positions."""
     places: dict[str, int] = {}
     before = 0
     for dim, names in spec.dims():
@@ -133,7 +133,7 @@ def _order(spec: P, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
 
 
 def _apart(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
-    """Return a tensor with a dim in front for each axis of its spec, in the mesh's order."""
+    """Return a tensor with a new leading dim for each axis of its spec, in the mesh's order."""
     check_divides("shard_map: in_specs", x, spec, sizes)
     for dim, names in reversed(list(spec.dims())):
         parts = [sizes[name] for name in names]
@@ -143,7 +143,7 @@ def _apart(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
 
 
 def _together(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
-    """Return the tensor of which ``_apart`` gives this one."""
+    """Return the original tensor of a result of ``_apart``."""
     places, front = _order(spec, sizes)
     x = x.movedim(front, places)
     for dim, names in spec.dims():

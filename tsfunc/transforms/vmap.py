@@ -1,8 +1,8 @@
-"""``vmap``: a function of one example, made one of a batch.
+"""``vmap``: turn a function of one example into a function of a batch.
 
-The way of a call: the inputs are flattened and matched with ``in_dims`` (a plan, made once for
-each structure); each tensor with a dim becomes a batched tensor of a new level; the function
-runs; the results are taken out of their tracers and their batch dims put where ``out_dims`` says.
+A call runs in these steps. The inputs are flattened and matched with ``in_dims`` (a plan, made
+once for each structure). Each mapped tensor becomes a batched tensor of a new level. The function
+runs. The results are unwrapped from their tracers, with their batch dims at ``out_dims``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tsfunc.transforms.split import dense_sources
 from tsfunc.transforms.tensor_collections import collections_of, returned_collections
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 
-InTree = Any  # the structure of the inputs, or, where they are tensors alone, how many
+InTree = Any  # the structure of the inputs, or their number if all are tensors
 
 
 @outside_dynamo
@@ -62,58 +62,59 @@ def vmap(
     axis_name: Hashable = None,
     mesh_axis: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
-    """Maps a function over a dim of its inputs, by batched operators instead of a loop.
+    """Map a function over a dim of its inputs, by batched operators instead of a loop.
 
     Args:
         func: takes and returns pytrees of tensors, for one example. Containers are those of
-            :mod:`tsfunc.pytrees`, dataclasses of tensors among them.
-        in_dims: which dim of each input is mapped over. An int holds for all positional
-            inputs; a tuple has an entry for each: an int, None (not mapped), or a pytree of them
-            that is a prefix of that input. A dict has such entries by the names of parameters,
-            for inputs given by position or keyword; what it does not name, and with an int or a
-            tuple every keyword argument, is passed on unmapped. Negative dims count from the end.
-        out_dims: where the mapped dim stands in each output tensor: an int or a pytree prefix of
-            the outputs. None for an output that is the same for every example. An output that is
-            no tensor (a number, a string, None, any object) is returned once, as it is.
-        randomness: what random operators do: "error", "different" (a draw for each example),
+            :mod:`tsfunc.pytrees`, including dataclasses of tensors.
+        in_dims: the dim of each input that is mapped over. An int holds for all positional
+            inputs. A tuple has an entry for each: an int, None (not mapped), or a pytree of these
+            that is a prefix of the input. A dict has such entries by parameter names, for inputs
+            passed by position or keyword; inputs without an entry are not mapped. With an int or a
+            tuple, keyword arguments are not mapped. Negative dims count from the end.
+        out_dims: the position of the mapped dim in each output tensor: an int or a pytree prefix
+            of the outputs. None is for an output that is the same for every example. A non-tensor
+            output (a number, a string, None, any object) is returned once, unchanged.
+        randomness: the mode of random operators: "error", "different" (a draw for each example),
             "same" (one draw for all) or "split" (each example draws as if alone: its numbers
-            follow from the seed and its index, and not from the batch or the chunk that it is in).
-        chunk_size: how many examples are run at a time; None runs all at once, "auto" as many as
-            fit into ``memory_budget``. That is measured on the first chunks of the first call
-            with inputs of such shapes and types, and kept for later ones.
-        memory_budget: the bytes that the call may have in use at once beside its inputs, its
-            results included; by default half of what is free on the inputs' device. It implies
-            ``chunk_size="auto"``.
-        axis_size: how many examples there are; needed only where no input is mapped.
-        strict: an operator that would run by the slow loop is an error, in this ``vmap`` and in
-            those inside of it.
-        data_dependent: what becomes of Python values that differ from example to example (``if``,
+            follow from the seed and its index, and do not depend on the batch or the chunk).
+        chunk_size: the number of examples that are run at a time. None runs all at once; "auto"
+            runs as many as fit into ``memory_budget``, which is measured on the first chunks of
+            the first call with inputs of such shapes and dtypes, and kept for later calls.
+        memory_budget: the most bytes that the call may have in use in addition to its inputs,
+            including its results; by default half of the free memory of the inputs' device. It
+            implies ``chunk_size="auto"``.
+        axis_size: the number of examples; needed only if no input is mapped.
+        strict: if True, an operator that would run by the slow loop is an error, in this ``vmap``
+            and in those inside of it.
+        data_dependent: the treatment of Python values that differ from example to example (``if``,
             ``while``, ``.item()``, the size of a ``nonzero`` or of ``x[mask]``): "error", or
-            "split", which goes on with the largest group of examples that agree, and runs
-            ``func`` again for each of the others; what ``func`` does outside is repeated then.
-            After such a value was asked for, outputs that are no tensors are one an example:
-            numbers come as a tensor, others as a list; with an out_dim of None once. Where it is
-            "split", randomness "different" is served as "split".
-        ragged: what comes of an output whose size differs from example to example: "nested", a
-            nested tensor of the jagged layout; "list", a list of the examples' tensors, which
-            also stands in where no nested tensor can be; or "error". A nested tensor among
-            the inputs is mapped over its first dim.
-        axis_name: a name by which collectives (``psum`` and others) exchange values among the
+            "split". "split" continues with the largest group of examples that agree, and runs
+            ``func`` again for each other group, which repeats its side effects. After such a value
+            was read, non-tensor outputs are per example: numbers are returned as a tensor, other
+            objects as a list; an output with out_dim None is returned once. With "split",
+            randomness "different" acts as "split".
+        ragged: the form of an output whose size differs from example to example: "nested", a
+            nested tensor (of the jagged layout, unless all nested inputs are strided); "list", a
+            list of the examples' tensors, which is also used if a nested tensor can't hold them;
+            or "error". A nested tensor among the inputs is mapped over its first dim.
+        axis_name: the name by which collectives (``psum`` and others) exchange values among the
             examples.
-        mesh_axis: an axis of a mesh (``shard_map``, ``mesh_axes``), or several, whose ranks each
-            have as many examples of the batch: collectives over ``axis_name`` exchange values among
-            the examples of all ranks, and with randomness "split" an example's numbers follow from
-            its index among these. As ``spmd_axis_name`` of ``jax.vmap``.
+        mesh_axis: an axis of a mesh (``shard_map``, ``mesh_axes``), or a tuple of axes, whose
+            ranks each hold an equal part of the batch. Collectives over ``axis_name`` exchange
+            values among the examples of all ranks, and with randomness "split" an example's
+            numbers follow from its index among these. Similar to ``spmd_axis_name`` of
+            ``jax.vmap``.
 
     Returns:
         A function of the batch. It can be nested, and composed with every other transform.
 
     Raises:
-        ValueError: ``in_dims`` or ``out_dims`` do not fit, sizes differ, nothing is mapped, an
-            output that is no container holds batched tensors.
-        RuntimeError: a random operator in "error" mode.
-        DataDependentError: a value used in Python control flow, or sizes that differ, unless
-            ``data_dependent`` and ``ragged`` allow for it.
+        ValueError: ``in_dims`` or ``out_dims`` do not fit, sizes differ, no input is mapped, or an
+            output that is not a container holds batched tensors.
+        RuntimeError: a random operator runs in "error" mode.
+        DataDependentError: a batched value is used in Python control flow, or output sizes differ,
+            and ``data_dependent`` or ``ragged`` does not allow it.
         MissingRuleError: an operator has no rule and can't be looped over, or would be with
             ``strict``.
 
@@ -129,8 +130,8 @@ def vmap(
                 [3., 3.],
                 [4., 4.]])
 
-    As ``torch.func.vmap`` and ``jax.vmap``. torch.func refuses outputs
-    that are no tensors unless their out_dim is None.
+    Same as ``torch.func.vmap`` and ``jax.vmap``, except that torch.func refuses non-tensor outputs
+    unless their out_dim is None.
     """
     if randomness not in ("error", "different", "same", "split"):
         raise RuntimeError(
@@ -176,7 +177,7 @@ def vmap(
                     flat, tree = pytrees.flatten(args)
                     break
             else:
-                # Tensors alone are flat already; their number is all there is to their structure.
+                # Tensors alone are flat already; their number is their whole structure.
                 flat, tree = args, len(args)
         if dims is None and (dims := plans.get(tree)) is None:
             matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
@@ -209,7 +210,7 @@ def vmap(
             level = BatchLevel(size, randomness, spec.label, strict)
         return _run(spec, level, flat, at, tree, kwargs, out_plans)
 
-    # ``wraps`` also of callables without a name or docstring, as modules and partials are.
+    # ``wraps`` only for callables with a name: modules and partials have none.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
 
 
@@ -223,7 +224,7 @@ def _check_axis_size(axis_size: Any) -> None:
 
 
 def _refuse_parts(spec: Spec, why: str) -> None:
-    """An axis has to have all of its examples at a time."""
+    """Raise: a named axis needs all of its examples at a time."""
     raise ValueError(
         f"{spec.call()}: {why} runs some examples at a time, but those of the named axis "
         f"{spec.axis_name or spec.mesh_axes!r} are to exchange values. Leave one of the two out."
@@ -231,7 +232,7 @@ def _refuse_parts(spec: Spec, why: str) -> None:
 
 
 def _refuse_own_arguments(spec: Spec) -> None:
-    """Where a transform of torch.func is the innermost, its vmap takes the call."""
+    """Raise for arguments that torch.func's vmap, which takes the call, does not have."""
     own = {
         "a dict as in_dims": spec.by_name,
         "axis_size=": spec.sized,
@@ -251,9 +252,9 @@ def _refuse_own_arguments(spec: Spec) -> None:
 
 
 def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
-    """The inputs, where they are traced: of what is mapped, tensors from outside are lifted.
+    """Lift the mapped inputs into the current trace, if there is one.
 
-    What calls are given is lifted as they are made, but those of a batched tensor see its tracer.
+    Operators lift their own arguments, but an operator on a batched tensor sees only its tracer.
     """
     trace = current_trace()
     if trace is None:
@@ -272,7 +273,7 @@ def _run_part(
     level: BatchLevel,
     part: Sequence[Any],
 ) -> Any:
-    """Some of the examples; what their results look like is no plan for the next ones.
+    """Run some of the examples; the output plan of one part does not hold for the next.
 
     Without ``at`` the inputs are the level's tracers already.
     """
@@ -288,7 +289,7 @@ def _run(
     kwargs: dict[str, Any],
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
-    """One run of the function, for all examples of the level."""
+    """Run the function once, for all examples of the level."""
     if not HOT:
         hot.fill()
     guards = entered.random_guards

@@ -1,4 +1,4 @@
-"""What the parts of ``vmap`` share: its arguments."""
+"""The arguments of ``vmap``, which its parts share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OutDims = Any
 
 
 class Spec:
-    """The arguments of ``vmap`` itself.
+    """The arguments of one ``vmap``.
 
     Attributes:
-        splits: whether examples may go different ways.
+        splits: True if examples may take different paths.
         mesh_axes: the mesh axes whose ranks have further examples, the slowest first.
-        by_name: whether ``in_dims`` names parameters.
-        label: what errors call an active one.
+        by_name: True if ``in_dims`` names parameters.
+        label: the name of an active vmap in error messages.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Spec:
 
     @property
     def sized(self) -> bool:
-        """Whether the number of examples was given."""
+        """True if the number of examples was given."""
         return self.axis_size is not None
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter] | None:
-        """The function's parameters; None where it does not tell, as builtins."""
+        """The function's parameters; None for callables without a signature, as builtins."""
         func = self.func
         try:
             target = func.forward if isinstance(func, torch.nn.Module) else func
@@ -76,19 +76,19 @@ class Spec:
             return None
 
     def call(self, *, out: bool = False) -> str:
-        """The call as the user wrote it, for messages."""
+        """Return the call as the user wrote it, for messages."""
         if out:
             return f"vmap({self.name}, ..., out_dims={self.out_dims})(<inputs>)"
         return f"vmap({self.name}, in_dims={self.in_dims}, ...)(<inputs>)"
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """How messages call a function."""
+    """Return the name of a function in messages."""
     if isinstance(func, functools.partial):
         return f"functools.partial({name_of(func.func)}, ...)"
     return getattr(func, "__name__", None) or repr(func)
 
 
 def is_dim(value: Any) -> bool:
-    """Whether a value can stand in ``in_dims`` or ``out_dims`` by itself."""
+    """True if a value is valid as an entry of ``in_dims`` or ``out_dims``."""
     return value is None or (isinstance(value, int) and not isinstance(value, bool))

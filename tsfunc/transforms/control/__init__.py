@@ -1,1 +1,1 @@
-"""Control flow that composes with every transform, an operator (or a few of a kind) a file."""
+"""Control flow that composes with every transform: one operator, or a few of a kind, per file."""

@@ -1,11 +1,11 @@
-"""Choices that ranks make together, where the bodies exchange values along a mesh axis.
+"""Choices that the ranks make together if the bodies exchange values along a mesh axis.
 
-Each rank has its own predicate. A rank that goes another way than the others would leave them
-waiting in a collective. So where a body exchanges values over mesh axes, the ranks along these
-axes exchange their predicates first: where these are equal, all run the one branch; else all run
-every branch and select, as a ``vmap`` does whose examples choose differently. A loop goes on until
-the last rank is done, and a rank that is done keeps its carry. Bodies that exchange nothing are
-chosen by each rank alone.
+Each rank has its own predicate. A rank that takes another branch than the others would leave them
+waiting in a collective. If a body exchanges values over mesh axes, the ranks along these axes
+therefore exchange their predicates first. If the predicates are equal, all ranks run the one
+branch; otherwise all ranks run every branch and select, as a ``vmap`` does whose examples choose
+differently. A loop continues until the last rank is done, and a rank that is done keeps its carry.
+For bodies without such exchanges, each rank chooses alone.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Branch = Callable[..., Any]
 def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) -> list[MeshLevel]:
     """Return the active mesh axes over which the functions exchange values, the outermost first.
 
-    The functions are run once on tensors without data. Where that is not possible, all active mesh
-    axes are returned: an agreement that is not needed costs a collective and changes no value.
+    The functions are run once on tensors without data. If that fails, all active mesh axes are
+    returned: an unneeded agreement costs a collective and changes no value.
     """
     levels = mesh_levels()
     if not levels:
@@ -75,7 +75,7 @@ def agreed_index(
 ) -> tuple[torch.Tensor, tuple[Branch, ...]]:
     """Return an index that is equal on all ranks, and the branches with one more.
 
-    The last one runs all branches and selects by this rank's own index.
+    The last branch runs all branches and selects by this rank's own index.
     """
     own = torch.as_tensor(index).reshape(()).clamp(0, len(branches) - 1)
     least, most = pmin(own, _names(axes)), pmax(own, _names(axes))

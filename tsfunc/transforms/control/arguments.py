@@ -1,4 +1,4 @@
-"""How control flow's arguments are given: JAX's order, and torch's tuples of operands."""
+"""The argument forms of control flow: JAX's order, and torch's tuples of operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function take arguments by torch's names too, each of which stands for one of ours."""
+    """Return a decorator that lets a function take arguments by torch's names for them."""
 
     def decorator(func: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(func)
@@ -28,33 +28,33 @@ def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def check_callable(what: str, **functions: object) -> None:
-    """Refuses what is not a function where one is expected."""
+    """Raise TypeError for an argument that is not callable."""
     for name, value in functions.items():
         if not callable(value):
             raise TypeError(f"{what}: {name} must be callable, got {type(value).__name__}.")
 
 
 def check_batching(what: str, batching: str) -> None:
-    """Refuses what is no way to run branches under vmap."""
+    """Raise ValueError for an invalid ``batching=``."""
     if batching not in get_args(Batching):
         raise ValueError(f'{what}: batching must be "lanes" or "select", got {batching!r}.')
 
 
 def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[Any, ...]:
-    """The operands, unpacked where they were given in one tuple or list, as torch takes them."""
+    """Return the operands; a single tuple or list of operands is unpacked, as in torch."""
     if len(operands) == 1 and type(operands[0]) in (tuple, list):
         given = tuple(operands[0])
         known = takes(func, len(given))
-        # Of a function of C++ nothing is known: a list may be what `torch.stack` takes.
+        # The signature of a C++ function is unknown: a list may be the argument of `torch.stack`.
         if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
             return given
     return operands
 
 
 def takes(func: Callable[..., Any], count: int) -> bool | None:
-    """Whether a function is one of that many positional arguments, None for unknown.
+    """True if a function takes ``count`` positional arguments; None if unknown.
 
-    What has a default is none of them, beside others that have none: ``lambda x, i=i: ...`` is a
+    Parameters with a default do not count beside parameters without: ``lambda x, i=i: ...`` is a
     function of ``x``.
     """
     try:
@@ -83,5 +83,5 @@ _POSITIONAL: Final = (
 
 
 def takes_entries(func: Callable[..., Any], carry: Any) -> bool:
-    """Whether a carry's entries are the function's arguments, as torch has it."""
+    """True if the entries of a carry are the function's arguments, as in torch."""
     return type(carry) in (tuple, list) and bool(carry) and bool(takes(func, len(carry)))

@@ -31,14 +31,14 @@ from tsfunc.transforms.control.choice import ByExample, read
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
 
-# Takes the operands of a call, those that are batched with the examples in front; so are results.
+# Takes the operands of a call and returns the results; batched ones have the batch dim first.
 Every = Callable[[Sequence[Any]], Sequence[Any]]
 
-# For each body its programs by the types of the operands; None for a body that can't be traced.
+# The programs of each body by the types of the operands; None if the body can't be traced.
 _programs: Final[WeakKeyDictionary[Body, dict[Any, Every | None]]] = WeakKeyDictionary()
-_MOST: Final = 32  # programs of a body; beyond it nothing more is traced
+_MOST: Final = 32  # the most programs of a body; further types are not traced
 _EXAMPLES: Final = Dim("examples", min=1)
-_SOME: Final = 7  # examples of the batch that is traced
+_SOME: Final = 7  # the batch size of the trace
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS: Final = (bool, int, float)
 
@@ -47,8 +47,8 @@ class Batch:
     """Physical operands of a batch of calls.
 
     Attributes:
-        operands: the tensors, those that are batched with the examples in front; and numbers.
-        batched: which are.
+        operands: the tensors, batched ones with the batch dim first; and numbers.
+        batched: for each operand, True if it is batched.
     """
 
     def __init__(self, operands: Sequence[Any], batched: Sequence[bool]) -> None:
@@ -137,7 +137,7 @@ class Batch:
         try:
             with torch.enable_grad():
                 return capture(request).run
-        except Exception:  # the user hears of it from the run on tracers, if that fails too
+        except Exception:  # a run on tracers reports the error if it fails too
             return None
 
 
@@ -170,7 +170,7 @@ def loop(
 def loop_of(
     condition: Body, body: Body, carried: int, batch: Batch, active: torch.Tensor | None = None
 ) -> Sequence[torch.Tensor] | None:
-    """The same for physical operands; calls the condition first if ``active`` is None."""
+    """Same as `loop` for physical operands; without ``active``, the condition is called first."""
     batch = batch.with_batched(carried)
     ask, step = batch.every(condition), batch.every(body)
     if ask is None or step is None:
@@ -230,7 +230,7 @@ def choice(
 def choice_of(
     branches: Sequence[Body], batch: Batch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
-    """The same for physical operands."""
+    """Same as `choice` for physical operands."""
     numbers = torch.unique(index).tolist()
     every = [batch.every(branches[i]) for i in numbers]
     if None in every or any(writes(node) for i in numbers for node in branches[i].graph.nodes):

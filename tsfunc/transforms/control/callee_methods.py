@@ -1,4 +1,4 @@
-"""The methods of an ``autograd.Function`` as graphs."""
+"""The methods of an ``autograd.Function``, traced into graphs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tsfunc.transforms.control.callees import (
 
 
 class Methods:
-    """Traces the methods of an ``autograd.Function``.
+    """Tracer of the methods of an ``autograd.Function``.
 
     Attributes:
-        outputs: for each value that ``forward`` returns its number among the tensors, or None.
-        kept: what ``forward`` has left on its ctx.
+        outputs: for each value that ``forward`` returns, its index among the tensors, or None.
+        kept: the values that ``forward`` stored on its ctx.
     """
 
     def __init__(self, tracing: Tracing) -> None:
@@ -126,7 +126,7 @@ class Methods:
         return pulled
 
     def _arguments(self) -> list[int | None]:
-        """For each argument the number of the tensor that it is; None where it is none."""
+        """Return for each argument the index of its tensor; None for other arguments."""
         made = self.made
         args = self.callee.filled([_At(i) for i in range(made.tensors + made.numbers)])
         return [x.number if isinstance(x, _At) and x.number < made.tensors else None for x in args]
@@ -161,11 +161,11 @@ class Methods:
 
 @dataclass(frozen=True)
 class _At:
-    """Stands for a value among the arguments."""
+    """Placeholder of a value among the arguments."""
 
     number: int
 
 
 def _place(x: torch.Tensor, known: Sequence[torch.Tensor]) -> int:
-    """Which of some tensors this one is; -1: none."""
+    """Return the index of a tensor among others, by identity; -1 if it is not there."""
     return next((i for i, other in enumerate(known) if other is x), -1)

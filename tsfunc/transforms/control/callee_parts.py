@@ -35,30 +35,30 @@ from tsfunc.types.dims import parse_dim
 from tsfunc.types.grammar import Descriptor
 
 Values = Sequence[Any]
-_NUMBER = 1033  # the size of nothing
-_FEW = 4  # tensors of which each choice has a rule of its own
+_NUMBER = 1033  # the example value of a number
+_FEW = 4  # up to this many tensors, each choice of batched tensors has its own rule
 
 
 @dataclass(frozen=True)
 class Number:
-    """A number among the values that a part is called with, as a text in the names of dims."""
+    """A number among the inputs of a part, as a text in the names of dims."""
 
     text: str
 
 
 class Tracing:
-    """Traces the parts of one function.
+    """Tracer of the parts of one function.
 
     Args:
         callee: the function.
-        bounds: the named dims of the program that calls it.
-        sizes: of these, in the call that was traced.
-        described: the descriptors of the program, by parameter, for errors.
+        bounds: the named dims of the program that calls the function.
+        sizes: the sizes of these dims in the call that was traced.
+        described: the descriptors of the program by parameter, for error messages.
 
     Attributes:
         callee: the function.
-        name: what errors call it.
-        operands: what is known of the values that it is called with.
+        name: the name of the function in error messages.
+        operands: the types of the function's inputs.
         names: the named dims of the part that is being traced.
     """
 
@@ -80,23 +80,23 @@ class Tracing:
         ]  # fmt: skip
 
     def head(self, results: int) -> tuple[str, int, int, int]:
-        """What is known of a function that returns so many tensors."""
+        """Return the constructor arguments of a callee with ``results`` result tensors."""
         return self.name, self.callee.tensors, len(self.callee.numbers), results
 
     def part(
         self, what: str, func: Callable[[list[Any]], Values],
         given: Sequence[OperandType | Number], last: int = 0,
     ) -> Part:  # fmt: skip
-        """A function of flat values as a graph.
+        """Return a function of flat values as a graph.
 
         Args:
-            what: how errors call it.
-            func: takes a list of values, and returns tensors, and None.
-            given: what is known of the values.
-            last: how many of the first values are to tell sizes only where no other does.
+            what: the name of the part in error messages.
+            func: takes a list of values, and returns a list of tensors and Nones.
+            given: the types of the values.
+            last: the number of first values whose sizes define dims only if no other value does.
 
         Raises:
-            NoFileForm: it can't be traced.
+            NoFileForm: the function can't be traced.
         """
         self.names = names = Names(self.bounds)
         dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
@@ -134,7 +134,7 @@ class Tracing:
         try:
             try:
                 program = traced(sizes)
-            except ConstraintViolation:  # people know the sizes of the call
+            except ConstraintViolation:  # the errors name sizes that the user knows
                 program = traced({**sizes, **self._sizes_of_call(names.used)})
         except (NoFileForm, UndefinedDerivativeError):
             raise
@@ -149,7 +149,7 @@ class Tracing:
         return Part(what, program.graph, used, program.lifted, names.used, program.run)
 
     def _sizes_of_call(self, names: Iterable[str]) -> dict[str, int]:
-        """The sizes of the call for some dims, but for 0 and 1: NOTE [sizes 0 and 1]."""
+        """Return the call's sizes of some dims, except sizes 0 and 1: NOTE [sizes 0 and 1]."""
         return {name: self.sizes[name] for name in names if self.sizes.get(name, 0) > 1}
 
     def refusal(self, what: str, why: str) -> NoFileForm:
@@ -157,7 +157,7 @@ class Tracing:
         return NoFileForm(self.name, text)
 
     def _words_of(self, error: Exception) -> str:
-        """What an error of ours says, without whose it is; the first line of another one."""
+        """Return the message of a tsfunc error without its prefix; of others the first line."""
         text = str(error)
         if not isinstance(error, TsfuncError):
             return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
@@ -169,7 +169,7 @@ class Tracing:
 class Names:
     """The named dims of a part's inputs.
 
-    A size that is made of them in another way than descriptors have is a name by itself.
+    A size that is computed from the dims in a form that descriptors lack gets its own name.
     """
 
     def __init__(self, bounds: Mapping[str, Dim]) -> None:
@@ -192,13 +192,13 @@ class Names:
         return Dim(next(name for i in itertools.count() if (name := f"size_{i}") not in taken))
 
     def number(self, text: str) -> DimForm | None:
-        """A number that can be worked out of the names; None for another one."""
+        """Return a number as a form in the known names; None if it is unknown."""
         found = self._form(text)
         known = found is not None and all(name in self.used for name in names_in(found))
         return found if known else self._others.get(text)
 
     def _form(self, text: str) -> DimForm | None:
-        """A text in names of the program, as a dim."""
+        """Return the dim form of a text in names of the program; None for other texts."""
         try:
             found = parse_dim(text)
         except DescriptorError:
@@ -210,7 +210,7 @@ class Names:
 
 
 def size_of(form: DimForm) -> Any:
-    """The symbolic size of a form, in the trace that runs."""
+    """Return the symbolic size of a dim form in the running trace."""
     trace = current_trace()
     assert trace is not None
     sizes = trace.symbols.sizes
@@ -220,7 +220,7 @@ def size_of(form: DimForm) -> Any:
 
 
 def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
-    """A tensor without data whose dims lie in memory in a given order."""
+    """Return a tensor without data whose strides have the order of the type's strides."""
     shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
     order = sorted(range(len(shape)), key=lambda i: (type_.strides[i], -i))
     strides, step = [0] * len(shape), 1
@@ -232,7 +232,7 @@ def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, in
 
 
 def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, ...]:
-    """Drops the inputs that nobody uses; which are left."""
+    """Remove unused inputs from a graph, and return the indices of the others."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     kept = []
     for node, at in zip(nodes, inputs, strict=True):
@@ -244,7 +244,7 @@ def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, 
 
 
 def types_of(part: Part) -> list[OperandType]:
-    """What is known of the tensors that a part returns."""
+    """Return the types of the tensors that a part returns."""
     found = []
     for node in part.results:
         value = node.meta["val"]
@@ -258,12 +258,12 @@ def types_of(part: Part) -> list[OperandType]:
 
 
 def smooth_of(types: Sequence[OperandType]) -> list[int]:
-    """Those that have derivatives."""
+    """Return the indices of the types that have derivatives."""
     return [i for i, x in enumerate(types) if x.dtype.is_floating_point or x.dtype.is_complex]
 
 
 class Kept:
-    """A pytree of what one part hands to another: tensors are values of the parts."""
+    """A pytree that one part passes to another; its tensors are results of the first part."""
 
     def __init__(self, tree: Any) -> None:
         self._leaves, self._tree = pytrees.flatten(tree)
@@ -278,7 +278,7 @@ class Kept:
         return [x for x in self._leaves if isinstance(x, torch.Tensor)]
 
     def forget(self) -> None:
-        """Drops the tensors, which are of a trace that has ended."""
+        """Replace the tensors, which belong to an ended trace, by placeholders."""
         self._leaves = [TENSOR if isinstance(x, torch.Tensor) else x for x in self._leaves]
 
     def filled(self, tensors: Sequence[torch.Tensor], names: Names) -> Any:
@@ -294,18 +294,18 @@ class Kept:
         return pytrees.unflatten(self._tree, leaves)
 
 
-# Takes the values, which of the tensors are batched, and the size of the batch; returns tensors and
-# which of them are.
+# Takes the values, the flags of batched tensors, and the batch size; returns tensors and their
+# flags.
 BatchRule = Callable[[list[Any], Sequence[bool], Any], tuple[Values, Values]]
 
 
 def batches_of(tracing: Tracing, rule: BatchRule, own: int) -> list[Batched]:
-    """The rule of a batch for choices of batched tensors, of which the first ``own`` can be."""
+    """Trace the batching rule for choices of batched tensors among the first ``own``."""
     types = tracing.callee.types
     size = "batch"
     while size in tracing.bounds:
         size += "_"
-    # Descriptors say nothing of the size of a batch.
+    # Descriptors do not bound the size of a batch.
     bounds = {**tracing.bounds, size: Dim(size, min=2)}
     tracing = Tracing(tracing.callee, bounds, tracing.sizes, {})
     choices = list(itertools.product((False, True), repeat=own))[1:]

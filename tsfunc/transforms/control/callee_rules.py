@@ -1,4 +1,4 @@
-"""Functions with rules, and solutions of equations, as graphs: what each part of them does."""
+"""Functions with custom rules, and solutions of equations, traced into graphs part by part."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _RuleCall:
         return self.call.arguments(self.sizes, self.operands)
 
     def knowing(self, other: Call, types: Sequence[OperandType], names: Names) -> None:
-        """Takes over what the call has returned, which was found in another trace."""
+        """Copy the result structure of the call, which was found in another trace."""
         self.call.out_tree, self.call.out_places = other.out_tree, other.out_places
         self.call.out_leaves = other.out_leaves
         self.call.results = tuple(
@@ -63,7 +63,7 @@ def _rule_call(callee: PythonCallee, values: Sequence[Any]) -> _RuleCall:
 
 
 def _primal(tracing: Tracing, calls: list[Call]) -> Part:
-    """What a function with a rule returns; the call is put among ``calls``."""
+    """Trace the function itself as a part; its call is appended to ``calls``."""
     callee = tracing.callee
 
     def run(values: list[Any]) -> Values:
@@ -149,7 +149,7 @@ def with_vmap(tracing: Tracing, batched: bool) -> WithVmap:
     calls: list[Call] = []
     made_primal = _primal(tracing, calls)
     results = len(made_primal.results)
-    own = len(calls[-1].places)  # what comes after these the rule closes over
+    own = len(calls[-1].places)  # the operands after these are closed over by the rule
 
     def rule(values: list[Any], flags: Sequence[bool], size: Any) -> tuple[Values, Values]:
         made = _rule_call(callee, values)

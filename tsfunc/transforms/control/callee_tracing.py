@@ -1,13 +1,13 @@
-"""Functions with rules, traced into graphs: what a file has of a call of the user's Python.
+"""Functions with custom rules, traced into graphs: the file form of a call of user Python.
 
 NOTE [functions in files]
-A call of an ``autograd.Function``, or of a function with a rule, is one node of a program, which
-runs the user's Python. When the program is saved the function and its rules are traced, each into a
-graph of its own (``program/files/callees.py``), as a specialized function is: with the named dims
-of the program. What a rule decides by data, or by sizes beyond what the descriptors promise, makes
-it one that a file can't hold. A rule is traced as it is called where everybody asks for everything:
-by all tensors that have a derivative, with cotangents and tangents for all results that have. Where
-some are missing when the program runs, zeros stand for them.
+A call of an ``autograd.Function``, or of a function with a custom rule, is one node of a program,
+which runs the user's Python. When the program is saved, the function and its rules are each traced
+into a graph (``program/files/callees.py``), as a specialized function is, with the named dims of
+the program. A rule whose control flow depends on data, or on sizes beyond the promises of the
+descriptors, has no file form. A rule is traced for a call that requests all derivatives: by all
+tensors with a differentiable dtype, with cotangents and tangents for all such results. If some are
+missing when the program runs, zeros are passed instead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tsfunc.transforms.equations import Solved
 
 
 def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
-    """A function of the user's as graphs.
+    """Return a function of the user as graphs.
 
     Args:
         callee: the function.
         callees: the functions of the program that calls it.
 
     Raises:
-        NoFileForm: some of it can't be traced.
+        NoFileForm: a part of the function can't be traced.
     """
     function, batched = callee.function, not callees.batched
     tracing = Tracing(callee, callees.bounds, callees.sizes, callees.described)
@@ -50,7 +50,7 @@ def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
 
 
 def key_of(callee: PythonCallee) -> Any:
-    """What tells a function, called with such arguments, from others in the same program."""
+    """Return a key that identifies a function with its static arguments within a program."""
     function, leaves = callee.function, [*callee.leaves]
     tree: Any = callee.tree
     if leaves and isinstance(leaves[0], Call):
@@ -65,7 +65,7 @@ def key_of(callee: PythonCallee) -> Any:
 
 
 def _static_key(leaf: Any) -> Any:
-    """What tells a fixed argument from others; equal numbers of other types are others."""
+    """Return the key of a static argument, different for equal numbers of different types."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str):
         return type(leaf), repr(leaf)
     return id(leaf)

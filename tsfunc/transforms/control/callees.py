@@ -1,8 +1,8 @@
-"""Functions with rules, as graphs: what a program that was loaded calls in the place of Python.
+"""Functions with custom rules as graphs: the callees of a loaded program.
 
-Each does what the user's function did, by what users have: one with a ``custom_vjp`` is a
-``custom_vjp`` whose function and rules are the graphs. So it behaves the same under transforms.
-All graphs take the function's tensors and then its numbers; rules take more after these.
+Each class rebuilds the user's function with the public tools: one with a ``custom_vjp`` is a
+``custom_vjp`` whose function and rules are graphs. It therefore behaves the same under transforms.
+All graphs take the function's tensors and then its numbers; rules take more values after these.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class WithVjp(TracedCallee):
     """A function with a ``custom_vjp``.
 
     Attributes:
-        count: how many of its tensors it is differentiated by; they come first.
-        primal: what it returns.
-        forward: the same, and the residuals after that.
-        backward: takes the residuals and a cotangent for each result of `smooth`; returns one for
-            each tensor that is differentiated by, or None.
-        smooth: the results that have cotangents.
+        count: the number of tensors that the function is differentiated by; they come first.
+        primal: the graph of the function.
+        forward: the same with the residuals as further results.
+        backward: takes the residuals and a cotangent for each result of `smooth`; returns a
+            cotangent or None for each tensor that is differentiated by.
+        smooth: the indices of the results that have cotangents.
     """
 
     count: int
@@ -76,10 +76,10 @@ class WithJvp(TracedCallee):
     """A function with a ``custom_jvp``.
 
     Attributes:
-        count: how many of its tensors it is differentiated by; they come first.
-        primal: what it returns.
-        push: takes a tangent for each tensor of `by`; returns one for each result, or None.
-        by: the tensors that have tangents.
+        count: the number of tensors that the function is differentiated by; they come first.
+        primal: the graph of the function.
+        push: takes a tangent for each tensor of `by`; returns a tangent or None for each result.
+        by: the indices of the tensors that have tangents.
     """
 
     count: int
@@ -98,7 +98,7 @@ class WithJvp(TracedCallee):
         def rule(*given: Any) -> tuple[Any, Any]:
             *fixed, primals, tangents = given
             found = self.push(*primals, *fixed, *(tangents[i] for i in self.by))
-            known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # which nobody asks
+            known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
             return known, tuple(found)
 
         made = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
@@ -112,11 +112,11 @@ class WithJvp(TracedCallee):
 
 @dataclass(frozen=True)
 class Batched:
-    """What a function does with a batch, for some of its tensors batched.
+    """The batching rule of a function for one choice of batched tensors.
 
     Attributes:
-        given: which of the tensors are batched; their batch dim comes first.
-        returned: which of the results are.
+        given: for each tensor, True if it is batched; the batch dim comes first.
+        returned: for each result, True if it is batched.
         part: the graph.
     """
 
@@ -127,19 +127,19 @@ class Batched:
 
 @dataclass(frozen=True)
 class _Shaped:
-    """Stands for a tensor of which nothing is used but the shape."""
+    """Placeholder of a tensor of which only the shape is used."""
 
     shape: Any
 
 
 class Batches:
-    """A function's rules for batches.
+    """The batching rules of a function.
 
     Args:
-        rules: those that there are: for each choice of batched tensors, or for few ones and for
-            all of them.
+        rules: the rules for the choices of batched tensors: for each choice, or for choices of one
+            tensor and of all.
         primal: the function itself.
-        tensors: how many tensors it takes.
+        tensors: the number of tensors that the function takes.
     """
 
     def __init__(self, rules: Sequence[Batched], primal: Callable[..., Any], tensors: int) -> None:
@@ -149,10 +149,10 @@ class Batches:
     def __call__(
         self, size: Any, batched: Sequence[bool], operands: Sequence[Any]
     ) -> tuple[Sequence[Any], Sequence[bool]]:
-        """The results of a batch, and which of them are batched.
+        """Return the results of a batch, and for each True if it is batched.
 
-        The graphs were traced for batches of two and more. One example is the function's own
-        business, and of none there is only the shape to tell.
+        The graphs were traced for batches of at least two examples. A batch of one example, or of
+        none, runs the function itself under ``vmap``.
         """
         tensors, numbers = list(operands[: self._tensors]), operands[self._tensors :]
         if isinstance(size, int) and size < 2:
@@ -168,7 +168,7 @@ class Batches:
 
     @property
     def _widest(self) -> Batched:
-        """The rule for which most is batched."""
+        """The rule with the most batched tensors."""
         return max(self._rules.values(), key=lambda rule: sum(rule.given))
 
 
@@ -176,8 +176,8 @@ class WithVmap(TracedCallee):
     """A function with a ``custom_vmap``.
 
     Attributes:
-        primal: what it returns.
-        batches: its rule, for choices of batched tensors.
+        primal: the graph of the function.
+        batches: the batching rule, for choices of batched tensors.
     """
 
     primal: Part
@@ -210,19 +210,20 @@ class WithMethods(TracedCallee):
     """An ``autograd.Function``.
 
     Attributes:
-        forward: what it returns, and after that what else is kept for derivatives.
-        kept: what is kept, by its number among the tensors, the results, and these others.
-        dirty: the tensors that are marked as written to.
-        inert: the results that are marked as without derivatives.
+        forward: the graph of ``forward``, with the other values kept for derivatives as further
+            results.
+        kept: the kept values, as indices among the tensors, the results and these other values.
+        dirty: the tensors that are marked dirty.
+        inert: the results that are marked as not differentiable.
         smooth: the results that have cotangents.
         by: the tensors that have tangents.
-        backward: takes what is kept, the numbers, tensors of the shapes of the function's, and a
-            cotangent for each result of `smooth`; returns one for each tensor, or None. Without it
-            there is no reverse mode.
-        once: whether ``backward`` is marked as one that has no derivative itself.
-        refusal: what an error says instead of a derivative.
-        push: the ``jvp`` method: takes the same with a tangent for each tensor of `by` instead;
-            returns one for each result, or None.
+        backward: takes the kept values, the numbers, tensors with the shapes of the function's,
+            and a cotangent for each result of `smooth`; returns a cotangent or None for each
+            tensor. None if there is no reverse mode.
+        once: True if ``backward`` is marked as once differentiable.
+        refusal: the message of the error that replaces a derivative, or None.
+        push: the ``jvp`` method: takes the same inputs as ``backward`` with a tangent for each
+            tensor of `by` in place of cotangents; returns a tangent or None for each result.
         batches: the ``vmap`` method, for choices of batched tensors.
     """
 
@@ -255,10 +256,10 @@ class WithMethods(TracedCallee):
 
     @functools.cached_property
     def _alone(self) -> Any:
-        """The function without its rule for batches."""
+        """The function without its batching rule."""
         members: dict[str, Any] = {}
         known = self.tensors + self.results
-        if all(at < known for at in self.kept):  # also torch's own transforms take it then
+        if all(at < known for at in self.kept):  # torch's own transforms can take it too
             members["forward"] = lambda *args: tuple(self.forward(*args))
             members["setup_context"] = self._keep
         else:
@@ -301,7 +302,7 @@ class WithMethods(TracedCallee):
         return tuple(self.push(*self._given(ctx), *(tangents[i] for i in self.by)))
 
     def _given(self, ctx: Any) -> Sequence[Any]:
-        """What both derivatives are called with first."""
+        """Return the first inputs of both derivatives."""
         shapes = [_Shaped(shape) for shape in ctx.shapes]
         return *ctx.saved_tensors, *ctx.numbers, *shapes
 
@@ -320,8 +321,8 @@ class LinearSolution(TracedCallee):
     """A ``linear_solve``.
 
     Attributes:
-        count: how many tensors the unknown is. The function takes the right-hand side, and what the
-            equation closes over.
+        count: the number of tensors of the unknown. The function takes the right-hand side, and
+            the values that the equation closes over.
         solve, product, transposed: as in ``equations.Linear``.
     """
 
@@ -344,8 +345,8 @@ class RootSolution(TracedCallee):
     """An ``implicit_root``.
 
     Attributes:
-        count: how many tensors the unknown is. The function takes a guess, and what the equation
-            closes over.
+        count: the number of tensors of the unknown. The function takes a guess, and the values
+            that the equation closes over.
         solve, residual, tangent: as in ``equations.Root``.
     """
 
@@ -369,7 +370,7 @@ def _closed(part: Part) -> Closed:
 
 
 def _named(name: str, part: Part) -> Callable[..., Any]:
-    """A part as a function that errors call as the user's."""
+    """Return a part as a function that has the user's name in error messages."""
 
     def function(*args: Any) -> Any:
         return tuple(part(*args))

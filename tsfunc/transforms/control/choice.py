@@ -1,4 +1,4 @@
-"""What a predicate, or an index of branches, says: one way for all, or a way for each example."""
+"""Reading of predicates and branch indices: one choice for all examples, or one for each."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ByExample:
     """A choice that differs from example to example of a vmap.
 
     Attributes:
-        level: the vmap.
-        values: the choice of each example, a tensor of one dim, of outside of the level.
-        known: whether the values can be looked at: no tracer is in the way.
+        level: the level of the vmap.
+        values: the choice of each example, a tensor of one dim that is outside of the level.
+        known: True if the values can be read: they are not traced or batched.
     """
 
     level: BatchLevel
@@ -34,7 +34,7 @@ class ByExample:
 
     @property
     def is_of_none(self) -> bool:
-        """Whether there are no examples."""
+        """True if there are no examples."""
         size: Any = self.values.shape[0]
         return type(size) is int and size == 0
 
@@ -50,10 +50,10 @@ Choice = bool | int | ByExample | Traced
 
 
 def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
-    """Looks at a predicate: whether it is something else than zero.
+    """Read a predicate: True if the value is not zero.
 
     Raises:
-        TypeError: it is neither a number nor a tensor of one element.
+        TypeError: the value is not a number or a tensor of one element.
     """
     value = _without_numpy(value)
     if isinstance(value, float):
@@ -75,18 +75,18 @@ def _without_numpy(value: Any) -> Any:
 
 
 def choice_of(value: Any, what: str) -> Choice:
-    """Looks at a predicate or an index.
+    """Read a predicate or an index.
 
     Raises:
-        TypeError: it is neither a number nor a tensor of one element.
-        DataDependentError: it differs among the examples of a vmap of torch.func.
+        TypeError: the value is not a number or a tensor of one element.
+        DataDependentError: the value differs among the examples of a vmap of torch.func.
     """
     value = _without_numpy(value)
     if isinstance(value, bool | int):
         return value
     if isinstance(value, SYMBOLIC):
         number: Any = value
-        value = torch.full((), number)  # a size of a trace, which is known when the program runs
+        value = torch.full((), number)  # a symbolic size, known when the program runs
     if not isinstance(value, torch.Tensor):
         raise TypeError(
             f"{what}: expected a bool, an int or a tensor of one element to choose by, got "
@@ -105,7 +105,7 @@ def choice_of(value: Any, what: str) -> Choice:
     inner: Any = seen_here(value)
     trace = current_trace()
     if trace is not None and not isinstance(inner, Tracer):
-        inner = trace.lift(inner)  # a tensor from outside, which the program reads anew
+        inner = trace.lift(inner)  # an outside tensor, which the program reads anew
     while isinstance(inner, BatchTracer | GradTracer):
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             level = inner.dispatch_level
@@ -125,7 +125,7 @@ def choice_of(value: Any, what: str) -> Choice:
 
 
 def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
-    """What a condition says, where it is the same for all and seen at a glance; else None.
+    """Return a condition that is the same for all examples and quick to read; else None.
 
     Args:
         value: the condition, of code that is not traced.
@@ -145,7 +145,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
 
 
 def _known(value: Any) -> bool:
-    """Whether a tensor's data can be read as they are."""
+    """True if the data of a tensor can be read directly."""
     while isinstance(value, BatchTracer | GradTracer):
         if isinstance(value, BatchTracer) and value.bdim is not None:
             return False
@@ -154,7 +154,7 @@ def _known(value: Any) -> bool:
 
 
 def read(values: Any) -> torch.Tensor:
-    """The data of a known tensor."""
+    """Return the data of a known tensor."""
     while isinstance(values, Tracer):
         values = values.value  # type: ignore[attr-defined]
     found: torch.Tensor = values
@@ -162,9 +162,9 @@ def read(values: Any) -> torch.Tensor:
 
 
 class DiffersInside(BaseException):
-    """Internal: a predicate that is one for each example of a level differs further in.
+    """Internal: a predicate with a value for each example of a level differs at an inner level.
 
-    ``by`` is who asked for it, and takes it at the level further in instead.
+    ``by`` is the caller that asked for the predicate; it handles the choice at the inner level.
     """
 
     def __init__(self, by: object, level: BatchLevel) -> None:
@@ -173,10 +173,10 @@ class DiffersInside(BaseException):
 
 
 def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
-    """A predicate as each example of a level has it: a tensor of outside of the level.
+    """Return a predicate for each example of a level, as a tensor that is outside of the level.
 
     Raises:
-        DiffersInside: it differs among the examples of a level inside of that one.
+        DiffersInside: the predicate differs among the examples of an inner level.
     """
     inner: Any = seen_here(value)
     while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:

@@ -64,31 +64,32 @@ def cond(
     batching: Batching = "lanes",
     **kwargs: Any,
 ) -> Any:
-    """Calls one of two functions, chosen by a bool.
+    """Call one of two functions, chosen by a bool.
 
     Args:
-        pred: a bool or a number, or a tensor of one element; what is not zero is true.
-        true_fun: called with the operands where ``pred`` is true.
-        false_fun: called where it is false. Both return pytrees of the same structure, with
-            leaves of the same types and shapes. They may use other tensors of their surroundings,
-            and these get their gradients.
+        pred: a bool or a number, or a tensor of one element; nonzero values are true.
+        true_fun: the function that is called with the operands if ``pred`` is true.
+        false_fun: the function that is called otherwise. Both return pytrees of the same
+            structure, with leaves of the same dtypes and shapes. The functions may close over
+            tensors, which get their gradients.
         args: the operands, any pytrees.
-        batching: under vmap, where the choice differs from example to example: "lanes" runs each
-            branch on the examples that take it, in programs too; "select" runs both on all and
-            selects, which is quicker for branches of an operator or two. Those must never fail
-            and have derivatives that are finite everywhere. So are branches run that exchange
-            values with the other examples, by a collective.
+        batching: the execution under vmap if the choice differs from example to example. "lanes"
+            runs each branch on the examples that take it, in programs too. "select" runs both
+            branches on all examples and selects, which is faster for branches of one or two
+            operators. Such branches must never fail and must have finite derivatives everywhere.
+            Branches that exchange values with other examples, by a collective, always run this
+            way.
         kwargs: ``operand=``, JAX's name for a single operand, or ``operands=``, torch's for a
-            tuple of them.
+            tuple of operands.
 
     Returns:
-        What the branch that was called returns; numbers as tensors, if ``pred`` is one.
+        The result of the called branch; its numbers become tensors if ``pred`` is a tensor.
 
     Raises:
-        TypeError: ``pred`` is no choice.
-        TypeCheckError: the branches' results differ in type. Outside of transforms the branch
-            that is not taken is looked at once for each types of operands, run on tensors without
-            data; it is not checked if it needs data.
+        TypeError: ``pred`` is not a valid predicate.
+        TypeCheckError: the branches' results differ in type. Outside of transforms the branch that
+            is not taken is checked once for each set of operand types, by a run on tensors without
+            data; a branch that needs data is not checked.
 
     Example:
         >>> import torch
@@ -98,10 +99,10 @@ def cond(
         >>> vmap(f)(torch.tensor([1., -2.]))
         tensor([0., 2.])
 
-    As ``jax.lax.cond``, also in its older form ``cond(pred, true_operand, true_fun,
-    false_operand, false_fun)``. ``torch.cond``'s form, with the operands in one tuple or list, is
-    taken too: where there is one such operand, and the branches take as many arguments as it has
-    entries, it is unpacked; and its names ``true_fn`` and ``false_fn``.
+    Corresponds to ``jax.lax.cond``, including its older form ``cond(pred, true_operand, true_fun,
+    false_operand, false_fun)``. The form of ``torch.cond``, with the operands in one tuple or
+    list, is accepted too: a single such operand is unpacked if the branches take as many arguments
+    as it has entries. torch's names ``true_fn`` and ``false_fn`` are accepted as well.
     """
     check_batching("cond", batching)
     operands = _given(args, kwargs)
@@ -126,7 +127,7 @@ def cond(
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The operands of a call of ``cond``, however they were given."""
+    """Return the operands of a call of ``cond``, from its arguments in any form."""
     if not kwargs:
         return args
     if len(kwargs) > 1 or args or not kwargs.keys() <= {"operand", "operands"}:
@@ -159,21 +160,20 @@ def _index_of(value: Any, what: str, last: int) -> Choice:
 def switch(
     index: Any, branches: Sequence[Branch], *operands: Any, batching: Batching = "lanes"
 ) -> Any:
-    """Calls one of several functions, chosen by an integer.
+    """Call one of several functions, chosen by an integer.
 
     Args:
-        index: an int, or an integer tensor of one element; what is below 0 chooses the first
-            branch, and what is too large the last.
-        branches: at least one; as ``cond``'s.
+        index: an int, or an integer tensor of one element; the index is clamped to the branches.
+        branches: at least one function, as for ``cond``.
         operands: the arguments, any pytrees.
         batching: as for ``cond``.
 
     Returns:
-        What the branch that was called returns; numbers as tensors, if ``index`` is one.
+        The result of the called branch; its numbers become tensors if ``index`` is a tensor.
 
     Raises:
         ValueError: there are no branches.
-        TypeError: ``index`` is no integer.
+        TypeError: ``index`` is not an integer.
         TypeCheckError: the branches' results differ in type; see ``cond``.
 
     Example:
@@ -182,7 +182,7 @@ def switch(
         >>> switch(torch.tensor(2), [torch.sin, torch.cos, torch.exp], torch.zeros(2))
         tensor([1., 1.])
 
-    As ``jax.lax.switch``.
+    Corresponds to ``jax.lax.switch``.
     """
     check_batching("switch", batching)
     if not branches:
@@ -211,7 +211,7 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
 
 
 class _Call:
-    """A call of ``switch``, or of ``cond`` with its branches in that order."""
+    """A call of ``switch``, or of ``cond`` with the branches (false_fun, true_fun)."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class _Call:
         return found
 
     def unseen(self, choice: ByExample) -> Any:
-        """NOTE [choices that can't be read]"""
+        """Run the branches on guarded subsets: NOTE [choices that can't be read]."""
         level, values = choice.level, choice.values
         first = values[0]
         found = switch(

@@ -1,4 +1,4 @@
-"""What control flow of a program is under transforms: its derivatives, batches and repetitions."""
+"""Control flow of a program under transforms: derivatives, batches, repetitions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
 
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_ROOM: Final = 1 << 20  # so many numbers may be copied to have one batch in the place of two
+_ROOM: Final = 1 << 20  # the most numbers to copy in order to merge two batches into one
 
 
 class Operator(ControlFlow):
     """Control flow of a program; its derivatives are operators of a program too."""
 
-    # Whether a batch of calls runs each on what its own choice asks for.
+    # True if a batch of calls runs each body only on the examples that choose it.
     on_subsets = False
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
@@ -44,7 +44,7 @@ class Operator(ControlFlow):
     def of_batch(
         self, operands: Sequence[Any], batched: Sequence[bool]
     ) -> Sequence[torch.Tensor] | None:
-        """What :meth:`mapped` returns, if there is a way to it past tracers; else None."""
+        """Return the result of :meth:`mapped` if it can be computed without tracers; else None."""
         return None
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
@@ -52,7 +52,7 @@ class Operator(ControlFlow):
 
 
 class Pullback(Operator):
-    """The pullback of an operator: see ``ControlFlow.pullback``, whose arguments it keeps."""
+    """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
 
     def __init__(self, of_op: Operator, count: int, by: Sequence[int], of: Sequence[int]) -> None:
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
@@ -92,7 +92,7 @@ class Pullback(Operator):
 
 
 class Mapped(Operator):
-    """An operator for a batch of calls: see ``ControlFlow.mapped``."""
+    """A batch of calls of an operator: see ``ControlFlow.mapped``."""
 
     def __init__(self, of_op: Operator, batched: Sequence[bool]) -> None:
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
@@ -104,7 +104,7 @@ class Mapped(Operator):
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         if self.on_subsets and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
-            # Lanes of one batch of all examples: those of the inner one could not be looked at.
+            # Use one batch of all examples, since the lanes of an inner batch could not be read.
             inner = self.op
             either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
             return flattened(Mapped(inner.op, either), self.batched, inner.batched)(*operands)
@@ -121,7 +121,7 @@ class Mapped(Operator):
         return self.op.torch_form_of_batch(writer, self._ones(operands), self.batched)
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
-        """Whether tensors that one of two vmaps batches take no more room by far for both."""
+        """True if merging two vmaps does not expand the operands by much."""
         assert isinstance(self.op, Mapped)
         pairs = list(zip(operands, self.batched, self.op.batched, strict=False))
         if not all(type(x) in _PLAIN for x, _, _ in pairs):
@@ -140,7 +140,7 @@ class Mapped(Operator):
         return flattened(form, batched, self.batched)
 
     def _ones(self, operands: Sequence[Any]) -> list[Any]:
-        """Nodes like what a single call is called with."""
+        """Return nodes with the types of a single call's operands."""
         tensors = zip(operands, self.batched, strict=False)
         ones = [one_of(x, 0 if batched else None) for x, batched in tensors]
         return [*ones, *operands[len(self.batched) :]]
@@ -152,13 +152,13 @@ class Mapped(Operator):
         tensors = [i for i in found.operands if i < len(self.batched)]
         assert isinstance(found.op, Operator)
         batched = [self.batched[i] for i in tensors]
-        if not any(batched):  # which would not say how many calls there are
+        if not any(batched):  # the number of calls would be unknown
             return None
         return Narrowed(Mapped(found.op, batched), found.operands, found.results)
 
 
 class Replayed(Operator):
-    """An operator with earlier random numbers: see ``ControlFlow.replayed``."""
+    """A repetition of an operator with earlier random numbers: see ``ControlFlow.replayed``."""
 
     def __init__(self, of_op: Operator, count: int, devices: Sequence[torch.device]) -> None:
         super().__init__(of_op.name, of_op.bodies)
@@ -169,7 +169,7 @@ class Replayed(Operator):
 
     @property
     def random(self) -> bool:
-        return False  # it draws what was drawn before
+        return False  # it repeats earlier draws
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         stop = self.count + len(self.devices)
@@ -181,7 +181,7 @@ class Replayed(Operator):
             self._set(now)
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        """The operator as it is, if it turns out to draw nothing."""
+        """Return the form of the operator itself if the operator draws no numbers."""
         stop = self.count + len(self.devices)
         rest = [*operands[: self.count], *operands[stop:]]
         form = self.op.torch_form(writer, rest)

@@ -1,4 +1,4 @@
-"""``torch.autograd.Function`` in programs: one node, so that a program keeps its derivative."""
+"""``torch.autograd.Function`` in programs: one node, so that the program keeps its derivative."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tsfunc.transforms.vmap import vmap
 
 @dataclass(frozen=True)
 class Mapped:
-    """A vmap of the trace that the call is made in: where the batch dims of its tensors are."""
+    """A vmap of the trace around a call: the call's batch dims, and the vmap's settings."""
 
     in_dims: tuple[int | None, ...]
     out_dims: tuple[int | None, ...]
@@ -39,11 +39,11 @@ class Mapped:
 
 
 class Callee(Protocol):
-    """What a program's call of a function with a derivative of its own calls.
+    """The callable of a program's node for a function with a custom derivative.
 
     Attributes:
-        name: what the program calls it.
-        tensors: how many tensors it takes; after these come numbers.
+        name: the name of the function in the program.
+        tensors: the number of tensors that the function takes; numbers come after these.
     """
 
     @property
@@ -57,11 +57,11 @@ class Callee(Protocol):
 
 @dataclass(frozen=True)
 class OperandType:
-    """What is known of a tensor that a function is called with, for one example.
+    """The type of a tensor argument of a function, for one example.
 
     Attributes:
-        dims: its sizes, those that are no numbers as texts in the names of dims.
-        strides: in which order its dims lie in memory: the greater, the further hidden.
+        dims: the sizes; a symbolic size is a text in the names of dims.
+        strides: the strides, of which only the order matters.
     """
 
     dims: tuple[int | str, ...]
@@ -71,17 +71,17 @@ class OperandType:
 
 
 class PythonCallee:
-    """An ``autograd.Function`` of the user's, or one that rules of the user's are called by.
+    """An ``autograd.Function`` of the user, or the one that runs a function with a custom rule.
 
-    What it takes beside tensors, and sizes of named dims, is fixed.
+    Arguments other than tensors and symbolic sizes are static.
 
     Attributes:
         function: the class.
         leaves: the flattened arguments, None for tensors and sizes.
-        tree: their structure.
-        places: where the tensors stand among them.
-        sizes: where the sizes do.
-        types: what is known of the tensors.
+        tree: the structure of the arguments.
+        places: the positions of the tensors among the leaves.
+        sizes: the positions of the sizes among the leaves.
+        types: the types of the tensors.
         numbers: the sizes, as texts in the names of dims.
     """
 
@@ -99,7 +99,7 @@ class PythonCallee:
         return len(self.places)
 
     def taken(self, spell: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
-        """The tensors and the sizes, of which the types are kept; ``spell`` gives a size's text."""
+        """Return the tensors and the sizes, and store their types; ``spell`` spells sizes."""
         tensors = [self.leaves[i] for i in self.places]
         sizes = [self.leaves[i] for i in self.sizes]
         self.types = [_type_of(x, spell) for x in tensors]
@@ -109,7 +109,7 @@ class PythonCallee:
         return tensors, sizes
 
     def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """The arguments: of flattened tensors, and after these the sizes."""
+        """Return the arguments, from the flattened tensors followed by the sizes."""
         places = (*self.places, *self.sizes)
         args: Sequence[Any] = pytrees.unflatten(
             self.tree, with_places(self.leaves, places, operands)
@@ -130,15 +130,15 @@ def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
 
 
 class FunctionCall(Operator):
-    """A call of a function with a derivative of its own: its tensors, and after these its sizes.
+    """A call of a function with a custom derivative; its tensors come first, then its sizes.
 
-    Nothing is known of what it does, so calls are neither merged nor removed.
+    The effects of the function are unknown, so calls are neither merged nor removed.
 
     Attributes:
         callee: the function.
-        maps: the vmaps that the call was made in, the innermost first.
-        written: the tensors that are marked dirty, by their places. The call in a program writes to
-            copies, which are its results, and the program copies these to what was written to.
+        maps: the vmaps around the call, the innermost first.
+        written: the positions of tensors that are marked dirty. A call in a program writes to
+            copies of these, which it returns, and the program copies them back to the originals.
     """
 
     opaque = True
@@ -169,7 +169,7 @@ class FunctionCall(Operator):
         return run(*tensors)
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        """The call itself, of which torch traces the operators, past the derivative it brings."""
+        """Return the call itself: torch traces its operators, without the custom derivative."""
         nodes = [x for x in operands if isinstance(x, torch.fx.Node)]
         if writer.exact and any(node.meta.get("requires_grad") for node in nodes):
             raise NoTorchOperator(self.name)
@@ -177,9 +177,9 @@ class FunctionCall(Operator):
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:
-    """Records a call of an ``autograd.Function``; its results.
+    """Record a call of an ``autograd.Function``, and return its results.
 
-    The vmaps inside of the trace are vmaps of the call when the program runs.
+    The vmaps inside of the trace become vmaps of the call when the program runs.
     """
     callee = PythonCallee(function, args)
     given, sizes = callee.taken(trace.symbols.spell_size)
@@ -218,9 +218,9 @@ def _arranged(x: Any) -> Any:
 
 
 def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
-    """Which results, among the tensors, are arguments that were written to: their places.
+    """Return the positions of results that are arguments, and the positions of these arguments.
 
-    What ``forward`` returns of its arguments without marking it dirty is another tensor for torch.
+    An argument that ``forward`` returns without marking it dirty is a new tensor for torch.
     """
     results = [x for x in leaves if isinstance(x, torch.Tensor)]
     return {
@@ -232,10 +232,10 @@ def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
 
 
 def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
-    """The batch dims of arguments that can be differentiated by: those of all results.
+    """Return the batch dims of the differentiable arguments, which all results get.
 
-    Results depend on these by the derivative that the function gives, if not by their values: see
-    NOTE [results of a mapped function].
+    The results may depend on these dims by the custom derivative only, and not by their values:
+    see NOTE [results of a mapped function].
     """
     found: dict[int, Frame] = {}
     for x in tensors:
@@ -247,7 +247,7 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
 def _maps(
     trace: TraceLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
 ) -> list[Mapped]:
-    """The vmaps that tensors are batched by, or whose axis has a name, the innermost first."""
+    """Return the vmaps that batch a tensor or have a named axis, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
     for stack in inputs:
         for frame in stack.frames:

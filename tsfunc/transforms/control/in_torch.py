@@ -1,10 +1,10 @@
-"""Our control flow as torch's: NOTE [control flow in torch's graphs] in ``bridge/tracers/dynamo``.
+"""torch's control flow for tsfunc's: NOTE [control flow in torch's graphs].
 
-torch's operators take and return tensors that share no memory, so what loops begin with and bodies
-return is copied, and numbers among it become tensors (NOTE [numbers among results] in ``outputs``);
-ints that branches return are torch's own. ``batching=``, ``checkpoint=`` and ``unroll=`` have no
-meaning for them. Dynamo traces this file; it knows torch's pytrees, and neither optree nor
-``inspect``.
+The note is in ``bridge/tracers/dynamo``. torch's operators take and return tensors that share no
+memory. Initial carries and results of bodies are therefore copied, and their numbers become
+tensors (NOTE [numbers among results] in ``outputs``); ints that branches return stay ints.
+``batching=``, ``checkpoint=`` and ``unroll=`` have no effect here. Dynamo traces this file; it
+supports torch's pytrees, but not optree or ``inspect``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Function = Callable[..., Any]
 
 
 def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[Any, ...]) -> Any:
-    """``torch.cond``, of branches that close over the operands."""
+    """Call ``torch.cond`` with branches that close over the operands."""
     given = _unpacked(operands, true_fun)
     if not isinstance(pred, torch.Tensor | torch.SymBool):
         return (true_fun if pred else false_fun)(*given)
@@ -38,7 +38,7 @@ def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[A
 
 
 def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
-    """``torch.cond`` between a branch and all after it."""
+    """Call a chain of ``torch.cond``, each between one branch and all later ones."""
     given = _unpacked(operands, branches[0])
     last = len(branches) - 1
     if not isinstance(index, torch.Tensor | torch.SymInt):
@@ -56,7 +56,7 @@ def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...])
 
 
 def while_loop(cond_fun: _Function, body_fun: _Function, init: Any) -> Any:
-    """``torch``'s loop, of one carry."""
+    """Call torch's ``while_loop`` with a single carry."""
     if type(init) in (tuple, list) and init and _takes(cond_fun, len(init)):
         own_cond, own_body = cond_fun, body_fun
 
@@ -76,7 +76,7 @@ def while_loop(cond_fun: _Function, body_fun: _Function, init: Any) -> Any:
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: _Function, init: Any) -> Any:
-    """``torch``'s loop, which counts."""
+    """Call torch's ``while_loop`` with a counter in the carry."""
     if isinstance(lower, int) and isinstance(upper, int) and upper <= lower:
         return init
     last = _as_tensor(upper)
@@ -90,7 +90,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: _Function, init: Any) -> Any:
 def scan(
     f: _Function, init: Any, xs: Any, length: int | None, reverse: bool = False, dim: int = 0
 ) -> Any:
-    """``torch``'s scan, which stacks something: nothing has it stack empty tensors."""
+    """Call torch's ``scan``; without results or ``xs``, it gets empty tensors or a range."""
     leaves = [x for x in torch_tree_leaves(xs) if x is not None]
     counted = not leaves
 
@@ -104,12 +104,12 @@ def scan(
 
 
 def over(f: _Function, xs: Any, args: tuple[Any, ...]) -> Any:
-    """``torch``'s map."""
+    """Call torch's ``map``."""
     return torch_map(lambda x: _owned(f(x, *args)), xs)
 
 
 def associative_scan(fn: _Function, elems: Any, axis: int, reverse: bool, of_slices: bool) -> Any:
-    """``torch``'s associative scan, of a function of single slices."""
+    """Call torch's ``associative_scan`` with a function of single slices."""
 
     def one(left: Any, right: Any) -> Any:
         if of_slices:
@@ -127,12 +127,12 @@ def _truth(value: Any) -> Any:
 
 
 def _chosen(tree: Any) -> Any:
-    """What a branch returns, in memory of its own; ints stay as they are."""
+    """Return a branch's result as copies; ints are unchanged."""
     return torch_tree_map(lambda x: x if type(x) is int else _owned_leaf(x), tree)
 
 
 def _owned(tree: Any) -> Any:
-    """Results in memory of their own."""
+    """Return a tree with copies of its tensors, and numbers as tensors."""
     return torch_tree_map(_owned_leaf, tree)
 
 
@@ -150,7 +150,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _unpacked(operands: tuple[Any, ...], func: _Function) -> tuple[Any, ...]:
-    """As ``arguments.operands_of``."""
+    """Same as ``arguments.operands_of``."""
     if len(operands) == 1 and type(operands[0]) in (tuple, list):
         given = tuple(operands[0])
         known = _takes(func, len(given))
@@ -160,7 +160,7 @@ def _unpacked(operands: tuple[Any, ...], func: _Function) -> tuple[Any, ...]:
 
 
 def _takes(func: Any, count: int) -> bool | None:
-    """As ``arguments.takes``, by the function's code; None where it has none."""
+    """Same as ``arguments.takes``, from the function's code; None if it has none."""
     if isinstance(func, functools.partial):
         return _takes(func.func, count + len(func.args))
     code = getattr(func, "__code__", None)

@@ -64,24 +64,25 @@ def while_loop(
     *,
     checkpoint: Checkpoint = None,
 ) -> Any:
-    """Calls a body on its own result as long as a condition holds.
+    """Call a body on its own result as long as a condition holds.
 
     Args:
         cond_fun: takes the carry; returns a bool, or a tensor of one element.
-        body_fun: takes the carry, and returns the next: a pytree of the same structure, with
-            leaves of the same types and shapes.
+        body_fun: takes the carry and returns the next carry: a pytree of the same structure, with
+            leaves of the same dtypes and shapes.
         init_val: the first carry, any pytree.
-        checkpoint: what reverse mode keeps of the steps: None keeps what autograd saves in each,
-            so that memory grows with their number. "sqrt" keeps carries alone, and of ``n`` steps
-            about the square root of ``2 n``; each step is run a second time by the backward pass.
-            "log" keeps about ``log2(n)`` carries at a time, and a step is run up to that often.
+        checkpoint: the values that reverse mode keeps. None keeps the values that autograd saves
+            in each step, so that memory grows with the number of steps. "sqrt" keeps only carries,
+            about the square root of ``2 n`` for ``n`` steps; the backward pass runs each step a
+            second time. "log" keeps about ``log2(n)`` carries at a time, and runs a step up to
+            that often.
 
     Returns:
-        The carry for which the condition does not hold.
+        The first carry for which the condition does not hold.
 
     Raises:
-        TypeError: the condition is no choice.
-        TypeCheckError: the carry changes its type, or would do so if a step were made.
+        TypeError: the condition is not a valid predicate.
+        TypeCheckError: the carry changes its type, or would do so in a first step.
 
     Example:
         >>> import torch
@@ -91,9 +92,10 @@ def while_loop(
         >>> vmap(doubled_past_100)(torch.tensor([1., 30., 200.]))
         tensor([128., 120., 200.])
 
-    As ``jax.lax.while_loop``, with reverse mode beside. ``torch``'s form, with functions that take
-    the entries of a tuple or list as arguments, is taken too, and its names of the parameters.
-    So functions of one argument get the entry of a tuple of one, not the tuple.
+    Corresponds to ``jax.lax.while_loop``; it is also differentiable in reverse mode. torch's form,
+    with functions that take the entries of a tuple or list as arguments, is accepted too, with its
+    parameter names. Functions of one argument therefore get the entry of a tuple of one entry, not
+    the tuple.
     """
     if checkpoint not in (None, "sqrt", "log"):
         raise ValueError(
@@ -124,12 +126,12 @@ def fori_loop(
     *,
     checkpoint: Checkpoint = None,
 ) -> Any:
-    """Calls a body with each integer of a range and its own last result.
+    """Call a body with each integer of a range and its own last result.
 
     Args:
         lower: the first integer; a number or a tensor of one element.
-        upper: the first that is not called with; as ``lower``.
-        body_fun: takes the integer (an int where both bounds are known integers, else a tensor)
+        upper: the end of the range, exclusive; as ``lower``.
+        body_fun: takes the integer (an int if both bounds are known integers, else a tensor)
             and the carry; returns the next carry, of the same type.
         init_val: the first carry, any pytree.
         checkpoint: as for ``while_loop``.
@@ -138,8 +140,8 @@ def fori_loop(
         The last carry.
 
     Raises:
-        TypeError: a bound is no number.
-        TypeCheckError: the carry changes its type, or would do so if a step were made.
+        TypeError: a bound is not a number.
+        TypeCheckError: the carry changes its type, or would do so in a first step.
 
     Example:
         >>> import torch
@@ -147,13 +149,14 @@ def fori_loop(
         >>> fori_loop(0, 5, lambda i, total: total + i, torch.tensor(0))
         tensor(10)
 
-    As ``jax.lax.fori_loop``, with reverse mode also where the bounds are tensors.
+    Corresponds to ``jax.lax.fori_loop``; it is differentiable in reverse mode even if the bounds
+    are tensors.
     """
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():
         return in_torch.fori_loop(lower, upper, body_fun, init_val)
     if isinstance(lower, torch.Tensor) or isinstance(upper, torch.Tensor):
-        # The ranks of a mesh may count differently far.
+        # The ranks of a mesh may have different bounds.
         carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)
         step = lambda carry: (carry[0] + 1, carry[1], body_fun(carry[0], carry[2]))  # noqa: E731
         if exchanging("fori_loop", (step,), (carry,)):
@@ -192,7 +195,7 @@ def _loop(
     checkpoint: Checkpoint,
     carry: Any,
 ) -> Loop:
-    """A loop, which ends on all ranks at once where it exchanges values along mesh axes."""
+    """Return a loop; if it exchanges values along mesh axes, it ends on all ranks at once."""
     axes = exchanging(what, (cond_fun, body_fun), (carry,))
     if not axes:
         return Loop(what, cond_fun, body_fun, checkpoint)
@@ -202,11 +205,11 @@ def _loop(
 
 
 def _bound(value: Any) -> Any:
-    """A bound of a range: an int where it can be looked at."""
+    """Return a bound of a range: an int if its value is known."""
     if isinstance(value, float) or (
         isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1
     ):
-        return value  # which has its gradient, and so have the numbers that it begins
+        return value  # it has a gradient, and so do the counter values
     choice = choice_of(value, "fori_loop")
     if isinstance(choice, bool):
         raise TypeError("fori_loop: the bounds must be integers, got a bool.")
@@ -214,7 +217,7 @@ def _bound(value: Any) -> Any:
 
 
 def _numbered(lower: Any, upper: Any) -> bool:
-    """Whether it is known how many numbers a range has, or, of sizes, that there is one."""
+    """True if the length of a range is known, or symbolic and at least one."""
     if isinstance(lower, int) and isinstance(upper, int):
         return True
     return all(isinstance(b, int | torch.SymInt) for b in (lower, upper)) and known_to_hold(
@@ -223,7 +226,7 @@ def _numbered(lower: Any, upper: Any) -> bool:
 
 
 class Loop:
-    """A condition and a body, and how reverse mode is to keep the steps."""
+    """A loop: a condition, a body, and the checkpoint mode of reverse mode."""
 
     def __init__(
         self,
@@ -234,11 +237,11 @@ class Loop:
     ) -> None:
         self.what, self.cond_fun, self.body_fun = what, cond_fun, body_fun
         self.checkpoint = checkpoint
-        self.written: Callable[..., Any] = body_fun  # the user's function, which it calls
+        self.written: Callable[..., Any] = body_fun  # the user's function that body_fun calls
         self.checked = False
 
     def whole(self, carry: Any) -> Any:
-        """The loop to its end."""
+        """Run the loop to its end."""
         if self.checkpoint is None or not torch.is_grad_enabled() or current_trace() is not None:
             return self.run(carry, None)[0]
         size, done = 1, False
@@ -248,7 +251,7 @@ class Loop:
         return carry
 
     def block(self, carry: Any, size: int) -> tuple[Any, bool]:
-        """At most ``size`` steps, of which reverse mode keeps the first carry alone."""
+        """Run at most ``size`` steps; reverse mode keeps only the first carry."""
 
         def run(carry: Any) -> tuple[Any, bool]:
             if self.checkpoint == "sqrt" or size == 1:
@@ -260,7 +263,7 @@ class Loop:
         return found
 
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
-        """The loop, or its next steps; and whether it is at its end."""
+        """Run the loop, or its next ``limit`` steps; return the carry, and True at its end."""
         steps = 0
         traced = current_trace() is not None
         while True:
@@ -278,8 +281,8 @@ class Loop:
             if steps == limit:
                 return carry, False
             if steps == 0 and traced:
-                # Known of this step, and not of those to come. A body that needs the numbers of
-                # its carry as Python has them is called for each.
+                # The condition is known for this step, but may be traced later. A body that reads
+                # numbers of its carry as Python values is called for each step.
                 with suppress(DataDependentError):
                     return self.record(carry, False), True
             sure = self.sure(carry) if limit is None and not traced else 1
@@ -287,7 +290,7 @@ class Loop:
             steps += sure
 
     def sure(self, carry: Any) -> int:
-        """How many steps are made for sure where the condition holds."""
+        """Return a number of steps that are certain to be made if the condition holds."""
         return 1
 
     def each_its_own(
@@ -309,7 +312,7 @@ class Loop:
                 attempt.give_up(error)
                 inside = None
             except DiffersInside as error:
-                # A carry that the body batches has its conditions do so from the second step on.
+                # A body that batches the carry also batches the condition from the second step on.
                 if error.by is not self:
                     raise
                 attempt.undo()
@@ -324,7 +327,7 @@ class Loop:
         return carry
 
     def step(self, carry: Any) -> Any:
-        """The body, once. The same body on the same types: one look at what it returns will do."""
+        """Run the body once; only the first result's type is checked."""
         new = self.body_fun(carry)
         if not self.checked:
             check_carried(self.what, ("the carry", "what the body returns"), (carry, new), _ADVICE)
@@ -332,7 +335,7 @@ class Loop:
         return new
 
     def ended(self, carry: Any) -> Any:
-        """The last carry; where no step was made, the body's type is looked at all the same."""
+        """Return the last carry; without a step, check the body's type now."""
         if not self.checked:
             self.checked = True
             check_zero_steps(self.what, self.written, self.body_fun, carry, _ADVICE)
@@ -350,7 +353,7 @@ class Loop:
                 if not count:
                     return put_away.merged_with(subset, self.ended(carry)), True
                 put_away.add(subset, ~active, carry)
-                # Errors of batched values are those of a step on tracers.
+                # Batched values raise the errors of a step on tracers.
                 subset = _some_of(subset, active, single=count == 1 and steps > 0)
                 carry = subset.of_parent(self.what, carry)
             if steps == limit:
@@ -389,7 +392,7 @@ class Loop:
                 return carry, made, True
 
     def unseen(self, carry: Any, value: Any, level: BatchLevel) -> Any:
-        """NOTE [choices that can't be read] in ``cond``: a loop of the level outside."""
+        """Run the loop at the outer level: NOTE [choices that can't be read] in ``cond``."""
         active = values_at(value, level)
 
         def body(state: Any) -> Any:
@@ -414,7 +417,7 @@ class Loop:
     def outer(self, body: Callable[[Any], Any]) -> Loop:
         """Return a loop that runs as long as any example continues."""
         loop = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
-        loop.checked = True  # the steps in its body are
+        loop.checked = True  # its body checks the steps
         return loop
 
     def record(self, carry: Any, value: Any) -> Any:
@@ -425,7 +428,7 @@ class Loop:
             return self.recorded(carry, None)
 
     def recorded(self, carry: Any, value: Any) -> Any:
-        """The same; without a first condition no vmap is hidden."""
+        """Record the loop; without a first condition no vmap is hidden."""
 
         def masked(carry: Any, value: Any, level: BatchLevel) -> Any:
             choice = ByExample(level, values_at(value, level), False)
@@ -441,12 +444,12 @@ class Loop:
 
 
 class _Counted(Loop):
-    """A loop whose carry begins with a number and the one that it is counted up to."""
+    """A loop whose carry starts with a counter and its upper bound."""
 
     numbered: Callable[[Any, Any], Any]
 
     def steps(self, carry: Any, count: int) -> Any:
-        """Steps that are made for sure, whose numbers are made some hundred at a time."""
+        """Make steps that are certain; the counter values are made a few hundred at a time."""
         if count and not self.checked:
             carry, count = self.step(carry), count - 1
         while count > 1 and isinstance(carry[0], torch.Tensor):
@@ -472,7 +475,7 @@ class _Counted(Loop):
         return super().together(subset, limit, carry)
 
     def left(self, carry: Any) -> Choice | None:
-        """How many steps are to be made; None where the numbers are no integers."""
+        """Return the number of remaining steps; None if the bounds are not integers."""
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
             return None
@@ -519,7 +522,7 @@ def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
     return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
 
 
-# So many numbers of a range are made by one call of an operator.
+# The most counter values that one operator call makes.
 _AT_A_TIME: Final = 256
 
 

@@ -1,8 +1,8 @@
-"""Batches of choices and loops by torch's own operators, which can't run on a subset.
+"""Batches of choices and loops for torch's own operators, which can't run on a subset.
 
-All examples make every step, and a branch that any example takes runs on all of them. An example
-that does not take it is given the tensors of one that does: NOTE [choices that can't be read] in
-``cond``.
+All examples make every step, and a branch that any example takes runs on all examples. An example
+that does not take the branch gets the tensors of one that does: NOTE [choices that can't be read]
+in ``cond``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _CONTIGUOUS: Final = torch.contiguous_format  # NOTE [layouts of torch's loops]
 
 
 class Batch:
-    """What a batch of calls is called with.
+    """The form of a batch of calls.
 
     Attributes:
         writer: makes the forms of control flow in the bodies.
-        flags: for each operand whether it has a dim in front for the examples.
+        flags: for each operand, True if it has a leading batch dim.
     """
 
     def __init__(self, writer: Writer, flags: Flags) -> None:
         self.writer, self.flags = writer, tuple(flags)
 
     def loop(self, condition: Body, body: Body, carried: int) -> Callable[..., tuple[Any, ...]]:
-        """The form of a loop.
+        """Return the form of a loop.
 
         Args:
-            condition: of one example.
-            body: of one example.
-            carried: how many operands are carried.
+            condition: the condition for one example.
+            body: the body for one example.
+            carried: the number of operands that are carried.
         """
         flags = [True] * carried + list(self.flags[carried:])
         every = Batch(self.writer, flags)
@@ -71,7 +71,7 @@ class Batch:
         return run
 
     def choice(self, branches: Sequence[Body]) -> Callable[..., tuple[Any, ...]]:
-        """The form of a choice between branches, by the first operand."""
+        """Return the form of a choice between branches, by the first operand."""
         last = len(branches) - 1
         either = torch.ops.higher_order.cond
 
@@ -80,7 +80,7 @@ class Batch:
             return tuple(x.contiguous() for x in found)
 
         def of(i: int, *given: Any) -> tuple[Any, ...]:
-            """What the first example chooses, which is one of the branches from this one on."""
+            """Run the branch of the first example, which is branch ``i`` or a later one."""
             if i == last:
                 return guarded(i, given)
             taken: tuple[Any, ...] = either(
@@ -117,7 +117,7 @@ class Batch:
         return run
 
     def guarded(self, given: Sequence[Any], mask: torch.Tensor) -> list[Any]:
-        """The operands; for examples outside of the mask those of the first one that is in it."""
+        """Return the operands; examples outside the mask get those of the first one inside."""
         numbers = torch.arange(mask.shape[0], device=mask.device)
         index = torch.where(mask, numbers, mask.long().argmax())
         return [
@@ -125,7 +125,7 @@ class Batch:
         ]
 
     def run(self, body: Body, given: Sequence[Any]) -> list[Any]:
-        """A body for every example; its results, each with a dim in front."""
+        """Run a body for every example, and return its results, each with a leading batch dim."""
         pairs = list(self._with_flags(given))
         values: dict[torch.fx.Node, tuple[Any, bool]] = {}
         places = iter(body.inputs)
@@ -146,7 +146,7 @@ class Batch:
     def _call(
         self, node: torch.fx.Node, values: dict[torch.fx.Node, tuple[Any, bool]]
     ) -> tuple[Any, bool]:
-        """What a node of a body computes, and whether that differs from example to example."""
+        """Return the result of a node of a body, and True if it is batched."""
         inputs = list(dict.fromkeys(node.all_input_nodes))
         given, flags = [values[x][0] for x in inputs], [values[x][1] for x in inputs]
         if node.meta.get("no_grad"):
@@ -191,12 +191,12 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
 def flattened(
     form: Callable[..., tuple[Any, ...]], outer: Flags, inner: Flags
 ) -> Callable[..., tuple[Any, ...]]:
-    """A batch of batches of calls, by the form of one batch.
+    """Return a batch of batches of calls, from the form of one batch.
 
     Args:
-        form: takes operands with one dim in front, where they have one of the two.
-        outer: which operands have the first dim.
-        inner: which have the second, or the first if they have not that.
+        form: takes operands with one leading dim in place of the two batch dims.
+        outer: for each operand, True if it has the first batch dim.
+        inner: for each operand, True if it has the second batch dim.
     """
 
     def run(*given: Any) -> tuple[Any, ...]:

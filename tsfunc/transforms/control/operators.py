@@ -1,7 +1,7 @@
-"""The operators of control flow that programs have: NOTE [control flow in programs].
+"""The control flow operators of programs: NOTE [control flow in programs].
 
-What there is to know of one is data (its bodies, and how it goes about them), so that a program can
-be looked into, rewritten and saved. When the program runs they do what the user's calls do.
+An operator consists of data (its bodies and its options), so that a program can be inspected,
+rewritten and saved. When the program runs, the operators behave like the user's calls.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Switch(Operator):
-    """``cond`` and ``switch``: the index, then what the branches use.
+    """``cond`` and ``switch``; the operands are the index and the values of the branches.
 
     Attributes:
-        batching: the call's.
+        batching: the ``batching=`` of the call.
     """
 
     on_subsets = True
@@ -85,7 +85,7 @@ class Switch(Operator):
     def _chosen(
         self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
     ) -> list[torch.fx.Node]:
-        """One of two branches."""
+        """Write a choice between two branches."""
 
         def block(body: Body) -> torch.fx.Node:
             return writer.block(body.name, rest, lambda inner, xs: inner.inline(body, [None, *xs]))
@@ -97,7 +97,7 @@ class Switch(Operator):
     def _from(
         self, writer: Writer, first: int, index: Any, rest: Sequence[Any]
     ) -> list[torch.fx.Node]:
-        """A choice between a branch and all after it."""
+        """Write a choice between a branch and all later ones."""
         if first == len(self.bodies) - 1:
             return writer.inline(self.bodies[first], [None, *rest])
         operands = tuple(writer.distinct((index, *rest)))
@@ -118,11 +118,11 @@ class Switch(Operator):
 
 
 class While(Operator):
-    """``while_loop``: the carry, then what condition and body use.
+    """``while_loop``; the operands are the carry and then the values that condition and body use.
 
     Attributes:
-        carried: how many tensors the carry has.
-        checkpoint: the call's.
+        carried: the number of tensors in the carry.
+        checkpoint: the ``checkpoint=`` of the call.
     """
 
     on_subsets = True
@@ -183,7 +183,7 @@ _RUNS: Final[dict[type, Callable[..., Any]]] = {}
 
 
 def run_by(kind: type) -> Callable[[F], F]:
-    """Registers what a program does for an operator: what the user's call does, in its file."""
+    """Register the function that runs an operator, from the file of the user's call."""
 
     def decorator(func: F) -> F:
         _RUNS[kind] = func
@@ -193,13 +193,13 @@ def run_by(kind: type) -> Callable[[F], F]:
 
 
 class Scan(Operator):
-    """``scan``: the carry, what it goes along, then what the body uses.
+    """``scan``; the operands are the carry, the scanned tensors, and the body's values.
 
     Attributes:
-        carried: how many tensors the carry has.
-        along: how many tensors it goes along, in their first dim.
-        length: how many steps there are, where that is fixed; else it goes along something.
-        reverse: whether it begins with the last slice.
+        carried: the number of tensors in the carry.
+        along: the number of tensors that are scanned, in their first dim.
+        length: the number of steps if it is fixed; otherwise at least one tensor is scanned.
+        reverse: True if the scan begins with the last slice.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Scan(Operator):
         carried, stop = self.carried, self.carried + self.along
         operands = writer.distinct([*map(writer.owned, operands[:carried]), *operands[carried:]])
         carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
-        counted = not along  # torch's own goes along something
+        counted = not along  # torch's scan needs a scanned tensor
         if counted:
             along = [writer.call(torch.ops.aten.arange.default, self.length)]
         aten, own = torch.ops.aten, torch.ops.higher_order
@@ -241,7 +241,7 @@ class Scan(Operator):
 
         def step(inner: Writer, xs: list[torch.fx.Node]) -> list[torch.fx.Node]:
             out = inner.inline(body, [*xs[:carried], *xs[carried + 1 :]] if counted else xs)
-            if len(out) == carried:  # inductor has no scan without results of its steps
+            if len(out) == carried:  # inductor has no scan without step results
                 out.append(inner.call(aten.new_zeros.default, xs[0], [0]))
             return out
 
@@ -269,7 +269,7 @@ class Scan(Operator):
         carried, live = _carried(used, self.carried, body, stacked)
         along = {i for i in range(self.carried, self.carried + self.along) if i in live}
         if self.along and not along and self.length is None:
-            along = {self.carried}  # which says how many steps there are
+            along = {self.carried}  # it determines the number of steps
         operands, numbers = _numbered(carried | live | along)
         kept = sorted(carried | stacked)
         made = narrowed_body(body, kept, numbers)
@@ -277,7 +277,7 @@ class Scan(Operator):
         return Narrowed(op, operands, tuple(kept))
 
     def rows(self, columns: Sequence[torch.Tensor]) -> Iterable[Sequence[Any]]:
-        """What each step gets of what the scan goes along, in their order."""
+        """Return the slices of the scanned tensors for each step, in the order of the steps."""
         if not columns:
             assert self.length is not None
             return itertools.repeat((), self.length)
@@ -288,10 +288,11 @@ class Scan(Operator):
 
 
 class AssociativeScan(Operator):
-    """``associative_scan``: what it goes along in its first dim, then what the body uses.
+    """``associative_scan``; the operands are the scanned tensors and then the values of the body.
 
     Attributes:
-        along: how many tensors it goes along. The body takes a slice of each twice.
+        along: the number of tensors that are scanned, in their first dim. The body takes two
+            slices of each.
     """
 
     def __init__(self, name: str, bodies: Sequence[Body], along: int) -> None:
@@ -328,7 +329,7 @@ class AssociativeScan(Operator):
                 body.name, [*along, *along], lambda inner, xs: inner.inline(plain, xs)
             )
             return writer.items(writer.call(own.associative_scan, block, tuple(along), ()), n)
-        # Else one after the other.
+        # Otherwise the slices are combined one after the other.
         first = [writer.call(aten.slice.Tensor, x, 0, 0, 1) for x in along]
         others = [writer.call(aten.slice.Tensor, x, 0, 1) for x in along]
 
@@ -363,16 +364,16 @@ def _results(body: Body) -> Sequence[torch.fx.Node]:
     return found
 
 
-# Where torch has associative_scan, of functions that combine place by place: inductor has no code
-# for it elsewhere.
+# Device types with torch's associative_scan for pointwise functions; inductor has no code for it
+# on other devices.
 _PARALLEL = {"cuda", "xpu"}
 
-# What takes the slices of JAX's form to a batch of one, and the results from it.
+# Operators that turn a slice into a batch of one for JAX's form, and back.
 _MOVES = frozenset({"aten::unsqueeze", "aten::squeeze.dim"})
 
 
 def _is_pointwise(node: torch.fx.Node) -> bool:
-    """Whether a node of a body combines slices place by place."""
+    """True if a node of a body combines slices pointwise."""
     op = node.meta.get("op")
     return node.op != "call_function" or (
         isinstance(op, TorchOperator)
@@ -381,7 +382,7 @@ def _is_pointwise(node: torch.fx.Node) -> bool:
 
 
 def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph of a body that combines place by place, which needs no batch for that."""
+    """Return the graph of a pointwise body without the moves to and from a batch."""
     made = torch.fx.Graph()
     values: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in graph.nodes:
@@ -396,7 +397,7 @@ def _without_moves(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Operands that are kept, in order, and the new number of each."""
+    """Return the kept operands in order, and the new index of each."""
     kept = tuple(sorted(operands))
     return kept, {at: i for i, at in enumerate(kept)}
 
@@ -404,13 +405,15 @@ def _numbered(operands: Iterable[int]) -> tuple[tuple[int, ...], dict[int, int]]
 def _carried(
     wanted: Collection[int], count: int, body: Body, results: Collection[int]
 ) -> tuple[set[int], set[int]]:
-    """What of a loop's carry is used, by more than itself, and all operands that its body uses.
+    """Return the used part of a loop's carry, and all operands that its body uses.
+
+    An entry of the carry that only computes itself does not count as used.
 
     Args:
-        wanted: what is used of it outside of the body, among others.
-        count: how many tensors the carry has.
-        body: its first results are the next carry.
-        results: what else of its results is used.
+        wanted: the results that are used outside of the body; others are ignored.
+        count: the number of tensors in the carry.
+        body: the body; its first results are the next carry.
+        results: the other results of the body that are used.
     """
     carried = {i for i in wanted if i < count}
     while True:

@@ -1,9 +1,9 @@
-"""The types of branches that are not taken, which a call of a known choice would never see.
+"""Type checks of the branches that a call with a known choice does not take.
 
-They are looked at once for branches and types of operands: the others are run on values without
-data, and what they return must have the type of what the taken one did. A branch that can't be run
-so (it reads data, or fails for values that are not meant for it), or returns what only data tells
-the size of, is left unchecked.
+A check is made once for each set of branches and operand types. The other branches are run on
+tensors without data, and their results must have the types of the taken branch's result. Two kinds
+of branches are not checked: a branch that can't run without data (it reads data, or fails for
+values that are not meant for it), and a branch with a result of a data-dependent size.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from tsfunc.transforms.outlines import without_data
 
 _Dtypes = Sequence[torch.dtype | None]
 
-# For the code of the first branch: the calls that were looked at, by the codes of the others and
-# the types of the operands; and the dtypes of results for which a branch returns a number.
+# The checked calls, by the code of the first branch, then by the codes of the other branches and
+# the types of the operands. A value has the dtypes of the results for which a branch returns a
+# number.
 _seen: Final[WeakKeyDictionary[Any, dict[Any, _Dtypes]]] = WeakKeyDictionary()
 _EMPTY: Final = CellType()
-_MOST: Final = 64  # types of operands for each; beyond it nothing more is looked at
+_MOST: Final = 64  # the most operand types per branch; further calls are not checked
 
 
 def check_other_branches(
@@ -39,20 +40,20 @@ def check_other_branches(
     taken: int,
     out: Any,
 ) -> Any:
-    """What the taken branch returned, once the others are seen to return the same types.
+    """Check that the other branches return the types of the taken branch, and return its result.
 
-    Inside of transforms they are not looked at: the values that a branch closes over may be theirs.
+    Inside of transforms the branches are not checked: they may close over values of a transform.
 
     Args:
         what: the operator.
-        names: what errors call the branches.
-        branches: all of them.
-        operands: their arguments.
-        taken: which was taken.
-        out: what it returned.
+        names: the names of the branches in error messages.
+        branches: all branches.
+        operands: the arguments of the branches.
+        taken: the index of the taken branch.
+        out: the result of the taken branch.
 
     Returns:
-        The same, with its numbers as tensors: NOTE [numbers among results] in ``outputs``.
+        The result, with its numbers as tensors: NOTE [numbers among results] in ``outputs``.
 
     Raises:
         TypeCheckError: a branch returns another type; the message has both.
@@ -104,7 +105,7 @@ def _looked_at(
 
 
 def _depends_on_data(out: Any) -> bool:
-    """Whether the size of a result is one that only data can tell."""
+    """True if a result has a data-dependent size."""
     tensors = [leaf for leaf in pytrees.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
 

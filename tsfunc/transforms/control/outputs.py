@@ -1,4 +1,4 @@
-"""The types of what branches and bodies return: that they agree, and messages if they don't."""
+"""Type checks of the results of branches and bodies, with their error messages."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ BRANCH_ADVICE = (
 
 
 def describe(leaf: Any) -> str:
-    """A leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
+    """Return a leaf's type as messages show it: ``f32[3, 4]``, ``int``, ``'a string'``."""
     plain = isinstance(leaf, torch.Tensor) or is_number(leaf)
     return str(_type(leaf)) if plain else repr(leaf)
 
 
 def _type(leaf: Any, *, device: bool = False) -> TSType:
-    """A leaf's type: of a tensor what control flow must keep, its dtype, shape and device."""
+    """Return a leaf's type; for a tensor the properties that control flow must keep."""
     if isinstance(leaf, torch.Tensor):
         dims = [_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
@@ -53,12 +53,12 @@ def _dim(size: Any) -> DimSpec:
         return size
     try:
         return spell_dim(parse_dim(DimExpr(size_text(size)).normal))
-    except DescriptorError:  # computed by more than a descriptor can say
+    except DescriptorError:  # descriptors can't express the size
         return None
 
 
 def same_type(a: Any, b: Any) -> bool:
-    """Whether two leaves may stand for one another: the join of their types is their type."""
+    """True if two leaves are interchangeable: the join of their types is their type."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype is b.dtype and a.shape == b.shape and a.device == b.device
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
@@ -70,10 +70,10 @@ def same_type(a: Any, b: Any) -> bool:
 
 
 # NOTE [numbers among results]
-# A Python number has a kind and no dtype: it takes that of the tensor, or the kind of the number,
-# that another branch or step returns in its place, as in arithmetic (JAX's weak types). It may be
-# widened so, an int to a float, but not narrowed; a bool is one, and not the int 0 or 1.
-# Symbolic sizes are numbers of a trace.
+# A Python number has a kind and no dtype. It takes the dtype of the tensor, or the kind of the
+# number, that another branch or step returns in its place, as in arithmetic (JAX's weak types). A
+# number may be widened in this way, as an int to a float, but not narrowed. A bool is not
+# interchangeable with the ints 0 and 1. Symbolic sizes are numbers of a trace.
 _NUMBERS: Final = (bool, int, float, complex, *SYMBOLIC)
 
 
@@ -82,7 +82,7 @@ def is_number(value: Any) -> bool:
 
 
 def _fits(number: Any, dtype: torch.dtype) -> bool:
-    """Whether a number may stand as a tensor of the dtype: NOTE [numbers among results]."""
+    """True if a number may become a tensor of the dtype: NOTE [numbers among results]."""
     kind = kind_of(number)
     if kind is bool or dtype is torch.bool:
         return kind is bool and dtype is torch.bool
@@ -92,7 +92,7 @@ def _fits(number: Any, dtype: torch.dtype) -> bool:
 
 
 def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
-    """The dtype that numbers in one place are to have: a tensor's, if there is one among them."""
+    """Return the common dtype of numbers in one place: that of a tensor if there is one."""
     for leaf in column:
         if isinstance(leaf, torch.Tensor):
             return leaf.dtype
@@ -102,49 +102,49 @@ def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
 
 
 def in_tensors(tree: Any) -> Any:
-    """A pytree with its numbers as tensors, which is what results of examples that differ are."""
+    """Return a tree with its numbers as tensors, the form of per-example results."""
     return pytrees.tree_map(lambda x: as_tensor(x) if is_number(x) else x, tree)
 
 
 def as_tensor(number: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """A number as a tensor of no dims; of a dtype of its own kind, if of no other."""
+    """Return a number as a tensor of shape ``()``; by default its dtype is that of its kind."""
     return torch.full((), number, dtype=dtype or common_dtype((number,)), device=device)
 
 
 def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
-    """Checks that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
+    """Check that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
 
     Args:
         what: the operator.
-        names: how the two are called.
-        results: what they return.
+        names: the names of the two branches.
+        results: the results of the two branches.
 
     Raises:
-        TypeCheckError: they don't; the message has both types, and each place where they differ.
+        TypeCheckError: the types differ; the message has both types and each place that differs.
     """
     _check(what, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
 
 
 def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str) -> None:
-    """Checks that what a body returns may stand for what it was given: `check_carry` of types.
+    """Check that a body's result can replace its carry: `check_carry` of types.
 
     Args:
         what: the operator.
-        names: how what is given and what is returned are called.
-        carries: the two.
-        advice: what to do about it.
+        names: the names of the carry and of the result.
+        carries: the carry and the result.
+        advice: the advice in the error message.
 
     Raises:
-        TypeCheckError: it may not; as for :func:`check_branches`.
+        TypeCheckError: the result has another type; the message is as for :func:`check_branches`.
     """
     _check(what, names, carries, carry_faults, advice)
 
 
 def check_pair(what: str, found: Any) -> None:
-    """Checks that a step of a scan returns a carry and a result.
+    """Check that a step of a scan returns a carry and a result.
 
     Raises:
-        TypeError: it does not.
+        TypeError: the step does not return a pair.
     """
     if not isinstance(found, tuple | list) or len(found) != 2:
         raise TypeError(
@@ -162,7 +162,7 @@ def _check(
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
     found = ""
     if left_spec == right_spec:
-        # Most results are of one type, which is quicker to see than to spell.
+        # Fast path: most results have one type.
         if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
             return
         paths = optree.tree_paths(trees[0], none_is_leaf=True, namespace=pytrees.NAMESPACE)
@@ -179,13 +179,13 @@ def _check(
 
 
 def _faults_of(a: Any, b: Any, path: str, faults: _Faults) -> list[str]:
-    """Lines for two leaves that are not of one type."""
+    """Return the lines of an error message for two leaves of different types."""
     if same_type(a, b):
         return []
     both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     device = both and a.device != b.device
     lines = faults(_type(a, device=device), _type(b, device=device), path)
-    return lines or [f"At {path} one is {a!r}, the other {b!r}"]  # values, and not of one
+    return lines or [f"At {path} one is {a!r}, the other {b!r}"]  # unequal values of one type
 
 
 def _path(path: Sequence[Any]) -> str:
@@ -193,13 +193,13 @@ def _path(path: Sequence[Any]) -> str:
 
 
 def show(tree: Any) -> str:
-    """A pytree with its leaves' types in their places."""
+    """Return a tree as text with the types of its leaves."""
     described = pytrees.tree_map(lambda leaf: _Shown(describe(leaf)), tree)
     return repr(described)
 
 
 class _Shown:
-    """Stands for a leaf in a printed structure."""
+    """Placeholder of a leaf in a printed structure."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -211,7 +211,7 @@ class _Shown:
 def together(
     trees: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 ) -> Any:
-    """Results of one type, leaf by leaf combined, numbers as tensors; others are one everywhere."""
+    """Combine results of one type leaf by leaf; numbers become tensors, others are unchanged."""
     flat = [pytrees.flatten(tree) for tree in trees]
     leaves = [_one(column, combine) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     return optree.tree_unflatten(flat[0][1], leaves)
@@ -236,18 +236,18 @@ def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torc
 
 
 def slice_like(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """What looks as a slice of a tensor, of which it need not have any."""
+    """Return an empty tensor like a slice of a tensor, which may have no slices."""
     at = dim % x.dim()
     return x.new_empty([*x.shape[:at], *x.shape[at + 1 :]])
 
 
 def stacked_dim(rank: int, dim: int) -> int:
-    """The dim that results of a rank are stacked along: the first where they have too few."""
+    """Return the dim to stack results of a rank along: ``dim``, or 0 if the rank is too small."""
     return dim if -rank - 1 <= dim <= rank else 0
 
 
 def none_stacked(looks: Any, dim: int) -> Any:
-    """The results of no steps: tensors of size 0 in a dim, that look as those of a step else."""
+    """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:
         if is_number(leaf):

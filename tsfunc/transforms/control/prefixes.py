@@ -1,4 +1,4 @@
-"""Prefixes of an associative function, in a number of steps that is the logarithm of theirs."""
+"""Prefixes of an associative function, in a logarithmic number of combinations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Combine = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def prefixes(
     combine: Combine, leaves: Sequence[torch.Tensor], axes: Sequence[int], size: int
 ) -> Sequence[torch.Tensor]:
-    """Pairs are combined, their prefixes found, and those of the places between from these."""
+    """Return the prefixes: combine pairs, recurse, and fill in the slices between."""
     if size < 2:
         return leaves
 
@@ -36,7 +36,7 @@ def prefixes(
 
 
 def _interleaved(even: torch.Tensor, odd: torch.Tensor, at: int, size: int) -> torch.Tensor:
-    """The entries of two tensors in turn along a dim; the first may have one more."""
+    """Return the entries of two tensors in turn along a dim; the first may have one more."""
     count = size // 2
     both = torch.stack([even.narrow(at, 0, count), odd], at + 1).flatten(at, at + 1)
     return both if size % 2 == 0 else torch.cat([both, even.narrow(at, count, 1)], at)

@@ -1,4 +1,4 @@
-"""Control flow that is recorded: see NOTE [control flow in programs].
+"""Recording of control flow: see NOTE [control flow in programs].
 
 The note is in ``bridge/control/control_flow``.
 """
@@ -122,7 +122,7 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
         return leaf
     leaf = seen_here(leaf)
     if isinstance(leaf, Tracer) and not is_traced(leaf) and not _is_active(leaf.dispatch_level):
-        return trace.lift(leaf)  # of a level outside of the trace
+        return trace.lift(leaf)  # a value of a level outside of the trace
     inner, stack = unwrap_all(leaf)
     if getattr(inner, "dispatch_level", None) is trace:
         return leaf
@@ -132,14 +132,14 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
 class Carry:
     """The carry of a recorded loop: its tensors and their layouts.
 
-    What is a number at first (NOTE [numbers among results] in ``outputs``) is one for the body
-    until a step has shown of what dtype the results in its place are; it stays one if each step
-    returns it as it is.
+    A leaf that is a number at first (NOTE [numbers among results] in ``outputs``) is a number for
+    the body until a step shows the dtype of the results in its place. The leaf stays a number if
+    each step returns it unchanged.
 
     Attributes:
         leaves: the first carry, flat.
-        spec: its structure.
-        numbers: the leaves that are numbers, by their places.
+        spec: the structure of the carry.
+        numbers: the leaves that are numbers, by position.
     """
 
     def __init__(self, trace: TraceLevel, init: Any, hidden: HiddenVmaps | None = None) -> None:
@@ -164,17 +164,17 @@ class Carry:
         return optree.tree_unflatten(self.spec, leaves)
 
     def given(self, tensors: Sequence[Any]) -> Any:
-        """The same, with the numbers of the first carry."""
+        """Return the carry with other tensors, and the numbers of the first carry."""
         leaves = pytrees.flatten(self.tree(tensors))[0]
         return optree.tree_unflatten(
             self.spec, [self.numbers.get(i, leaf) for i, leaf in enumerate(leaves)]
         )
 
     def settled(self, body: TracedBody) -> bool:
-        """Whether all numbers are of the types that a body returned in their places.
+        """Return True if all numbers have the types that a body returned in their places.
 
-        Those that were not are now, and the body is to be traced with them. What the body returned
-        is then made tensors.
+        Otherwise the numbers get these types, and the body must be traced again. In the end the
+        numbers that the body returned become tensors.
         """
         same = True
         for i, number in self.numbers.items():
@@ -307,15 +307,15 @@ def record_while(
     """Record a loop as one node, for any number of steps.
 
     Args:
-        what: how errors call it.
-        cond_fun: takes the carry, and says whether there is a step.
-        body_fun: takes the carry, and returns the next.
+        what: the name of the operator in error messages.
+        cond_fun: takes the carry, and returns the condition of a step.
+        body_fun: takes the carry, and returns the next carry.
         init: the first carry.
-        choice: the condition of the first carry; None if no vmap is to be hidden.
+        choice: the condition of the first carry; None if no vmap may be hidden.
         unseen: runs the loop of a vmap whose conditions differ, if no vmap is hidden; takes the
             carry, the condition and the vmap.
-        checkpoint: what reverse mode keeps of the steps.
-        advice: what errors say is to be done.
+        checkpoint: the ``checkpoint=`` of the call.
+        advice: the advice in error messages.
 
     Raises:
         CannotUnbatch: a vmap can't be hidden.
@@ -336,7 +336,7 @@ def record_while(
         if differs and choice is None:
             tree = carry.tree(inputs)
             return unseen(tree, cond_fun(tree), differs[-1].level)
-        if differs:  # as it may from the second step on, if the body batches what it carries
+        if differs:  # possible from the second step on, if the body batches its carry
             more = vmaps_of(condition.leaves[0])
             carry.hidden = HiddenVmaps([*hidden.levels.values(), *more])
         elif not carry.widened(body.batched()):
@@ -362,10 +362,10 @@ def record_associative_scan(
 
     Args:
         fn: combines two slices.
-        elems: what it goes along.
-        axes: the dim to go along, of each leaf.
-        reverse: whether it goes from the end.
-        advice: what errors say is to be done.
+        elems: the pytree to scan.
+        axes: the scanned dim of each leaf.
+        reverse: True to scan from the end.
+        advice: the advice in error messages.
     """
     what = "associative_scan"
     trace = _trace()

@@ -1,4 +1,4 @@
-"""Control flow in files: what a file says of each of its operators, and the operator read back."""
+"""Control flow in files: the encoder and the decoder of each operator."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kind
 
 
 def _count(field: Field, kinds: Kinds, more: int) -> int:
-    """How many tensors the operator is called with that this one is derived from."""
+    """Return the number of tensors that the underlying operator takes."""
     count = field.integer(0, len(kinds))
     if count + more > len(kinds) or any(kind != TENSOR for kind in kinds[: count + more]):
         field.fail("there are fewer tensors than that")
@@ -134,7 +134,7 @@ def _inner(field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int
 
 
 def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> Operator:
-    """Control flow that others are derived from."""
+    """Return the operator that another one is derived from."""
     op = decode_control(field, graph, kinds)
     if not isinstance(op, Operator):
         field.fail("it has no derivative")
@@ -164,7 +164,7 @@ def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
 def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
     _, _, bodies_field, along_field = field.record("kind", "name", "bodies", "along")
     along = along_field.integer(1, len(kinds))
-    # The body takes a slice of each twice.
+    # The body takes two slices of each.
     bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
     if len(bodies) != 1 or results_of(bodies[0]) != along:
         field.fail("an associative scan has a body that returns what it goes along")
@@ -256,7 +256,7 @@ def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
 
 
 def register_all() -> None:
-    """Makes every kind of control flow known to files."""
+    """Register every kind of control flow for files."""
     for kind in (
         ControlKind("switch", Switch, _encode_switch, _decode_switch),
         ControlKind("while", While, _encode_while, _decode_while),

@@ -1,4 +1,4 @@
-"""Functions with rules in files: what a file says of a call, and of each kind of function."""
+"""Functions with custom rules in files: the encoders and decoders of calls and functions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST = 1 << 16
 
 
 def encode_call(op: FunctionCall, graph: EncodeGraph) -> dict[str, Any]:
-    """A call of a function, beside its name."""
+    """Return the file form of a call of a function, except its name."""
     callee, callees = op.callee, graph.callees
     if isinstance(callee, TracedCallee):
         number = callees.number(id(callee), callee, lambda: callee)
@@ -69,7 +69,7 @@ def _fixed(size: Any) -> Any:
 
 
 def decode_call(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
-    """The call that `encode_call` wrote."""
+    """Return the call that `encode_call` encoded."""
     *_, number, maps_field, written_field = field.record(
         "kind", "name", "number", "maps", "written"
     )
@@ -108,12 +108,12 @@ def _dims(field: Field, count: int) -> tuple[int | None, ...]:
 
 
 def _require(field: Field, *keys: str) -> Sequence[Field]:
-    """The values of what an entry has beside what all have."""
+    """Return the fields of an entry other than the common ones."""
     return field.record(*HEAD, *keys)[len(HEAD) :]
 
 
 def _own(callee: TracedCallee) -> list[Any]:
-    """The kinds of what a function is called with."""
+    """Return the kinds of a function's inputs."""
     return [TENSOR] * callee.tensors + [NUMBER] * callee.numbers
 
 
@@ -122,7 +122,7 @@ def _places(field: Field, count: int) -> list[int]:
 
 
 def _results(field: Field, part: Any, count: int, *, nothing: bool = False) -> Any:
-    """A part that returns so many values."""
+    """Return a part after checking that it returns ``count`` values."""
     found = part.results
     if len(found) != count:
         field.fail(f"it returns {len(found)} values, not {count}")
@@ -285,7 +285,7 @@ def _at_least(field: Field, part: Any, count: int) -> None:
 
 
 def register_callees() -> None:
-    """Makes every kind of function known to files."""
+    """Register every kind of function for files."""
     for kind in (
         CalleeKind("vjp", WithVjp, _encode_vjp, _decode_vjp),
         CalleeKind("jvp", WithJvp, _encode_jvp, _decode_jvp),

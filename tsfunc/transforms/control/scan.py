@@ -1,7 +1,7 @@
-"""``scan``, ``map`` and ``associative_scan``: a function along a dim, with a carry or without.
+"""``scan``, ``map`` and ``associative_scan``: a function along a dim, with or without a carry.
 
-The number of steps is a size, which is the same for all examples of a vmap: under vmap and the
-derivatives these are the loops that they look like, on batched values.
+The number of steps is a size, and is the same for all examples of a vmap. Under vmap and the
+derivatives, the operators are therefore plain loops on batched values.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def scan(
     *,
     dim: int = 0,
 ) -> tuple[Any, Any]:
-    """Calls a function along a dim, handing a carry from step to step, and stacks what it gives.
+    """Call a function along a dim with a carry from step to step, and stack its results.
 
     Args:
-        f: takes the carry and the slices of ``xs`` at one place; returns the next carry, of the
-            same type, and a pytree of results.
+        f: takes the carry and a pytree of slices of ``xs``; returns the next carry, of the same
+            type, and a pytree of results.
         init: the first carry, any pytree.
         xs: a pytree of tensors, which have the same size in ``dim``; or None.
-        length: how many steps; needed where there is no tensor in ``xs``.
-        reverse: whether to begin with the last slice. Results stand where their slices did.
-        unroll: taken as JAX takes it, a positive int or a bool, and of no effect: a step costs the
-            same in a longer turn of the loop.
-        dim: the dim of ``xs`` to go along, and of the stacked results; a result of a step that
-            has fewer dims is stacked along a new first dim.
+        length: the number of steps; needed if ``xs`` has no tensor.
+        reverse: True to begin with the last slice. The results have the order of their slices.
+        unroll: a positive int or a bool, accepted for compatibility with JAX, without effect: a
+            longer turn of the loop makes no step cheaper.
+        dim: the dim of ``xs`` to scan, and the dim of the stacked results. A step result with too
+            few dims is stacked along a new first dim.
 
     Returns:
-        The last carry, and the results, stacked.
+        The last carry, and the stacked results.
 
     Raises:
-        ValueError: there is nothing to go along, or sizes differ; ``unroll`` is not positive.
+        ValueError: there is no tensor to scan, sizes differ, or ``unroll`` is not positive.
         TypeError: ``f`` does not return a pair.
         TypeCheckError: the carry changes its type.
 
@@ -78,7 +78,8 @@ def scan(
         >>> scan(lambda total, x: (total + x, total + x), torch.tensor(0), torch.arange(4))
         (tensor(6), tensor([0, 1, 3, 6]))
 
-    As ``jax.lax.scan``; ``dim`` is ``torch``'s, and so is the name ``combine_fn`` for ``f``.
+    Corresponds to ``jax.lax.scan``; ``dim`` comes from torch's scan, and so does the name
+    ``combine_fn``.
     """
     check_callable("scan", f=f)
     if not isinstance(unroll, int) or (unroll < 1 and unroll is not False):
@@ -89,7 +90,7 @@ def scan(
     every, spec = pytrees.flatten(xs)
     leaves = [leaf for leaf in every if leaf is not None]
     count = _length("scan", leaves, length, dim)
-    none = isinstance(count, int) and count == 0  # a symbolic size is not asked
+    none = isinstance(count, int) and count == 0  # without a guard on a symbolic size
     if current_trace() is not None and not none:
         return record_scan("scan", f, init, xs, length, reverse, dim, _ADVICE)
     slices = [None if leaf is None else leaf.unbind(dim) for leaf in every]
@@ -110,7 +111,7 @@ def scan(
 
 
 class Step:
-    """One step of a scan, with a look at what the first one returns."""
+    """One step of a scan; the type of the first result is checked."""
 
     def __init__(self, what: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
         self.what, self.f = what, f
@@ -128,7 +129,7 @@ class Step:
 
 
 def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
-    """How many steps there are to make."""
+    """Return the number of steps."""
     sizes = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
@@ -155,7 +156,7 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
 
 
 def stacked(ys: Sequence[Any], dim: int) -> Any:
-    """Results of the steps as one pytree, their tensors stacked."""
+    """Return the results of the steps as one pytree of stacked tensors."""
     flat = [pytrees.flatten(y) for y in ys]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return optree.tree_unflatten(flat[0][1], [_stack(column, dim) for column in columns])
@@ -169,20 +170,20 @@ def _stack(column: Sequence[Any], dim: int) -> Any:
 
 
 def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None) -> Any:
-    """Calls a function with each slice along the first dim, one after the other, and stacks.
+    """Call a function with each slice along the first dim, in order, and stack the results.
 
     Args:
-        f: takes the slices at one place, and ``args``; returns a pytree.
+        f: takes a pytree of slices, and ``args``; returns a pytree.
         xs: a pytree of tensors, which have the same size in their first dim.
-        args: the same for every call.
-        batch_size: how many slices are taken at a time, by ``vmap``. By default one, so that the
-            memory is that of one call.
+        args: further arguments, the same for every call.
+        batch_size: the number of slices that are taken at a time, by ``vmap``. By default one,
+            with the memory of one call.
 
     Returns:
         The results, stacked along a new first dim.
 
     Raises:
-        ValueError: there is nothing to go along, or sizes differ.
+        ValueError: there is no tensor to map over, or sizes differ.
 
     Example:
         >>> import torch
@@ -190,7 +191,7 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
         >>> tsfunc.map(torch.sum, torch.ones(3, 2))
         tensor([2., 2., 2.])
 
-    As ``jax.lax.map``; further ``args`` are those of ``torch``'s ``map``.
+    Corresponds to ``jax.lax.map``; further ``args`` are those of torch's ``map``.
     """
     check_callable("map", f=f)
     if batch_size is not None and batch_size < 1:
@@ -204,7 +205,7 @@ def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = Non
 
 
 def _dim_third(func: Callable[P, R]) -> Callable[P, R]:
-    """Lets ``associative_scan`` take torch's third argument, the dim, with ``reverse`` by name."""
+    """Let ``associative_scan`` take torch's third argument, the dim, with ``reverse`` by name."""
 
     @functools.wraps(func)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -226,24 +227,24 @@ def associative_scan(
     *,
     dim: int | None = None,
 ) -> Any:
-    """Combines the slices along a dim from the left, in a number of steps that is its logarithm.
+    """Combine the slices along a dim from the left, in a logarithmic number of steps.
 
     Args:
-        fn: an associative function of two pytrees like ``elems``. It is called with many slices
-            at a time, and is to combine them place by place along ``axis``, as elementwise
-            functions and ``vmap(g)`` do.
+        fn: an associative function of two pytrees like ``elems``. It is called with many slices at
+            a time, and must combine them pointwise along ``axis``, as elementwise functions and
+            ``vmap(g)`` do.
         elems: a pytree of tensors, which have the same size in ``axis``.
-        reverse: whether to combine from the right.
-        axis: the dim to go along.
-        combine_mode: torch's "pointwise" or "generic", which ask for torch's meaning of ``fn``, a
-            function of single slices; both run in one way.
-        dim: the same as ``axis`` by torch's name, with torch's meaning of ``fn``.
+        reverse: True to combine from the right.
+        axis: the dim to scan.
+        combine_mode: torch's "pointwise" or "generic", which select torch's meaning of ``fn``, a
+            function of single slices; both modes run alike.
+        dim: torch's name of ``axis``, which selects torch's meaning of ``fn``.
 
     Returns:
-        What has the structure of ``elems``: at each place the combination of all up to it.
+        A pytree like ``elems``: each slice is the combination of all slices up to it.
 
     Raises:
-        ValueError: sizes differ; ``combine_mode`` is neither.
+        ValueError: sizes differ, or ``combine_mode`` is invalid.
         TypeCheckError: ``fn`` returns another type than it takes.
 
     Example:
@@ -252,9 +253,9 @@ def associative_scan(
         >>> associative_scan(torch.mul, torch.tensor([1, 2, 3, 4]))
         tensor([ 1,  2,  6, 24])
 
-    As ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications" (1990).
-    ``torch``'s order is taken too, with the dim in the third place and ``reverse`` in the fourth or
-    by name, and so are its names ``combine_fn`` and ``xs``.
+    Corresponds to ``jax.lax.associative_scan``: Blelloch, "Prefix sums and their applications"
+    (1990). torch's argument order is accepted too, with the dim third and ``reverse`` fourth or by
+    name, and so are its names ``combine_fn`` and ``xs``.
     """
     check_callable("associative_scan", fn=fn)
     if combine_mode not in (None, "pointwise", "generic"):
@@ -293,7 +294,7 @@ def associative_scan(
 
 
 def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any], Any]:
-    """A function of single slices, by one that combines them place by place."""
+    """Return a function of single slices, from a function that combines slices pointwise."""
 
     def one(left: Any, right: Any) -> Any:
         trees = [pytrees.tree_map(lambda x: _with_dim(x, axis), tree) for tree in (left, right)]

@@ -1,8 +1,8 @@
-"""torch's operators for control flow as ours: what ``torch.cond`` and its like are in transforms.
+"""tsfunc's control flow in the form of torch's operators, for ``torch.cond`` in transforms.
 
-Functions of the names and arguments that the operators have in ``torch.ops.higher_order``, and one
-that is Python there: they take flat operands, and return flat results. ``tsfunc.transforms``
-registers them.
+The functions have the names and arguments of the operators in ``torch.ops.higher_order``; the last
+one replaces a Python function of torch. They take flat operands and return flat results.
+``tsfunc.transforms`` registers them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def generic_associative_scan(
     dim: int = 0,
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
-    """Of an operator that combines many slices at a time, place by place."""
+    """associative_scan with an operator that combines many slices at a time, pointwise."""
 
     def combine(left: Sequence[Any], right: Sequence[Any]) -> list[Any]:
         return pytrees.flatten(operator(*left, *right, *additional_inputs))[0]

@@ -59,15 +59,15 @@ def call_of(
     Args:
         op: the operator for one example.
         hidden: the vmaps.
-        trace: what records the call.
-        tensors: its operands, laid out by `hidden`.
-        numbers: the symbolic numbers after these.
-        results: what is known of its results for one example.
+        trace: the trace that records the call.
+        tensors: the operands, laid out by `hidden`.
+        numbers: the symbolic numbers that follow the tensors.
+        results: the types of the results for one example.
 
     Raises:
         CannotUnbatch: a body draws random numbers, or a branch writes into an operand, which
             may be meant for that branch alone.
-        RuntimeError: a loop's body writes into what it closes over.
+        RuntimeError: a loop's body writes into a value that it closes over.
     """
     if not hidden.levels:
         return call(op, trace, tensors, numbers, results)
@@ -93,7 +93,7 @@ def call_of(
 
 
 def _written(body: Body) -> dict[int, str]:
-    """Return the operands that a body writes into, directly or by a view, and what writes."""
+    """Return the operands that a body writes into, directly or by a view, and the operators."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     numbers = dict(zip(inputs, body.inputs, strict=True))
     found: dict[Any, str] = {}

@@ -1,9 +1,9 @@
-"""Loops that make no step: their bodies are looked at without being run.
+"""Type checks of loops that make no step, without a run of their bodies.
 
-What a program means should not depend on how often a loop runs. A body of another type than its
-carry is an error at the first step, so it is one where there is none, as in JAX. What the body
-returns is worked out without data. Where that can't be done (it needs a number of the carry, or
-raises), nothing is said.
+The meaning of a program must not depend on the number of steps. A body with another result type
+than its carry is an error in the first step, and therefore also an error without a step, as in
+JAX. The result type is computed without data. If that fails (the body reads a number of the carry,
+or raises), the loop is not checked.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from tsfunc.errors import TypeCheckError
 from tsfunc.transforms.control.outputs import check_carried
 from tsfunc.transforms.outlines import eval_shape
 
-# What was found to be kept, by the code of the user's function: one line of a program makes a
-# function anew each time that it is run, which closes over values of the same types.
+# The types that passed the check, by the code of the user's function: one line of a program makes
+# a new function at each run, which closes over values of the same types.
 _kept: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-_MOST = 64  # of a function
+_MOST = 64  # the most types per function
 
 
 def check_zero_steps(
     what: str, written: Any, body: Callable[[Any], Any], carry: Any, advice: str
 ) -> None:
-    """Checks that a body that was not called would keep the type of its carry.
+    """Check that a body that was not called keeps the type of its carry.
 
     Args:
         what: the operator.
         written: the user's function.
-        body: calls it: takes the carry and returns the next.
-        carry: the first one.
-        advice: what to do about it.
+        body: calls ``written``: takes the carry and returns the next carry.
+        carry: the first carry.
+        advice: the advice in the error message.
 
     Raises:
-        TypeCheckError: it would not.
+        TypeCheckError: the body changes the type of the carry.
     """
     code = getattr(written, "__code__", None)
-    # In a trace sizes may be symbolic, which have no place in a set.
+    # In a trace sizes may be symbolic, and symbolic sizes are not hashable.
     known = None if code is None or current_trace() else _kept.setdefault(code, set())
     key = None if known is None else (_types_of(written), _types_of(carry))
     if known and key in known:
@@ -58,7 +58,7 @@ def check_zero_steps(
         except TypeCheckError as error:
             faults.append(error)
 
-    with suppress(Exception):  # whatever it may be, the body is not to run
+    with suppress(Exception):  # any error of the body: it must not run here
         eval_shape(step, carry)
     if faults:
         raise faults[0].with_traceback(None)
@@ -67,7 +67,7 @@ def check_zero_steps(
 
 
 def _types_of(value: Any) -> Any:
-    """What a result's type can depend on, of a carry or of what a function closes over."""
+    """Return the properties of a carry or closure that a result's type can depend on."""
     leaves, tree = pytrees.flatten(value)
     return tree, tuple(map(_type_of, leaves))
 
@@ -82,8 +82,8 @@ def _type_of(leaf: Any) -> Any:
 
 
 def _content(cell: CellType) -> Any:
-    """What a cell holds; a function that closes over itself is told by its name."""
+    """Return the content of a cell; None if it is empty."""
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # an empty cell
         return None
