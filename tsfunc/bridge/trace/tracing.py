@@ -229,7 +229,7 @@ class TraceTracer(Tracer):
         return self.node.op != "call_function"
 
     def origin(self) -> torch.fx.Node:
-        """Return the node of the tensor that the graph takes views of: fake tensors are no views."""
+        """Return the node of the tensor that the graph takes views of."""
         node = self.node
         while node.args and isinstance(source := node.args[0], torch.fx.Node):
             op = node.meta.get("op")
