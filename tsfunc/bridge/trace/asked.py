@@ -385,20 +385,24 @@ def _bit(name: str) -> Callable[[Questions, Any], Any]:
 
 
 def _grad(questions: Questions, value: Any) -> Any:
-    argument = questions.argument(value)
-    if argument is None:
+    """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
+    argument, passes = questions.argument(value), value.dispatch_level.passes
+    if argument is None or passes is None:
         return _wrapper(_GRAD, value)
-    return questions.attribute_of(argument, "grad")
+    return passes.get(argument.example)
 
 
 def _set_grad(questions: Questions, value: Any) -> Any:
     argument = questions.argument(value)
-    if argument is not None:
+    if argument is None:
+        return NotImplemented
+    if value.dispatch_level.bodies:
         questions.refuse(
             f"{argument.name}.grad is assigned",
-            "a program does not assign to attributes of its arguments",
-            "Return the gradient, and assign it after the call.",
+            "it is assigned in the body of a branch or a loop, which has only results",
+            "Return the gradient from the body, and assign it after the branch or loop.",
         )
+    _grad(questions, value)  # the program assigns it if it differs from that before
     return NotImplemented
 
 
@@ -424,6 +428,7 @@ ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
     _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
     _GRAD: _grad,
     vars(_T.__base__)["grad"].__set__: _set_grad,
+    vars(_T.__base__)["grad"].__delete__: _set_grad,
     _T._is_view: _is_view,
     _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
     torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),

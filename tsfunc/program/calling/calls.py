@@ -11,6 +11,7 @@ import optree
 
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
+from tsfunc.bridge.trace.backward_passes import RecordsAutograd
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, TsfuncError
@@ -292,6 +293,8 @@ class FirstCall:
             return capture(request, instances), instances
         except KeepsTensors:
             return self._captured(request, True, apart)
+        except RecordsAutograd:
+            return self._captured(dataclasses.replace(request, records=True), every, apart)
         except ToldApart as told:
             return self._captured(dataclasses.replace(request, own=told.own), every, True)
         except AtTheEdge as edge:

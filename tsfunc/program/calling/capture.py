@@ -18,6 +18,7 @@ from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.asked import Argument
+from tsfunc.bridge.trace.backward_passes import RecordsAutograd
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.seeding import no_seeding
@@ -39,6 +40,7 @@ from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, grou
 from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
+from tsfunc.program.reading.gradients import Gradients
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
 from tsfunc.program.reading.refusals import (
@@ -72,6 +74,7 @@ class TraceRequest:
         own: tensors that the function has from elsewhere, and gets as arguments, too.
         retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
             in ``edges``); they are traced with other hints.
+        records: whether autograd records during the trace, for the function's own backward passes.
     """
 
     what: str
@@ -86,6 +89,7 @@ class TraceRequest:
     described: Mapping[str, Descriptor] = field(default_factory=dict)
     own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     retraced: frozenset[str] = frozenset()
+    records: bool = False
 
 
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
@@ -101,13 +105,16 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge, ToldApart: it has to be traced again.
+        AtTheEdge, ToldApart, RecordsAutograd: it has to be traced again, with other ``instances``.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
     with collecting_seldom():
-        trace = _Trace(request, instances or Instances(request.name))
-        return trace.program(trace.run())
+        if instances is not None:
+            trace = _Trace(request, instances)
+            return trace.program(trace.run())
+        trace, out = _run(request, request.name)
+        return trace.program(out)
 
 
 def outline(request: TraceRequest) -> Any:
@@ -118,11 +125,21 @@ def outline(request: TraceRequest) -> Any:
     """
     if not entered.inside:
         return leave_whole(outline, (request,), {})
-    trace = _Trace(request, Instances(request.what))
+    trace, out = _run(request, request.what)
     try:
-        return pytrees.tree_map(trace.fake_value, trace.run())
+        return pytrees.tree_map(trace.fake_value, out)
     finally:
         trace.symbols.end()
+
+
+def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
+    """Run a function in a trace; return the trace and the function's result."""
+    try:
+        trace = _Trace(request, Instances(name))
+        return trace, trace.run()
+    except RecordsAutograd:
+        trace = _Trace(replace(request, records=True), Instances(name))
+        return trace, trace.run()
 
 
 class _Trace:
@@ -148,7 +165,8 @@ class _Trace:
             axes.bound(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols)
+            self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.gradients = Gradients(self.level, self.instances)
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -178,6 +196,7 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
+        instances.tells_apart = instances.tells_apart or request.records
         self._own = {**request.own, **instances.held.own_tensors}
         self._as_one = instances.tells_apart
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
@@ -196,7 +215,7 @@ class _Trace:
         return value
 
     def _call(self, traced: list[Any]) -> Any:
-        request, held = self.request, self.instances.held
+        request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)
         tree = request.tree
         if request.hide_any is not None:
@@ -204,8 +223,10 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
+            with mode, Lifting(self.level), self.instances, no_seeding(request.what):
                 out = request.func(*args, **kwargs)
+            if self.gradients.passes.needed and not request.records:
+                raise RecordsAutograd  # the function has caught it
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -249,7 +270,10 @@ class _Trace:
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
-        results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
+        values = (*leaves, *updates.tensors)
+        results = [node_of_output(leaf, level) for leaf in values]
+        if self.gradients.passes.records_for_nothing(values):
+            run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
         raised = check_needs(
@@ -308,6 +332,13 @@ class _Trace:
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
             frozenset(constants), updates,
         )  # fmt: skip
+
+
+def run_without_grad(graph: torch.fx.Graph) -> None:
+    """Have a program record nothing for autograd."""
+    for node in graph.nodes:
+        node.meta["requires_grad"] = node.op != "call_function" and node.meta.get("requires_grad")
+        node.meta["no_grad"] = node.op == "call_function"
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:

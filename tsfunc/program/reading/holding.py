@@ -191,14 +191,14 @@ class Held:
             self._own.loosen(known[1].variable, value)
             self.inputs.append((value, known[1]))
 
-    def grad_of(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the ``.grad`` of a tensor from outside, and guard it."""
-        facts = self.facts_of(True)
-        place = self.place_of(value) or Place(facts.name(value), "a tensor", "a tensor", True)
+    def grad_of(self, value: torch.Tensor, place: Place) -> torch.Tensor | None:
+        """Return the ``.grad`` of a tensor from outside, and guard it; a tensor is an input."""
         found = value.grad
         text = f"{place.text}.grad"
         variable = self.facts_of(place.own).bind(f"{place.variable}.grad")
         self.take(found, replace(place, variable=variable, text=text, owner=text))
+        if found is not None:
+            self.loosen(found)
         return found
 
     def refuse_own(self, text: str, at: str) -> None:

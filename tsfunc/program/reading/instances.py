@@ -59,6 +59,7 @@ class Instances:
         others: yields the changes to variables, which are not attributes of a watched object.
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
+        assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
         tells_apart: whether the function compares objects by identity (``x is y``) that may be
             tensors: NOTE [one tensor twice] in ``same_tensors.py``.
     """
@@ -68,6 +69,7 @@ class Instances:
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
+        self.assigned_grads: Callable[[], Iterator[Change]] = lambda: iter(())
         self._counted_tensors = False
         self.tells_apart = False
         self.generators = Generators(f"specialize({name})")
@@ -161,6 +163,7 @@ class Instances:
             changes = [change for each in self._instances.values() for change in each.changes()]
             changes += changed_containers(self.held)
             changes += self.others()
+            changes += self.assigned_grads()
             for change in changes:
                 change.undo()
             self._counted_tensors = self.free_counters()
