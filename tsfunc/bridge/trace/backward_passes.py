@@ -86,7 +86,8 @@ class BackwardPasses:
         given = (*call.results, *(call.inputs or ()))
         if not all(self._is_here(x) for x in given):
             return False
-        self.require()
+        if any(x.tracks for x in given):
+            self.require()
         with DisableTorchFunctionSubclass():
             leaves = list(leaves_of(call.results)) if call.inputs is None else call.inputs
             if call.accumulates:
@@ -116,7 +117,8 @@ class BackwardPasses:
         """Return the ``.grad`` of a tensor from outside."""
         known = self.slots.get(id(owner))
         if known is None:
-            tracer = self._argument_of(owner) or self.level.lift(owner)
+            argument = self._argument_of(owner)
+            tracer = self.level.lift(owner) if argument is None else argument
             found = self._read(owner)
             before = None if found is None else self.level.lift(found)
             with DisableTorchFunctionSubclass():

@@ -64,6 +64,16 @@ def _grad(
     return metadata(func, types, args, kwargs)
 
 
+def _retain_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 1 for ``Tensor.retain_grad``, which is about a later backward pass."""
+    level = innermost_level(args)
+    if level is None or not level.serves_backward(BackwardPass(args, (), False, False)):
+        return NotImplemented
+    return metadata(func, types, args, kwargs)
+
+
 def _several(value: Any) -> Sequence[Any]:
     return (value,) if isinstance(value, torch.Tensor | GradientEdge) else tuple(value)
 
@@ -119,3 +129,4 @@ def _from_outside(name: str) -> str:
 
 METHODS[_METHOD] = METHODS[_FUNCTION] = backward
 METHODS[_GRAD] = _grad
+METHODS[torch.Tensor.retain_grad] = _retain_grad

@@ -294,7 +294,7 @@ class FirstCall:
         except KeepsTensors:
             return self._captured(request, True, apart)
         except RecordsAutograd:
-            return self._captured(dataclasses.replace(request, records=True), every, apart)
+            request = dataclasses.replace(request, records=True)
         except ToldApart as told:
             return self._captured(dataclasses.replace(request, own=told.own), every, True)
         except AtTheEdge as edge:
@@ -305,6 +305,7 @@ class FirstCall:
                 return capture(request, instances), instances
             except Exception:
                 raise edge.refusal from None
+        return self._captured(request, every, apart)
 
     def _record(self, entry: Entry) -> None:
         """Record a new program in the log of ``rage``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,12 +135,11 @@ def outline(request: TraceRequest) -> Any:
 
 def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
     """Run a function in a trace; return the trace and the function's result."""
-    try:
-        trace = _Trace(request, Instances(name))
+    trace = _Trace(request, Instances(name))
+    with suppress(RecordsAutograd):
         return trace, trace.run()
-    except RecordsAutograd:
-        trace = _Trace(replace(request, records=True), Instances(name))
-        return trace, trace.run()
+    trace = _Trace(replace(request, records=True), Instances(name))
+    return trace, trace.run()
 
 
 class _Trace:
