@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optree
@@ -42,6 +43,7 @@ from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
 from tsfunc.program.reading.holding import is_container, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
+from tsfunc.program.reading.numbers import Earlier
 from tsfunc.program.reading.module_state import state_of
 from tsfunc.program.reading.surroundings import Surroundings
 from tsfunc.program.reading.variables import CODE
@@ -79,6 +81,7 @@ class FirstCall:
         self.places = places_of(target.signature, len(flat), tree)
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
+        self.earlier: Earlier = {}
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
         """Return a program for the call, and the values that it reads of objects in the arguments.
@@ -91,6 +94,7 @@ class FirstCall:
         """
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
+        self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
         scalars = self.scalars(inputs, bounds)
         signatures = {self.signature(inputs, each) for each in (scalars, ())}
@@ -126,6 +130,15 @@ class FirstCall:
         entry, reached = made
         cache.keep(entry)
         return entry.program, reached
+
+    def _earlier_numbers(self, cache: Cache) -> Earlier:
+        """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
+        found: dict[str, list[int | float | None]] = {}
+        if self.target.backend is None:  # backends make numbers constants
+            for entry in cache.entries:
+                for text, value in entry.program.numbers.items():
+                    found.setdefault(text, []).append(value)
+        return found
 
     def _with_fixed(
         self,
@@ -233,7 +246,7 @@ class FirstCall:
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
             scalars, any_arguments(self.func, described, self.parameters, spelled), described,
         )  # fmt: skip
-        program, instances = self._captured(request)
+        program, instances = self._with_numbers(request)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
@@ -276,6 +289,14 @@ class FirstCall:
         )
         self._record(entry)
         return entry, facts.values
+
+    def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
+        """Return ``_captured(...)``, with constants for numbers outside if these can't be inputs."""
+        if self.earlier:
+            with suppress(Exception):  # for example, a symbol can't be hashed
+                return self._captured(request)
+            self.earlier = {}
+        return self._captured(request)
 
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
@@ -361,7 +382,7 @@ class FirstCall:
         return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self, every: bool) -> Instances:
-        instances = Instances(self.name, self.closure)
+        instances = Instances(self.name, self.closure, self.earlier)
         surroundings = Surroundings(instances, every)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
-from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.asked import Argument
 from tsfunc.bridge.trace.backward_passes import RecordsAutograd
 from tsfunc.bridge.trace.compiling import is_compiling
@@ -31,7 +32,7 @@ from tsfunc.bridge.tracers.outermost import entered, leave_whole
 from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
-from tsfunc.errors import TsfuncError
+from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
@@ -44,6 +45,7 @@ from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.gradients import Gradients
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
+from tsfunc.program.reading.numbers import Varying
 from tsfunc.program.reading.refusals import (
     check_bodies,
     check_containers,
@@ -155,6 +157,7 @@ class _Trace:
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
         self.symbols = Symbols(request.bounds, known, numbers)
         self._attributes: list[str] = []
+        self._numbers: list[int] = []
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -214,6 +217,18 @@ class _Trace:
             held.take(value, Place(held.facts.bind(way), text, text, False))
         return value
 
+    def _number_read(self, number: Varying) -> Any:
+        """Return the symbol of a number from outside: NOTE [numbers that vary]."""
+        graph = self.level.graph
+        symbol = self.symbols.add_number(number.name, number.value, number.variable)
+        first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+        with nullcontext() if first is None else graph.inserting_before(first):
+            node = _named(graph.placeholder(number.name), number.name)
+        node.meta["number"] = symbol
+        self.symbols.add_input(number.name, node)
+        self._numbers.append(number.index)
+        return symbol
+
     def _call(self, traced: list[Any]) -> Any:
         request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)
@@ -224,6 +239,7 @@ class _Trace:
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
             with mode, Lifting(self.level), self.instances, no_seeding(request.what):
+                self.instances.held.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             if self.gradients.passes.needed and not request.records:
                 raise RecordsAutograd  # the function has caught it
@@ -284,12 +300,25 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
+        self._hold_numbers([each for each in conditions if each.of_read])
+        conditions = [each for each in conditions if not each.of_read]
         asked = tuple(level.questions.asked.values())
         return replace(
             program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
             attributes=tuple(self._attributes), raised=raised,
-            looks_at_grad=level.questions.of_grad,
+            looks_at_grad=level.questions.of_grad, numbers=dict(self.instances.held.numbers.read),
         )  # fmt: skip
+
+    def _hold_numbers(self, conditions: Sequence[Condition]) -> None:
+        """Guard the answers to questions about numbers from outside."""
+        facts = self.instances.held.facts
+        for condition in conditions:
+            if condition.dims:
+                raise DataDependentError(
+                    f"{self.request.what}: {condition.text} compares a number that the function "
+                    f"reads with a size."
+                )
+            facts.require(condition.code.replace("math.", f"{facts.name(math)}."))
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
@@ -302,6 +331,7 @@ class _Trace:
             check_frozen(request.name, level, reached)
         positions = [spec.position for spec in request.inputs]
         positions += [spec.position for spec in request.scalars]
+        positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
         burnt_in = {
             target: tensor.detach().clone()

@@ -68,6 +68,8 @@ class Program:
         state: the module's names of the tensors that it reads from outside.
         facts: the guards of later calls beyond their arguments, and the values read from outside;
             None if they were not recorded.
+        numbers: the numbers that it has read from containers and objects outside, by the user's
+            spelling; None for those that are inputs.
         raised: the named dims with a larger minimum in it: NOTE [sizes at the edge] in ``edges``.
     """
 
@@ -92,6 +94,7 @@ class Program:
     state: ModuleState = field(default_factory=ModuleState)
     facts: Facts | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
+    numbers: Mapping[str, int | float | None] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""

@@ -54,7 +54,7 @@ class Change:
 def changed_containers(held: Held) -> Iterator[Change]:
     """Yield the changes of containers whose elements the function has changed."""
     for each in held.containers:
-        if not changed(each):
+        if not changed(each, held.numbers):
             continue
         namespace = is_namespace(each.value)
         elements = vars(each.value) if namespace else each.value

@@ -38,12 +38,14 @@ import weakref
 from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
+from tsfunc.program.reading.numbers import Earlier, Numbers
 from tsfunc.program.reading.reach import Facts
 from tsfunc.program.reading.shown import shown
 from tsfunc.program.reading.updates import Outside
@@ -95,9 +97,11 @@ class Held:
         met: called with each function among the values.
         opaque: called with the place and the object for objects that are compared by identity.
         closure: the treatment of values that belong to the function: NOTE [closures].
+        earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
         facts: the guards of later calls.
+        numbers: the numbers in containers and objects: NOTE [numbers that vary].
         inputs: the tensors that are read anew at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their places.
@@ -110,8 +114,10 @@ class Held:
         met: Callable[[Any], None],
         opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
+        earlier: Earlier = MappingProxyType({}),
     ) -> None:
         self.name = name
+        self.numbers = Numbers(earlier)
         self.closure = closure
         self.facts = Facts()
         self._own = Facts() if closure == "freeze" else self.facts  # not checked
@@ -306,8 +312,13 @@ class Held:
         for key, item in items.items():
             spelled = f"[{facts.spell(key)}]", f"[{key!r}]"
             way, text = (f".{key}",) * 2 if namespace else spelled
-            variable = facts.bind(f"{at}{way}")
-            self.take(item, Place(variable, place.text + text, place.owner + text, place.own))
+            variable, owner = facts.bind(f"{at}{way}"), place.owner + text
+            text = place.text + text
+            if hasattr(value, "__setitem__") and self.numbers.is_input(item, text):
+                self.numbers.add(item, text, variable, facts)
+                self.numbers.put_into(value, key, text)
+            else:
+                self.take(item, Place(variable, text, owner, place.own))
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -326,12 +337,13 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
-def changed(copied: Copied) -> bool:
+def changed(copied: Copied, numbers: Numbers) -> bool:
     """Return True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)
     now, before = _items(copied.value), _items(copied.before)
-    return list(now) != list(before) or any(now[key] is not before[key] for key in before)
+    same = numbers.is_same
+    return list(now) != list(before) or not all(same(now[key], before[key]) for key in before)
 
 
 def put_back(copied: Copied) -> None:

@@ -22,6 +22,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.reading.changes import MISSING, Change, changed_containers, updates_of
 from tsfunc.program.reading.holding import Closure, Held, Place, is_instance
+from tsfunc.program.reading.numbers import Earlier
 from tsfunc.program.reading.randomness import Generators
 from tsfunc.program.reading.reach import Facts
 from tsfunc.program.reading.updates import Updates, has_tensor
@@ -51,6 +52,7 @@ class Instances:
     Args:
         name: the name of the specialized function, for errors.
         closure: the treatment of values that belong to the function: NOTE [closures].
+        earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
         held: the values that were read.
@@ -64,7 +66,9 @@ class Instances:
             tensors: NOTE [one tensor twice] in ``same_tensors.py``.
     """
 
-    def __init__(self, name: str, closure: Closure = "guard") -> None:
+    def __init__(
+        self, name: str, closure: Closure = "guard", earlier: Earlier = types.MappingProxyType({})
+    ) -> None:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
@@ -74,7 +78,7 @@ class Instances:
         self.tells_apart = False
         self.generators = Generators(f"specialize({name})")
         self.held = Held(
-            name, self._enter, lambda value: self.met(value), self.generators.add, closure
+            name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
         )
         self._instances: dict[int, Instance] = {}
         self._watching = Watching(self)
@@ -166,6 +170,7 @@ class Instances:
             changes += self.assigned_grads()
             for change in changes:
                 change.undo()
+            self.held.numbers.put_back()
             self._counted_tensors = self.free_counters()
         self.generators.put_back()
         return changes
@@ -244,7 +249,7 @@ class Instance:
         facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
         for home, name in self._before:
             if home != _SLOT:
-                self._hold(name, self._before[home, name], *_steps(home, name))
+                self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
 
     @property
     def _facts(self) -> Facts:
@@ -272,8 +277,17 @@ class Instance:
                 buffer=name if home == "_buffers" else None,
             )
 
-    def _hold(self, name: str, value: Any, *steps: str) -> Any:
-        """Guard the value of an attribute, once."""
+    def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
+        """Guard the value of an attribute, once; return it as the function sees it.
+
+        Args:
+            name: the attribute.
+            value: its value.
+            steps: the Python expressions of the steps to it.
+            exactly: whether a number is guarded by its value even if it varies.
+        """
+        held = self.instances.held
+        numbers = held.numbers
         if name not in self._held and not is_traced(value):
             self._held.add(name)
             if self.place.own and not name.startswith("_"):
@@ -284,8 +298,17 @@ class Instance:
                 self.check(name, value, f"read at {users_place()}")
                 for step in steps:
                     variable = facts.bind(variable + step)
-                place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
-                self.instances.held.take(value, place)
+                text = f"{self.place.text}.{name}"
+                if not exactly and numbers.is_input(value, text):
+                    numbers.add(value, text, variable, facts)
+                else:
+                    held.take(value, Place(variable, text, owner, self.place.own))
+        number = numbers.inputs.get(f"{self.place.text}.{name}")
+        if number is not None and value is number.value and name not in self.lines:
+            if exactly:
+                self._facts.require(f"same_value({number.variable}, {number.value!r})")
+            else:
+                return numbers.of(f"{self.place.text}.{name}")
         return self._typed(name, value)
 
     def _typed(self, name: str, value: Any) -> Any:
