@@ -150,6 +150,7 @@ class Questions:
         what: the name of the trace in errors.
         asked: the questions about arguments, with their answers.
         of_grad: True if the function read whether a tensor requires grad.
+        of_backward: True if the function ran a backward pass, which anomaly mode changes.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
         told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
             identity matters.
@@ -158,6 +159,7 @@ class Questions:
     def __init__(self, what: str) -> None:
         self.what = what
         self.of_grad = False
+        self.of_backward = False
         self.asked: dict[tuple[int, str], Asked] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
         self.told_apart = False

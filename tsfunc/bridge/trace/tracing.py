@@ -175,7 +175,11 @@ class TraceLevel(TracerLevel):
                 tracer.requires_grad_()
         return tracer
 
+    def passes_backward(self) -> None:
+        self.questions.of_backward = True
+
     def serves_backward(self, call: BackwardPass) -> bool:
+        self.passes_backward()
         return self.passes is not None and self.passes.serve(call)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:

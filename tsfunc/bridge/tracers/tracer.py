@@ -120,6 +120,9 @@ class TracerLevel(Level):
         """
         return False
 
+    def passes_backward(self) -> None:
+        """Note that a backward pass runs while the level is active."""
+
     def serves_backward(self, call: BackwardPass) -> bool:
         """Return True if a backward pass at the level's tensors may reach tensors from outside.
 

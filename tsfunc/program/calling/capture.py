@@ -302,12 +302,20 @@ class _Trace:
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
         self._hold_numbers([each for each in conditions if each.of_read])
         conditions = [each for each in conditions if not each.of_read]
+        if level.questions.of_backward:
+            self._hold_anomaly_mode()
         asked = tuple(level.questions.asked.values())
         return replace(
             program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
             attributes=tuple(self._attributes), raised=raised,
             looks_at_grad=level.questions.of_grad, numbers=dict(self.instances.held.numbers.read),
         )  # fmt: skip
+
+    def _hold_anomaly_mode(self) -> None:
+        """Guard the mode in which backward passes look for NaN."""
+        facts = self.instances.held.facts
+        for asks in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
+            facts.require(f"{facts.name(asks)}() is {asks()}")
 
     def _hold_numbers(self, conditions: Sequence[Condition]) -> None:
         """Guard the answers to questions about numbers from outside."""
