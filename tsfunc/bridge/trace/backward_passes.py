@@ -146,11 +146,8 @@ class BackwardPasses:
             return all(not self._freed.isdisjoint(nodes_of([x])) for x in graphs)
 
     def _is_here(self, value: Any) -> bool:
-        """Return True if a tensor is the trace's own, and autograd records on it or will."""
-        if not isinstance(value, TraceTracer) or value.dispatch_level is not self.level:
-            return False
-        with DisableTorchFunctionSubclass():
-            return value.tracks or value.requires_grad
+        """Return True if a tensor is the trace's own."""
+        return isinstance(value, TraceTracer) and value.dispatch_level is self.level
 
     def _reach(self, leaf: Any) -> None:
         """Prepare the ``.grad`` of a leaf that a pass is about to add to."""
@@ -168,8 +165,11 @@ class BackwardPasses:
 
 
 def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator[Any]:
-    """Yield the nodes that a backward pass runs: those on a way from the results to the inputs."""
-    nodes = list(nodes_of(results))
+    """Yield the nodes that a backward pass runs: those on a way from the results to the inputs.
+
+    The nodes of leaves, which all graphs share, are left out.
+    """
+    nodes = [node for node in nodes_of(results) if not hasattr(node, "variable")]
     if inputs is None:
         yield from nodes
         return
@@ -178,14 +178,9 @@ def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator
     # A node runs if one of the nodes after it is an end or runs. Sequence numbers grow from the
     # inputs to the results, so that the nodes after a node come before it in this order.
     leads: set[Any] = set()
-    for node in sorted(nodes, key=_order):
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         after = [each for each, _ in node.next_functions if each is not None]
         if any(each in ends or each in leads or id(getattr(each, "variable", None)) in leaves
                for each in after):  # fmt: skip
             leads.add(node)
             yield node
-
-
-def _order(node: Any) -> int:
-    """Return the position of a node among the others; leaves come first."""
-    return -1 if hasattr(node, "variable") else int(node._sequence_nr())

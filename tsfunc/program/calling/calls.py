@@ -43,7 +43,7 @@ from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
 from tsfunc.program.reading.holding import is_container, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
-from tsfunc.program.reading.numbers import Earlier
+from tsfunc.program.reading.numbers import Earlier, Read
 from tsfunc.program.reading.module_state import state_of
 from tsfunc.program.reading.surroundings import Surroundings
 from tsfunc.program.reading.variables import CODE
@@ -133,7 +133,7 @@ class FirstCall:
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
-        found: dict[str, list[int | float | None]] = {}
+        found: dict[str, list[Read]] = {}
         if self.target.backend is None:  # backends make numbers constants
             for entry in cache.entries:
                 for text, value in entry.program.numbers.items():

@@ -169,7 +169,7 @@ class _Trace:
             outside_modes(),
         ):
             self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
-            self.gradients = Gradients(self.level, self.instances)
+            self.gradients = Gradients(self.level, self.instances, self._attributes.append)
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -307,7 +307,7 @@ class _Trace:
         asked = tuple(level.questions.asked.values())
         return replace(
             program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
-            attributes=tuple(self._attributes), raised=raised,
+            attributes=(*self._attributes, *self.instances.held.numbers.inputs), raised=raised,
             looks_at_grad=level.questions.of_grad, numbers=dict(self.instances.held.numbers.read),
         )  # fmt: skip
 

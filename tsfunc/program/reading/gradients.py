@@ -5,7 +5,7 @@ See NOTE [backward passes in programs] in ``bridge/trace/backward_passes.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -24,13 +24,17 @@ class Gradients:
     Args:
         level: the trace.
         instances: the objects that it watches.
+        read_at: called with the user's spelling of each ``.grad`` that is read.
     """
 
-    def __init__(self, level: TraceLevel, instances: Instances) -> None:
+    def __init__(
+        self, level: TraceLevel, instances: Instances, read_at: Callable[[str], None]
+    ) -> None:
         self._level, self._instances, self._held = level, instances, instances.held
         self.passes = level.passes = BackwardPasses(level, self._read, self._check)
         instances.assigned_grads = self._changes
         self._checked: set[int] = set()
+        self._read_at = read_at
 
     def _place(self, tensor: torch.Tensor) -> Place:
         """Return the place of a tensor: an argument, or a tensor that the trace has read."""
@@ -42,8 +46,10 @@ class Gradients:
         return known or Place(self._held.facts_of(True).name(tensor), "a tensor", "a tensor", True)
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        place = self._place(tensor)
+        self._read_at(f"{place.text}.grad")
         with self._instances.paused():
-            return self._held.grad_of(tensor, self._place(tensor))
+            return self._held.grad_of(tensor, place)
 
     def _check(self, tensor: torch.Tensor) -> None:
         """Refuse a tensor that a backward pass can't add a gradient to.

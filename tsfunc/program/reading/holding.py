@@ -314,11 +314,36 @@ class Held:
             way, text = (f".{key}",) * 2 if namespace else spelled
             variable, owner = facts.bind(f"{at}{way}"), place.owner + text
             text = place.text + text
-            if hasattr(value, "__setitem__") and self.numbers.is_input(item, text):
+            settable = hasattr(value, "__setitem__")
+            if settable and self.numbers.is_input(item, text):
                 self.numbers.add(item, text, variable, facts)
-                self.numbers.put_into(value, key, text)
+                self.numbers.put_into(value, key, lambda text=text: self.numbers.of(text))
+            elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
+                self._tuple_of_numbers(value, key, Place(variable, text, owner, place.own))
             else:
                 self.take(item, Place(variable, text, owner, place.own))
+
+
+    def _tuple_of_numbers(self, container: Any, key: Any, place: Place) -> None:
+        """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""
+        facts, numbers, found = self.facts_of(place.own), self.numbers, container[key]
+        facts.require_type(place.variable, tuple)
+        facts.require(f"len({place.variable}) == {len(found)}")
+        texts: list[str | None] = []
+        for i, item in enumerate(found):
+            variable, text = facts.bind(f"{place.variable}[{i}]"), f"{place.text}[{i}]"
+            varies = numbers.is_input(item, text)
+            texts.append(text if varies else None)
+            if varies:
+                numbers.add(item, text, variable, facts)
+            else:
+                self.take(item, Place(variable, text, f"{place.owner}[{i}]", place.own))
+
+        def replaced() -> tuple[Any, ...]:
+            pairs = zip(found, texts, strict=True)
+            return tuple(item if text is None else numbers.of(text) for item, text in pairs)
+
+        numbers.put_into(container, key, replaced)
 
 
 def _items(value: Any) -> dict[Any, Any]:

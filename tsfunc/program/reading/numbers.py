@@ -21,7 +21,8 @@ from tsfunc.program.reading.reach import Facts
 from tsfunc.types.values import same_value
 
 
-Earlier = Mapping[str, Collection["int | float | None"]]
+Read = int | float | type
+Earlier = Mapping[str, Collection[Read]]
 
 
 class Varying(NamedTuple):
@@ -44,32 +45,39 @@ class Numbers:
     """The numbers of one trace.
 
     Args:
-        earlier: the values of such numbers in earlier traces, by the user's spelling; None for an
-            input. A number that differs from one of them is an input.
+        earlier: the values of such numbers in earlier traces, by the user's spelling; the type of
+            those that were inputs. A number that differs from one of its type is an input.
 
     Attributes:
-        read: the value of each number that was read, by the user's spelling; None for an input.
+        read: the value of each number that was read, by the user's spelling; the type of an input.
         inputs: the numbers that are inputs, by the user's spelling.
         symbol: returns the symbolic number for an input; None before the trace has begun.
     """
 
     def __init__(self, earlier: Earlier = MappingProxyType({})) -> None:
         self._earlier = earlier
-        self.read: dict[str, int | float | None] = {}
+        self.read: dict[str, Read] = {}
         self.inputs: dict[str, Varying] = {}
         self.symbol: Callable[[Varying], Any] | None = None
         self._symbols: dict[str, Any] = {}
-        self._waiting: list[tuple[Any, Any, str]] = []
-        self._replaced: list[tuple[Any, Any, Any, int | float]] = []
+        self._waiting: list[tuple[Any, Any, Callable[[], Any]]] = []
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
 
     def is_input(self, value: Any, text: str) -> bool:
         """Note that a value is read at a place; return True if it is an input of the program."""
         if type(value) not in (int, float):
             return False
         earlier = self._earlier.get(text, ())
-        varies = any(each is None or not same_value(each, value) for each in earlier)
-        self.read[text] = None if varies and _is_tame(value) else value
-        return self.read[text] is None
+        varies = any(
+            each is type(value) or (type(each) is type(value) and not same_value(each, value))
+            for each in earlier
+        )
+        self.read[text] = type(value) if varies and _is_tame(value) else value
+        return self.read[text] is not value
+
+    def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
+        """Return True if one of the elements of a tuple is an input of the program."""
+        return any([self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)])
 
     def add(self, value: Any, text: str, variable: str, facts: Facts) -> None:
         """Make a number an input: guard its type only."""
@@ -88,12 +96,12 @@ class Numbers:
             self._symbols[text] = self.symbol(varying)
         return self._symbols[text]
 
-    def put_into(self, container: Any, key: Any, text: str) -> None:
-        """Replace an input in its container by its symbol, from the start of the trace."""
+    def put_into(self, container: Any, key: Any, made: Callable[[], Any]) -> None:
+        """Replace an element of a container from the start of the trace, by one with symbols."""
         if self.symbol is None:
-            self._waiting.append((container, key, text))
+            self._waiting.append((container, key, made))
             return
-        before, container[key] = container[key], self.of(text)
+        before, container[key] = container[key], made()
         self._replaced.append((container, key, container[key], before))
 
     def start(self, symbol: Callable[[Varying], Any]) -> None:
