@@ -56,14 +56,14 @@ class Trial:
 
 
 def run(
-    make_step: Callable[[Trial], Step], trial: Trial, specialized: bool, between: Any = None
+    make_step: Callable[[Trial], Step], trial: Trial, specialized: bool, between: Any, steps: int
 ) -> tuple[list[Any], list[Any], list[int]]:
-    """Return the results and states after each of five steps, and the programs by then."""
+    """Return the results and states after each step, and the number of programs by then."""
     step: Any = make_step(trial)
     f = tsfunc.specialize(step) if specialized else step
     draw = torch.Generator().manual_seed(1)
     results, states, programs = [], [], []
-    for i in range(5):
+    for i in range(steps):
         x, y = torch.randn(6, 4, generator=draw), torch.randn(6, 2, generator=draw)
         out = f(x, y)
         results.append([leaf.detach().clone() for leaf in tsfunc.pytrees.leaves_of(out)])
@@ -80,10 +80,11 @@ def check(
     trial: Callable[[], Trial] = Trial,
     between: Any = None,
     traces: Sequence[int] = (1, 2, 2, 2, 2),
+    steps: int = 5,
 ) -> None:
     """Compare a step with itself as programs, and count the programs after each step."""
-    wanted, states, _ = run(make_step, trial(), False, between)
-    found, same, programs = run(make_step, trial(), True, between)
+    wanted, states, _ = run(make_step, trial(), False, between, steps)
+    found, same, programs = run(make_step, trial(), True, between, steps)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
     assert_same(same, states)
     assert programs == list(traces)
@@ -131,7 +132,11 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adamax": (O.Adamax, {}),
     "NAdam": (O.NAdam, {}),
     "Rprop": (O.Rprop, {}),
+    "ASGD": (O.ASGD, {"t0": 2}),
+    "RAdam": (O.RAdam, {}),
 }
+# ASGD takes other branches from its third step on, by the count of steps in its state.
+BRANCHES = {("ASGD", False): (1, 2, 2, 3, 4), ("ASGD", True): (1, 2, 2, 3, 3)}
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -142,7 +147,14 @@ def test_an_optimizer(name: str, foreach: bool, set_to_none: bool) -> None:
     check(
         lambda trial: plain(trial, set_to_none),
         lambda: Trial(lambda model: cls(model.parameters(), foreach=foreach, **options)),
+        traces=BRANCHES.get((name, foreach), (1, 2, 2, 2, 2)),
     )
+
+
+def test_a_branch_by_a_count_of_steps() -> None:
+    """Adaptive steps begin with the sixth."""
+    check(plain, lambda: Trial(lambda model: O.RAdam(model.parameters())), steps=8,
+          traces=(1, 2, 2, 2, 2, 3, 3, 3))  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", [O.SGD, O.Adam, O.AdamW, O.Adagrad])

@@ -120,6 +120,7 @@ class Symbols:
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
+        asks: returns the value of a node that computes a number, if the trace can know it.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Symbols:
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
+        self.asks: Callable[[torch.fx.Node], Any] = lambda node: None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
@@ -274,6 +276,12 @@ class Symbols:
         return self._env.create_symfloatnode(symbol, hint=None)
 
     # --- questions
+
+    def answer(self, expr: Any) -> Any:
+        """Return the answer to a question about numbers of data; None if it is not known."""
+        if self.graph is None or self._bodies or not expr.free_symbols <= self._names.keys():
+            return None
+        return self.asks(self._node(expr))
 
     def needs(self) -> list[Need]:
         """Return the facts about named dims that the trace relies on."""

@@ -152,6 +152,7 @@ class Questions:
         of_grad: True if the function read whether a tensor requires grad.
         of_backward: True if the function ran a backward pass, which anomaly mode changes.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
+        answer: returns the value of a node if the trace can know it, else None.
         told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
             identity matters.
     """
@@ -162,6 +163,7 @@ class Questions:
         self.of_backward = False
         self.asked: dict[tuple[int, str], Asked] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
+        self.answer: Callable[[torch.fx.Node], Any] = lambda node: None
         self.told_apart = False
         self._arguments: dict[int, tuple[Any, Argument]] = {}
 

@@ -282,6 +282,9 @@ class TraceTracer(Tracer):
             refused = refused_value(asking_frame())
             if refused is not None:
                 return self._assume(not refused)
+            answer = self.dispatch_level.questions.answer(self.node)
+            if answer is not None:
+                return bool(answer)
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def _assume(self, answer: bool) -> bool:

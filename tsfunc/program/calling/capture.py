@@ -42,6 +42,7 @@ from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, grou
 from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
+from tsfunc.program.reading.counters import Counters
 from tsfunc.program.reading.gradients import Gradients
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
@@ -169,6 +170,7 @@ class _Trace:
             outside_modes(),
         ):
             self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.symbols.asks = Counters(self.level, self.instances.held).answer
             self.gradients = Gradients(self.level, self.instances, self._attributes.append)
             try:
                 with (
