@@ -44,7 +44,8 @@ class Trial:
         self.more: dict[str, Any] = {}
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.model(x) - y).square().mean()
+        loss: Tensor = (self.model(x) - y).square().mean()
+        return loss
 
     def state(self) -> Any:
         return {
@@ -344,7 +345,8 @@ def test_gradients_that_are_assigned() -> None:
         names = [name for name, _ in trial.model.named_parameters()]
 
         def loss(params: Any, x: Tensor, y: Tensor) -> Tensor:
-            return (tsfunc.functional_call(trial.model, params, (x,)) - y).square().mean()
+            out: Tensor = tsfunc.functional_call(trial.model, params, (x,))
+            return (out - y).square().mean()
 
         def step(x: Tensor, y: Tensor) -> Any:
             params = dict(trial.model.named_parameters())

@@ -169,7 +169,7 @@ class TraceLevel(TracerLevel):
         return self._leaf(traced_as(value, self.graph.placeholder(name), self, requires_grad))
 
     def _leaf(self, tracer: TraceTracer) -> TraceTracer:
-        """Return the tracer of a tensor from outside, as a leaf if autograd records at the level."""
+        """Return the tracer of a tensor from outside; a leaf if autograd records at the level."""
         if self.records and tracer.tracks:
             with DisableTorchFunctionSubclass():
                 tracer.requires_grad_()

@@ -43,8 +43,8 @@ from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
 from tsfunc.program.reading.holding import is_container, is_instance
 from tsfunc.program.reading.instances import Instances, KeepsTensors
-from tsfunc.program.reading.numbers import Earlier, Read
 from tsfunc.program.reading.module_state import state_of
+from tsfunc.program.reading.numbers import Earlier, Read
 from tsfunc.program.reading.surroundings import Surroundings
 from tsfunc.program.reading.variables import CODE
 from tsfunc.types import Dim
@@ -291,7 +291,7 @@ class FirstCall:
         return entry, facts.values
 
     def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
-        """Return ``_captured(...)``, with constants for numbers outside if these can't be inputs."""
+        """Return ``_captured(...)``; numbers outside that can't be inputs are constants."""
         if self.earlier:
             with suppress(Exception):  # for example, a symbol can't be hashed
                 return self._captured(request)

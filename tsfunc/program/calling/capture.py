@@ -33,6 +33,7 @@ from tsfunc.bridge.writing.marked import settle_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.program.calling.counters import Counters
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
@@ -42,7 +43,6 @@ from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, grou
 from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
-from tsfunc.program.reading.counters import Counters
 from tsfunc.program.reading.gradients import Gradients
 from tsfunc.program.reading.holding import Place
 from tsfunc.program.reading.instances import Instances
@@ -228,7 +228,7 @@ class _Trace:
             node = _named(graph.placeholder(number.name), number.name)
         node.meta["number"] = symbol
         self.symbols.add_input(number.name, node)
-        self._numbers.append(number.index)
+        self._numbers.append(number.position)
         return symbol
 
     def _call(self, traced: list[Any]) -> Any:

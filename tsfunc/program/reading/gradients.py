@@ -65,12 +65,14 @@ class Gradients:
         facts = self._held.facts_of(place.own)
         problem = None
         if not tensor.is_leaf:
-            problem = "was computed before the call, by operations that a program does not have", (
-                "Pass x.detach().requires_grad_(), or compute it inside of the function"
+            problem = (
+                "was computed before the call, by operations that a program does not have",
+                ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
             )
         elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            problem = "has hooks, which a program does not call", (
-                "Remove them, or do in the function what they do"
+            problem = (
+                "has hooks, which a program does not call",
+                ("Remove them, or do in the function what they do"),
             )
         if problem is not None:
             why, mend = problem

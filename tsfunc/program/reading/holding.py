@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+import functools
 import queue
 import sys
 import threading
@@ -317,12 +318,11 @@ class Held:
             settable = hasattr(value, "__setitem__")
             if settable and self.numbers.is_input(item, text):
                 self.numbers.add(item, text, variable, facts)
-                self.numbers.put_into(value, key, lambda text=text: self.numbers.of(text))
+                self.numbers.put_into(value, key, functools.partial(self.numbers.of, text))
             elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
                 self._tuple_of_numbers(value, key, Place(variable, text, owner, place.own))
             else:
                 self.take(item, Place(variable, text, owner, place.own))
-
 
     def _tuple_of_numbers(self, container: Any, key: Any, place: Place) -> None:
         """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""

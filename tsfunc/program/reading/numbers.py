@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from tsfunc.program.reading.reach import Facts
 from tsfunc.types.values import same_value
 
-
 Read = int | float | type
 Earlier = Mapping[str, Collection[Read]]
 
@@ -32,13 +31,13 @@ class Varying(NamedTuple):
         name: its name in the program.
         variable: its variable in the generated guard.
         value: its value in the traced call.
-        index: its index among the values that the program is called with after the arguments.
+        position: its index among the values that the program is called with after the arguments.
     """
 
     name: str
     variable: str
     value: int | float
-    index: int
+    position: int
 
 
 class Numbers:
@@ -77,7 +76,8 @@ class Numbers:
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
         """Return True if one of the elements of a tuple is an input of the program."""
-        return any([self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)])
+        found = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
+        return any(found)
 
     def add(self, value: Any, text: str, variable: str, facts: Facts) -> None:
         """Make a number an input: guard its type only."""

@@ -19,8 +19,8 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.graphs.codegen import generate
