@@ -27,6 +27,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1, fused=True)
+
+
 class Trial:
     """A model with its optimizer, and all that a training step changes.
 
@@ -225,7 +233,7 @@ SCHEDULERS: dict[str, Callable[[O.Optimizer], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", [sgd, lambda model: O.Adam(model.parameters(), lr=0.1)])
+@pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_scheduler_outside(name: str, make: Make) -> None:
     def trial() -> Trial:
@@ -538,6 +546,59 @@ def test_autocast() -> None:
         return step
 
     check(cast)
+
+
+def scaled(trial: Trial) -> Step:
+    scaler = trial.more["scaler"]
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        trial.optimizer.zero_grad()
+        loss = trial.loss(x, y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(trial.optimizer)
+        nn.utils.clip_grad_norm_(list(trial.model.parameters()), 0.1)
+        scaler.step(trial.optimizer)
+        scaler.update()
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("make", [sgd, adamw, fused])
+def test_a_scaler(make: Make, enabled: bool) -> None:
+    def trial() -> Trial:
+        made = Trial(make)
+        made.more["scaler"] = torch.amp.GradScaler("cpu", enabled=enabled, init_scale=2.0**10)
+        return made
+
+    check(scaled, trial)
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+@pytest.mark.parametrize("first", [True, False])
+def test_steps_that_a_scaler_skips(make: Make, first: bool) -> None:
+    """A scale so large that gradients overflow until it has shrunk enough."""
+
+    def trial() -> Trial:
+        made = Trial(make)
+        largest = 2.0 ** (127 if first else 100)
+        made.more["scaler"] = torch.amp.GradScaler("cpu", init_scale=largest, backoff_factor=0.01)
+        return made
+
+    def overflow(trial: Trial, i: int) -> None:
+        if i == 2 and not first:
+            trial.more["scaler"].update(2.0**127)
+
+    torch.testing.assert_close(
+        *(run(scaled, trial(), is_program, overflow, 5)[0] for is_program in (True, False))
+    )
+    found, wanted = (
+        run(scaled, trial(), is_program, overflow, 5)[1] for is_program in (True, False)
+    )
+    assert_same([each["model"] for each in found], [each["model"] for each in wanted])
+    assert_same([each["scaler"] for each in found], [each["scaler"] for each in wanted])
+    assert wanted[-1]["scaler"]["scale"] < 2.0**127  # it has skipped a step
 
 
 # --- anomaly mode

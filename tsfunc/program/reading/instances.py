@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.tracing import is_traced
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.settings import hooks_of_all_modules
@@ -238,6 +239,8 @@ class Instance:
             raise
         if found is not MISSING and hasattr(type(found), "__get__"):
             self._method(name, found)
+            if isinstance(found, types.FunctionType) and found in REPLACED:
+                return types.MethodType(REPLACED[found], self.value)
             return value
         # An attribute of the class, or one made by a user's __getattribute__.
         return self._hold(name, value, f".{name}")
