@@ -35,7 +35,12 @@ from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
-from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, PUSHED_WRITTEN_OUT, WRITTEN_OUT
+from tsfunc.ops.written_out import (
+    BACKWARD_WRITTEN_OUT,
+    PUSHED_WRITTEN_OUT,
+    UNDIFFERENTIABLE_WRITTEN_OUT,
+    WRITTEN_OUT,
+)
 
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
@@ -65,10 +70,12 @@ def install() -> None:
             if overload is not None:
                 kernel = _kernel(overload, part, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-        for name, written_out in BACKWARD_WRITTEN_OUT.items():
+        formulas = [(*item, _differentiated_twice) for item in BACKWARD_WRITTEN_OUT.items()]
+        formulas += [(*item, _pushed_forward) for item in UNDIFFERENTIABLE_WRITTEN_OUT.items()]
+        for name, written_out, met in formulas:
             overload = overload_of(name)
             if overload is not None:
-                kernel = _backward_kernel(overload, written_out)
+                kernel = _backward_kernel(overload, written_out, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
 
 
@@ -104,13 +111,15 @@ def _kernel(
     return operator
 
 
-def _backward_kernel(overload: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_kernel(
+    overload: Any, written_out: Callable[..., Any], met: Callable[[Sequence[Any]], bool]
+) -> Callable[..., Any]:
     """Return the kernel of a backward formula (NOTE [derivatives of backward formulas])."""
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if not below_autograd() and (_recorded(values) or _differentiated_twice(values)):
+        if not below_autograd() and (_recorded(values) or met(values)):
             out = written_out(*args, **kwargs)
             if out is not NotImplemented:
                 return out
