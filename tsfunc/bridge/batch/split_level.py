@@ -38,7 +38,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.generators import Generators
 from tsfunc.bridge.tracers.hot_calls import KINDS, HotTracer
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.births import take_place
+from tsfunc.bridge.writing.creation_tracking import take_place
 from tsfunc.ops.splitting import groups_of, take_examples
 
 

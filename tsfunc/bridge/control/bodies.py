@@ -322,9 +322,9 @@ class BodyLevel(TraceLevel, StandIn):
 
     def _number(self, value: Any) -> Any:
         """Return the node of a symbolic number: an input, a constant, or read from data."""
-        born = self.symbols.born_in(self.graph, value.node.expr)
-        if born:
-            return self._own_number(value, born)
+        defined = self.symbols.nodes_in(self.graph, value.node.expr)
+        if defined:
+            return self._own_number(value, defined)
         outer = self.parent.sizes(value)
         if not isinstance(outer, torch.fx.Node):
             return outer
@@ -337,19 +337,21 @@ class BodyLevel(TraceLevel, StandIn):
             self.numbers.append(outer)
         return node
 
-    def _own_number(self, value: Any, born: dict[Any, torch.fx.Node]) -> torch.fx.Node:
+    def _own_number(self, value: Any, defined: dict[Any, torch.fx.Node]) -> torch.fx.Node:
         """Return the node of a number that depends on symbols which the body read from data."""
         expr, symbols = value.node.expr, self.symbols
         if expr not in self._own_numbers:
-            rest = {s: self._number(symbols.number_of(s)) for s in expr.free_symbols - born.keys()}
-            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **born})
+            rest = {
+                s: self._number(symbols.number_of(s)) for s in expr.free_symbols - defined.keys()
+            }
+            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **defined})
             self._own_numbers[expr].meta["number"] = value
         return self._own_numbers[expr]
 
     def is_own_size(self, size: Any) -> bool:
         """True if a size depends on data that the body has read."""
         known = isinstance(size, int)
-        return not known and bool(self.symbols.born_in(self.graph, size.node.expr))
+        return not known and bool(self.symbols.nodes_in(self.graph, size.node.expr))
 
 
 def _traced_level(value: Any) -> Any:

@@ -59,7 +59,7 @@ class SubsetLevel(BatchLevel, StandIn):
         self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = MadeTracer
-        self.born = 0
+        self.created_at = 0
         self.lifts_factories = 0
         if parent.whole.courses is None and self.whole.randomness == "split":
             self.whole.courses = {}

@@ -413,11 +413,11 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     fresh = level.symbols.fresh()
     recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
     if fresh:
-        _record_births(recorded, node, level, fresh)
+        _register_symbols(recorded, node, level, fresh)
     return recorded
 
 
-def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
+def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
     """Register the nodes of data-dependent numbers in results: NOTE [sizes of data]."""
     node.meta["reads_data"] = True
     found = results if isinstance(results, list | tuple) else [results]
@@ -425,10 +425,12 @@ def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: 
     for symbol, i, dim in symbols_in(values, fresh):
         if dim is None:
             at = _item(node, i, level) if isinstance(results, list | tuple) else node
-            level.symbols.born(symbol, at, at.name, values[i])
+            level.symbols.register(symbol, at, at.name, values[i])
         else:
             at = found[i].node
-            level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")
+            level.symbols.register(
+                symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]"
+            )
 
 
 @register("aten::lift_fresh", DispatchKey.Trace)

@@ -65,7 +65,7 @@ class TracerLevel(Level):
     Attributes:
         autograd: the number of transforms that record autograd on this level's own tracers; while
             it is 0, calls skip torch's autograd on their way in.
-        born: its position in the order of births, 0 while unknown (``births``).
+        created_at: its position in the order of creation, 0 while unknown (``creation_tracking``).
         forward: the number of forward-mode transforms that attach tangents to this level's
             tracers.
         serial: a number that increases with each new level.
@@ -73,12 +73,12 @@ class TracerLevel(Level):
         torch_state: the captured part of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
+    __slots__ = ("autograd", "created_at", "forward", "functorch_depth", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
-        self.born = 0
+        self.created_at = 0
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()

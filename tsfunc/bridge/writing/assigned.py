@@ -20,7 +20,7 @@ import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.writing.births import born_inside
+from tsfunc.bridge.writing.creation_tracking import created_in
 from tsfunc.bridge.writing.naming import Described
 from tsfunc.dispatch.places import source_of, users_place
 from tsfunc.errors import EscapedTracerError
@@ -75,7 +75,7 @@ def note_assigned(module: Any, name: str, value: Any) -> None:
     before = module._buffers.get(name)
     if _level_of(before) is level:
         return
-    if before is None or id(before) not in born_inside(level):
+    if before is None or id(before) not in created_in(level):
         place = users_place()
         named = f"the buffer {name!r}" if before is None else Described(before)
         what = f"{named} is assigned values that differ between examples, at {place}"

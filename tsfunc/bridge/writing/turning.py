@@ -9,8 +9,8 @@ object another tensor, and the object gets another class.
 
 The tensors that share its memory, its kin, must follow. The kin are complete if each reference to
 the storage is accounted for: the storage counts its plain tensors, and each tensor that Python
-knows and that was born inside (NOTE [born inside]) is examined. If a tensor of the kin is from
-outside, other code may read it, and the write is refused. A reference that no Python object
+knows and that was created inside (NOTE [created inside]) is examined. If a tensor of the kin is
+from outside, other code may read it, and the write is refused. A reference that no Python object
 explains belongs to an autograd graph, which keeps its saved values.
 
 The kin become one tensor of the level and its views: ``_home`` returns the tensor that covers all
@@ -42,7 +42,7 @@ from torch._C import (
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.births import born_inside, take_place
+from tsfunc.bridge.writing.creation_tracking import created_in, take_place
 from tsfunc.bridge.writing.marked import mark, unmark
 
 Tensors = Sequence[torch.Tensor]
@@ -159,14 +159,14 @@ def _depth(tensor: torch.Tensor) -> int:
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-    """Return the live tensors born inside the level, by id, and those with the given memory.
+    """Return the live tensors created inside the level, by id, and those with the given memory.
 
     Raises:
         BornOutside: a tensor with this memory may be known outside of the level.
     """
     bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
     while True:
-        inside = born_inside(level)
+        inside = created_in(level)
         relatives = [t for t in inside.values() if memory_of(t) == memory]
         known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
         if bases <= known:
@@ -191,7 +191,7 @@ def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
 
 
 def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
-    """True if a tensor that was not born inside has this memory, itself or as its gradient."""
+    """True if a tensor that was not created inside has this memory, itself or as its gradient."""
     plain: dict[type, bool] = {}
     for item in gc.get_objects():
         kind = type(item)
