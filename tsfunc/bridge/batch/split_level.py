@@ -298,7 +298,7 @@ def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
 
 
 class SlottedSplitTracer(SplitTracer, SlottedTracer):
-    """The class of a slotted tracer that is turned into a split tracer (``turning``)."""
+    """The class of a slotted tracer that was promoted to a split tracer (``promotion``)."""
 
     __slots__ = ()
 

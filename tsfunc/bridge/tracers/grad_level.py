@@ -51,7 +51,7 @@ class GradTracer(Tracer):
 
 
 class SlottedGradTracer(SlottedTracer, GradTracer):
-    """The class of a slotted tracer that became a GradTracer (``turning``)."""
+    """The class of a slotted tracer that became a GradTracer (``promotion``)."""
 
     __slots__ = ()
 

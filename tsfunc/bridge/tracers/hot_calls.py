@@ -566,16 +566,16 @@ class MadeTracer(SlottedTracer, HotTracer):
     __slots__ = ()
 
 
-class TurnedTracer(HotTracer):
+class PromotedTracer(HotTracer):
     """A user's tensor that became a tracer (``writes``), with the layout of a plain tensor."""
 
     __slots__ = ()
 
 
-BatchTracer.forms = TurnedTracer, MadeTracer
+BatchTracer.forms = PromotedTracer, MadeTracer
 # Messages show one name for all of these classes.
-MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
-KINDS.add(TurnedTracer)
+MadeTracer.__name__ = PromotedTracer.__name__ = BatchTracer.__name__
+KINDS.add(PromotedTracer)
 
 
 def _use_compiled() -> None:

@@ -56,7 +56,7 @@ def is_outside(value: Any, level: BatchLevel) -> bool:
 class lifting_factories:
     """Context manager that lifts factories' results, because C++ may write batched values there.
 
-    A Python object can become a tracer later (``turning``); a tensor that only C++ holds cannot.
+    A Python object can become a tracer later (``promotion``); a tensor that only C++ holds cannot.
     """
 
     __slots__ = ("_guard", "_level")

@@ -217,7 +217,7 @@ class Tracer(torch.Tensor):
     dispatch_level: TracerLevel = cast(Any, None)
 
     # The classes that an existing tensor may become: one with the layout of a plain tensor, and
-    # one with the layout of a tracer with slots (``turning``). None: the tracer's own class.
+    # one with the layout of a tracer with slots (``promotion``). None: the tracer's own class.
     forms: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
 
     @classmethod

@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.tracers.hot_calls import HOT, VIEWS, hot_call
 from tsfunc.bridge.tracers.tracer import MARKED, METHODS, Tracer, door_1, metadata, settle
 from tsfunc.bridge.writing.marked import Record, mark, record_of
-from tsfunc.bridge.writing.turning import memory_of, physical
+from tsfunc.bridge.writing.promotion import memory_of, physical
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
 
 State = tuple[torch.Tensor, int]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.hot_calls import KINDS, MadeTracer, TurnedTracer
+from tsfunc.bridge.tracers.hot_calls import KINDS, MadeTracer, PromotedTracer
 from tsfunc.bridge.tracers.tracer import MARKED, NO_KWARGS, door_1, settle
 
 
@@ -80,6 +80,6 @@ def _class_for(kind: type) -> type:
     # Hot calls accept a MadeTracer. As a subclass of all tracer classes of its level, the marked
     # class has its ``__torch_function__`` called before theirs.
     members = {"__slots__": (), "__torch_function__": classmethod(without_hot_rules)}
-    marked = type(kind.__name__, (MadeTracer, TurnedTracer), members)
+    marked = type(kind.__name__, (MadeTracer, PromotedTracer), members)
     KINDS.add(marked)
     return marked

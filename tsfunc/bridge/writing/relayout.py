@@ -27,7 +27,7 @@ from tsfunc.bridge.tracers.parts import PARTS
 from tsfunc.bridge.tracers.tracer import METHODS, into_torch
 from tsfunc.bridge.writing.copied_views import CopiedView
 from tsfunc.bridge.writing.marked import record_of
-from tsfunc.bridge.writing.turning import BornOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
 
@@ -71,7 +71,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
         return None
     try:
         inside, _ = relatives_of(plain, memory, level)
-    except BornOutside:
+    except CreatedOutside:
         return None
     group = [x]
     with DisableTorchFunctionSubclass():
