@@ -19,7 +19,7 @@ from tsfunc.bridge.batch import (
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.trace import answers, tracing
 from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
-from tsfunc.bridge.writing import relayout, reshaping
+from tsfunc.bridge.writing import reshaped_views, reshaping
 
 __all__ = [
     "answers",
@@ -33,7 +33,7 @@ __all__ = [
     "grad_level",
     "indexing",
     "methods",
-    "relayout",
+    "reshaped_views",
     "reshaping",
     "saved_tensors",
     "second_order",

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.parts import PARTS
 from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
-from tsfunc.bridge.writing.gathered import gather
+from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require

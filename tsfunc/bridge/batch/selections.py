@@ -27,7 +27,7 @@ import torch
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.tracer import MARKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
-from tsfunc.bridge.writing.copied_views import state_of
+from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.errors import DataDependentError

@@ -4,7 +4,7 @@ For one example most results are contiguous, and programs take views of them. Th
 keeps the batch dim where the arguments had it, which may be between dims of the example; the batch
 then has no such view. An operator's result at the level that has no other holder is laid out
 again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
-because its views would lose their memory; the user then gets a copied view.
+because its views would lose their memory; the user then gets a emulated view.
 
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
@@ -25,7 +25,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.parts import PARTS
 from tsfunc.bridge.tracers.tracer import METHODS, into_torch
-from tsfunc.bridge.writing.copied_views import CopiedView
+from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.marked import record_of
 from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
 from tsfunc.ops.dims import front
@@ -113,8 +113,8 @@ def _view_as_complex(x: BatchTracer) -> torch.Tensor:
 
 
 @dataclass
-class Relaid(CopiedView):
-    """A copied view that is a reshape or a reinterpretation of its base.
+class ReshapedView(EmulatedView):
+    """A emulated view that is a reshape or a reinterpretation of its base.
 
     Attributes:
         take: copies the elements from the tensor, in the shape of the view.
@@ -134,7 +134,7 @@ class Relaid(CopiedView):
 def _viewing(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the requested view, or a copied view if only a single example has the view."""
+    """Return the requested view, or a emulated view if only a single example has the view."""
     try:
         return into_torch(func, types, args, kwargs)
     except NoView:
@@ -148,7 +148,7 @@ def _viewing(
         if shape is None:
             raise
     pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
-    return Relaid(base, pair[0](base), *pair).view()
+    return ReshapedView(base, pair[0](base), *pair).view()
 
 
 def _strides_alone(x: torch.Tensor) -> list[int]:

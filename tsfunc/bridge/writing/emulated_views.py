@@ -3,7 +3,8 @@
 An example may have a view of a tensor where the batch has none. The user then gets a copy that
 behaves like a view. The copy is marked with a record, and the record sees each call that takes the
 copy: the record updates the copy before a read, writes the copy back after a write, and marks each
-view of the copy. Each kind of copy defines how to copy and write back: ``gathered``, ``relayout``.
+view of the copy. Each kind of copy defines how to copy and write back: ``gathered_views``,
+``reshaped_views``.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage.
 """
@@ -26,7 +27,7 @@ State = tuple[torch.Tensor, int]
 
 
 @dataclass
-class CopiedView(Record):
+class EmulatedView(Record):
     """A copy that replaces a view of a tensor.
 
     Attributes:
@@ -102,8 +103,8 @@ class CopiedView(Record):
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Door 1 for calls with copied views among their arguments."""
-        others = tuple(kind for kind in types if MARKED.get(kind) is not CopiedView.serve)
+        """Door 1 for calls with emulated views among their arguments."""
+        others = tuple(kind for kind in types if MARKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:
             return door_1(func, others, args, kwargs)
         held = _views_in((args, kwargs))
@@ -132,14 +133,14 @@ def state_of(base: torch.Tensor) -> State | None:
     return memory, memory._version
 
 
-def _views_in(values: Any) -> list[tuple[Any, CopiedView]]:
-    """Return the copied views among the values, with their records."""
+def _views_in(values: Any) -> list[tuple[Any, EmulatedView]]:
+    """Return the emulated views among the values, with their records."""
     records = [(x, record_of(x)) for x in tensors_in(values) if type(x) in MARKED]
-    return [(x, record) for x, record in records if isinstance(record, CopiedView)]
+    return [(x, record) for x, record in records if isinstance(record, EmulatedView)]
 
 
-def _mark_views(out: Any, held: Sequence[tuple[Any, CopiedView]]) -> None:
-    """Mark the results that share memory with copied views as copied views too."""
+def _mark_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None:
+    """Mark the results that share memory with emulated views as emulated views too."""
     results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in MARKED]
     if not results:
         return
