@@ -25,9 +25,9 @@ from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.hot_calls import HOT
 from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import MARKED, seen_here
-from tsfunc.bridge.writing.assigned import ASSIGNED, put_back_assigned, refuse_assigned
-from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.bridge.tracers.tracer import HOOKED, seen_here
+from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
+from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
     Models,
@@ -306,15 +306,15 @@ def _run(
                 if spec.by_name:
                     inputs, kwargs = inputs
             out = spec.func(*inputs, **kwargs)
-            if MARKED:
-                settle_all(out)
+            if HOOKED:
+                sync_all(out)
         guards.append(watching)
     except BaseException:
-        if ASSIGNED:
-            put_back_assigned(level)
+        if BUFFER_WRITES:
+            restore_buffers(level)
         raise
-    if ASSIGNED:
-        refuse_assigned(level)
+    if BUFFER_WRITES:
+        refuse_buffer_writes(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
     dims: Sequence[int | None] | None = None

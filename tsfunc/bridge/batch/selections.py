@@ -26,7 +26,7 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.tracer import MARKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
+from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
 from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import Place, users_place
@@ -106,8 +106,8 @@ class Selection(Tracer):
         return NotImplemented
 
     @property
-    def record(self) -> Selection:
-        """The selection itself: marked tracers have a ``record`` (``marked``)."""
+    def hook(self) -> Selection:
+        """The selection itself, which is its own hook (``tracer_hooks``)."""
         return self
 
     @property
@@ -120,7 +120,7 @@ class Selection(Tracer):
         """True if the dim of the places is the first."""
         return self.places.dim() == self.after + 1
 
-    def settle(self) -> NoReturn:
+    def sync(self) -> NoReturn:
         """Raise, because a selection has no tensor of a known size."""
         self.refuse("a transform or a result")
 
@@ -297,7 +297,7 @@ def _same(one: Any, other: Any) -> bool:
 def _make(
     places: torch.Tensor, mask: torch.Tensor, after: int, source: Any, line: Place
 ) -> Selection:
-    MARKED.setdefault(Selection, _serve)
+    HOOKED.setdefault(Selection, _serve)
     level = innermost_level((places, mask))
     return Selection.make(
         places.detach(), level, places=places, mask=mask, after=after, source=source, line=line

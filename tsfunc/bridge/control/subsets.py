@@ -32,7 +32,7 @@ from tsfunc.bridge.grad.linear_maps import is_recorded, linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.hot_calls import MadeTracer
 from tsfunc.bridge.tracers.reruns import same_again
-from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here, settle
+from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here, sync
 from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 
@@ -199,7 +199,7 @@ class SubsetLevel(BatchLevel, StandIn):
     def into(self, value: Any) -> Any:
         """Return the subset's part of a value of an ancestor; other values are unchanged."""
         if isinstance(value, Tracer) and self.replaces(value):
-            settle(value)
+            sync(value)
             return linear(Into(self), (value,))
         return value
 

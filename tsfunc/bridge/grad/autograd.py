@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, settle
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, sync
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -44,7 +44,7 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         found: torch.Tensor = seen_here(value)
         return found
-    settle(value)
+    sync(value)
     return level.lift(value)
 
 
@@ -507,7 +507,7 @@ def make_dual(
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the primal and the tangent; the tangent is None if the value has none."""
-    settle(value)
+    sync(value)
     with DisableTorchFunctionSubclass():
         primal, tangent = forward_ad.unpack_dual(value)
     return primal, tangent

@@ -157,7 +157,7 @@ def seen_here(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if substituted.values:
             value = substituted.of(value)
-        settle(value)
+        sync(value)
         for level in tls.state.levels:
             if isinstance(level, StandIn):
                 value = level.into(value)
@@ -171,14 +171,14 @@ def all_seen_here(values: list[Any]) -> list[Any]:
     return [seen_here(value) for value in values]
 
 
-# Classes of tracers with a record, and the functions that see their calls first (``marked``).
-MARKED: dict[type, Callable[..., Any]] = {}
+# Classes of tracers with a hook, and the functions that see their calls first (``tracer_hooks``).
+HOOKED: dict[type, Callable[..., Any]] = {}
 
 
-def settle(value: Any) -> None:
-    """Update a marked tracer by its record, before a use other than a call."""
-    if type(value) in MARKED and value.dispatch_level.alive:
-        value.record.settle()
+def sync(value: Any) -> None:
+    """Update a tracer by its hook, before a use other than a call."""
+    if type(value) in HOOKED and value.dispatch_level.alive:
+        value.hook.sync()
 
 
 class _Both:
@@ -392,10 +392,10 @@ def door_1(
         taken = remap_args(func, args, kwargs)
         if taken is not None:
             return func(*taken[0], **taken[1])
-    if MARKED:
+    if HOOKED:
         for kind in types:
-            if kind in MARKED:
-                return MARKED[kind](func, types, args, kwargs)
+            if kind in HOOKED:
+                return HOOKED[kind](func, types, args, kwargs)
     method = METHODS.get(func)
     if method is not None:
         out = method(func, types, args, kwargs)

@@ -4,7 +4,7 @@ NOTE [gathered views]
 For one example ``y[i]`` is a view: a write to the view is a write to ``y``, and the reverse. A
 batch has no such view, because each example has another index. The indexed elements are therefore
 copied into a tensor of their own, the *whole*, and the user gets a view of the whole. The view is
-a emulated view (``emulated_views``), so its record sees each call first:
+an emulated view (``emulated_views``), so its hook sees each call first:
 
 - Before a call reads the view, the whole is copied again if the base has been written to since.
   torch counts the writes to every storage, including writes that no tracer sees.
@@ -46,7 +46,7 @@ class GatheredView(EmulatedView):
 
 
 def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """Return ``base`` indexed along a dim, as a emulated view.
+    """Return ``base`` indexed along a dim, as an emulated view.
 
     A 0-dim ``places`` removes the dim; a 1-dim ``places`` keeps it.
     """

@@ -44,7 +44,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.creation_tracking import created_in, take_place
-from tsfunc.bridge.writing.marked import mark, unmark
+from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
 
@@ -407,7 +407,7 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def swap_identity(tensor: Any, tracer: Any) -> None:
     """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
-    record = unmark(tensor)
+    hook = detach_hook(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
@@ -416,8 +416,8 @@ def swap_identity(tensor: Any, tracer: Any) -> None:
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
     for name, value in attributes_of(tracer).items():
         setattr(tensor, name, was if value is tensor else value)
-    if record is not None:
-        mark(tensor, record)
+    if hook is not None:
+        attach_hook(tensor, hook)
 
 
 def _set_aside(tensor: Any) -> Any:

@@ -26,8 +26,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.parts import PARTS
 from tsfunc.bridge.tracers.tracer import METHODS, into_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
-from tsfunc.bridge.writing.marked import record_of
 from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
 
@@ -63,7 +63,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
     An operator at the level must have made the memory. Besides ``x`` the group may contain only
-    the base of ``x``, kept alive by C++ or by a record.
+    the base of ``x``, kept alive by C++ or by a hook.
     """
     level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
@@ -76,8 +76,8 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     group = [x]
     with DisableTorchFunctionSubclass():
         base = x._base
-    record = record_of(x)
-    kept = (base, record.whole if record is not None else None)
+    hook = hook_of(x)
+    kept = (base, hook.whole if hook is not None else None)
     for other in inside.values():
         # Tracers of other levels wrap x, or x wraps them.
         if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:

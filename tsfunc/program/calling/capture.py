@@ -26,7 +26,7 @@ from tsfunc.bridge.trace.untyped import without_stand_ins
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leave_whole
-from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import TsfuncError
@@ -214,7 +214,7 @@ class _Trace:
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
-        settle_all(out)
+        sync_all(out)
         check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
