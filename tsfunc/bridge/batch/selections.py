@@ -26,7 +26,14 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
+from tsfunc.bridge.tracers.tracer import (
+    HOOKED,
+    METHODS,
+    NO_KWARGS,
+    Tracer,
+    call_below_function,
+    innermost_level,
+)
 from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import Place, users_place
@@ -324,7 +331,7 @@ def _composite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     code = getattr(func, "__code__", None)
     if code is None or func in METHODS:
         return NotImplemented
-    return hop(func, (), args, kwargs)
+    return call_below_function(func, (), args, kwargs)
 
 
 # The methods of Python's operators, with the names of torch's functions.

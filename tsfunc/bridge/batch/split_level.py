@@ -35,8 +35,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.fast_handlers import KINDS, FastBatchTracer
 from tsfunc.bridge.tracers.generators import Generators
-from tsfunc.bridge.tracers.hot_calls import KINDS, HotTracer
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.creation_tracking import take_place
 from tsfunc.ops.splitting import groups_of, take_examples
@@ -203,7 +203,7 @@ def before_write(level: BatchLevel, target: Any) -> None:
         level.before_write(target)
 
 
-class SplitTracer(HotTracer):
+class SplitTracer(FastBatchTracer):
     """A batched tensor that follows its level when the level's batch becomes smaller."""
 
     __slots__ = ()
@@ -303,6 +303,6 @@ class SlottedSplitTracer(SplitTracer, SlottedTracer):
     __slots__ = ()
 
 
-SplitTracer.forms = SplitTracer, SlottedSplitTracer
+SplitTracer.layouts = SplitTracer, SlottedSplitTracer
 SplitTracer.__name__ = SlottedSplitTracer.__name__ = BatchTracer.__name__
 KINDS |= {SplitTracer, SlottedSplitTracer}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tsfunc.bridge.tracers.attributes import OF_TYPES
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
 from tsfunc.dispatch.state import Level, tls
 
@@ -58,7 +58,7 @@ class ArgRemapper:
         quick: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is subset):
+            if kind in _PLAIN or (kind is SlottedBatchTracer and arg.dispatch_level is subset):
                 quick.append(arg)
             elif id(arg) in known:
                 quick.append(known[id(arg)][1])

@@ -30,7 +30,7 @@ from tsfunc.bridge.control.gathering import Into
 from tsfunc.bridge.control.remap_args import ArgRemapper
 from tsfunc.bridge.grad.linear_maps import is_recorded, linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.reruns import same_again
 from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here, sync
 from tsfunc.dispatch.state import Level, capturing, tls, using
@@ -58,7 +58,7 @@ class SubsetLevel(BatchLevel, StandIn):
         self._kernel_states = {}
         self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
-        self.kind = MadeTracer
+        self.kind = SlottedBatchTracer
         self.created_at = 0
         self.lifts_factories = 0
         if parent.whole.courses is None and self.whole.randomness == "split":
@@ -169,7 +169,7 @@ class SubsetLevel(BatchLevel, StandIn):
     def _wrapped_again(self, value: Any) -> bool:
         """True if a tracer belongs to a level other than the subset's parent."""
         return isinstance(value, Tracer) and not (
-            type(value) is MadeTracer and value.dispatch_level is self.parent
+            type(value) is SlottedBatchTracer and value.dispatch_level is self.parent
         )
 
     def physical(self, value: torch.Tensor, dim: int | None, level: BatchLevel) -> torch.Tensor:

@@ -33,7 +33,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.attributes import of_the_value
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, door_1, metadata
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
@@ -267,7 +267,7 @@ def _questions(value: Any) -> Questions | None:
 
 
 # Frames between the asking code and the answer, besides every ``__torch_function__``.
-_DOORS: Final[frozenset[CodeType]] = frozenset({door_1.__code__, of_the_value.__code__})
+_DOORS: Final[frozenset[CodeType]] = frozenset({function_handler.__code__, of_the_value.__code__})
 
 
 def asked_by_user() -> bool:

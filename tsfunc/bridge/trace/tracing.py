@@ -67,7 +67,7 @@ from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
     Tracer,
     TracerLevel,
-    door_1,
+    function_handler,
     metadata,
     written,
 )
@@ -209,7 +209,7 @@ class TraceTracer(Tracer):
             out = past_the_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return door_1(func, types, args, kwargs)
+        return function_handler(func, types, args, kwargs)
 
     def again(self) -> TraceTracer:
         return traced_as(self.value, self.node, self.dispatch_level, False)
@@ -326,7 +326,7 @@ METHODS[torch.Tensor.new_tensor] = _new_tensor
 
 @register("aten::detach", DispatchKey.Trace)
 def _detach(value: TraceTracer) -> TraceTracer:
-    """Implement autograd's own detach at this level; door 1 records the user's detach."""
+    """Implement autograd's own detach at this level; the function handler records the user's."""
     return value.again()
 
 

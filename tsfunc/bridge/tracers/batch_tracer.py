@@ -1,4 +1,4 @@
-"""Batched tensors: the level of an active vmap, and its tracers; ``hot_calls`` adds the doors.
+"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -75,7 +75,7 @@ class BatchLevel(TracerLevel):
         self.generators = generators
         self.axis_name: Hashable = None
         self.courses: Courses | None = None
-        self.kind: type[BatchTracer] = BatchTracer.forms[1]
+        self.kind: type[BatchTracer] = BatchTracer.layouts[1]
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
         self.lifts_factories = 0
@@ -184,7 +184,7 @@ class BatchTracer(Tracer):
     value: torch.Tensor
     bdim: int | None
     dispatch_level: BatchLevel
-    forms: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
+    layouts: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
 
     def again(self) -> BatchTracer:
         value = self.value
@@ -239,7 +239,7 @@ def wrap(
 
 
 def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
-    # Bypass the doors, because a value may be a tracer itself.
+    # Bypass the handlers, because a value may be a tracer itself.
     with DisableTorchFunctionSubclass():
         shape: Any = _shape_of(value)
         if type(value) is not _Tensor and environment_of(shape) is not None:

@@ -56,7 +56,7 @@ class SlottedGradTracer(SlottedTracer, GradTracer):
     __slots__ = ()
 
 
-GradTracer.forms = GradTracer, SlottedGradTracer
+GradTracer.layouts = GradTracer, SlottedGradTracer
 
 
 def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:

@@ -75,7 +75,7 @@ class lifting_factories:
 
 
 def parts_of_composite(overload: Any) -> Callable[..., Any]:
-    """Return a function that runs a composite's parts, without door 1 for the call itself."""
+    """Return a function that runs a composite's parts without a function handler for the call."""
     parts = overload.decompose
     if overload._schema.name in _COMPOSED_IN_CPP:
         parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)

@@ -1,12 +1,12 @@
-"""Tracers: tensors that represent a value of a level, and the two doors that calls go through.
+"""Tracers: tensors that represent a value of a level, and the two handlers that calls go through.
 
-Door 1 is ``__torch_function__``: user code calls torch on a tracer. The call continues into C++
-with the subclass's override disabled for that one hop. If no autograd is recorded at the tracer's
-level, torch's autograd keys are excluded, so that composite operators (``linear``,
-``cross_entropy``) arrive whole at door 2.
+The function handler is ``__torch_function__``: user code calls torch on a tracer. The call
+continues into C++ with the subclass's override disabled for that one hop. If no autograd is
+recorded at the tracer's level, torch's autograd keys are excluded, so that composite operators
+(``linear``, ``cross_entropy``) arrive whole at the dispatch handler.
 
-Door 2 is ``__torch_dispatch__``: it receives any operator with its schema, including operators
-that C++ and the autograd engine call. It looks up the operator's row and dispatches.
+The dispatch handler is ``__torch_dispatch__``: it receives any operator with its schema, including
+operators that C++ and the autograd engine call. It looks up the operator's row and dispatches.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
@@ -218,7 +218,7 @@ class Tracer(torch.Tensor):
 
     # The classes that an existing tensor may become: one with the layout of a plain tensor, and
     # one with the layout of a tracer with slots (``promotion``). None: the tracer's own class.
-    forms: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
+    layouts: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
 
     @classmethod
     def make(
@@ -268,7 +268,7 @@ class Tracer(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return door_1(func, types, args, kwargs or NO_KWARGS)
+        return function_handler(func, types, args, kwargs or NO_KWARGS)
 
     # torch's annotation is for classes without subclasses, which are called without the operator.
     @classmethod
@@ -367,15 +367,15 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 
 
 # torch's annotation has only tuples and dicts; callers pass nothing else.
-hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
+call_below_function: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
-# The types of C functions; a Python function calls others, which reach the doors again.
+# The types of C functions; a Python function calls others, which reach the handlers again.
 _C_TYPES = (
     type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
     type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
 
-# Methods that door 1 answers itself, because C++ can't answer them for a tracer.
+# Methods that the function handler answers itself, because C++ can't answer them for a tracer.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 METHODS: dict[Any, Method] = {}
 
@@ -383,7 +383,7 @@ METHODS: dict[Any, Method] = {}
 FOR_NUMBERS: set[Any] = set()
 
 
-def door_1(
+def function_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
@@ -401,7 +401,7 @@ def door_1(
         out = method(func, types, args, kwargs)
         if out is not NotImplemented:
             return out
-    return into_torch(func, types, args, kwargs)
+    return call_torch(func, types, args, kwargs)
 
 
 # Preparations of C functions that write; operators declare writes in schemas (``writes``).
@@ -424,17 +424,17 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     prepare(func, args, kwargs)
 
 
-def into_torch(
+def call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call torch from door 1, past this check once, and past autograd if possible."""
+    """Call torch from the function handler, past this check once, and past autograd if possible."""
     if is_casting():
         with autocast_of_the_call():
-            return _into_torch(func, types, args, kwargs)
-    return _into_torch(func, types, args, kwargs)
+            return _call_torch(func, types, args, kwargs)
+    return _call_torch(func, types, args, kwargs)
 
 
-def _into_torch(
+def _call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     if isinstance(func, _C_TYPES):
@@ -444,7 +444,7 @@ def _into_torch(
                 refuse_escaped(func, level)
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
                 # A torch.func transform inside the level must see the call first.
-                return hop(func, types, args, kwargs)
+                return call_below_function(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs and not any_autocast():
@@ -455,11 +455,11 @@ def _into_torch(
                     args = tuple([_lift_recorded(arg, level) for arg in args])
                     kwargs = {k: _lift_recorded(v, level) for k, v in kwargs.items()}
                 with without_autograd():
-                    return hop(func, types, args, kwargs)
+                    return call_below_function(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
-    return hop(func, types, args, kwargs)
+    return call_below_function(func, types, args, kwargs)
 
 
 # NOTE [operands of outer levels]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.hot_calls import HOT, VIEWS, hot_call
-from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, Tracer, door_1, metadata, sync
+from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES, VIEWS, call_rule
+from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, Tracer, function_handler, metadata, sync
 from tsfunc.bridge.writing.promotion import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
@@ -103,22 +103,22 @@ class EmulatedView(TracerHook):
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Door 1 for calls with emulated views among their arguments."""
+        """Handle a call with emulated views among their arguments."""
         others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:
-            return door_1(func, others, args, kwargs)
+            return function_handler(func, others, args, kwargs)
         held = _views_in((args, kwargs))
         written = _views_in(written_by(func, args, kwargs))
         for _, hook in written:
             hook.prepare(func.__name__, (*args, *kwargs.values()))
         for view, _ in held:
             sync(view)
-        rule = None if kwargs or written or func in VIEWS else HOT.get(func)
+        rule = None if kwargs or written or func in VIEWS else FUNCTION_RULES.get(func)
         if rule is not None:
-            out = hot_call(rule, func, args)
+            out = call_rule(rule, func, args)
             if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
                 return out
-        out = door_1(func, others, args, kwargs)
+        out = function_handler(func, others, args, kwargs)
         for view, hook in {id(hook): (view, hook) for view, hook in written}.values():
             hook.write_back(view)
         _attach_to_views(out, held)

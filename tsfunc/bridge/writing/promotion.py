@@ -412,7 +412,7 @@ def swap_identity(tensor: Any, tracer: Any) -> None:
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
         tensor._is_param = True  # modules recognize a parameter by this attribute
-    as_tensor, as_slotted = tracer.forms or (type(tracer), type(tracer))
+    as_tensor, as_slotted = tracer.layouts or (type(tracer), type(tracer))
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
     for name, value in attributes_of(tracer).items():
         setattr(tensor, name, was if value is tensor else value)

@@ -24,7 +24,7 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.parts import PARTS
-from tsfunc.bridge.tracers.tracer import METHODS, into_torch
+from tsfunc.bridge.tracers.tracer import METHODS, call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
 from tsfunc.bridge.writing.tracer_hooks import hook_of
@@ -136,7 +136,7 @@ def _viewing(
 ) -> Any:
     """Return the requested view, or a emulated view if only a single example has the view."""
     try:
-        return into_torch(func, types, args, kwargs)
+        return call_torch(func, types, args, kwargs)
     except NoView:
         base, *rest = args
         strides = _strides_alone(base)
@@ -177,7 +177,7 @@ def _native_group_norm(
     x = args[0] if args else None
     if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
         return NotImplemented
-    return into_torch(func, types, (x.clone(), *args[1:]), kwargs)
+    return call_torch(func, types, (x.clone(), *args[1:]), kwargs)
 
 
 def _take_along_dim(

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.hot_calls import KINDS, MadeTracer, PromotedTracer
-from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, door_1, sync
+from tsfunc.bridge.tracers.fast_handlers import KINDS, PromotedBatchTracer, SlottedBatchTracer
+from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler, sync
 
 
 class TracerHook:
@@ -65,21 +65,21 @@ def sync_all(tree: Any) -> None:
 
 
 def _class_for(kind: type) -> type:
-    if kind is not MadeTracer:
+    if kind is not SlottedBatchTracer:
         return type(kind.__name__, (kind,), {"__slots__": ()})
 
-    def without_hot_rules(
+    def without_function_rules(
         cls: type,
         func: Callable[..., Any],
         types: Any,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return door_1(func, types, args, kwargs or NO_KWARGS)
+        return function_handler(func, types, args, kwargs or NO_KWARGS)
 
-    # The fast paths accept a MadeTracer. As a subclass of all tracer classes of its level, the
-    # class with a hook has its ``__torch_function__`` called before theirs.
-    members = {"__slots__": (), "__torch_function__": classmethod(without_hot_rules)}
-    hooked = type(kind.__name__, (MadeTracer, PromotedTracer), members)
+    # The fast paths accept a SlottedBatchTracer. As a subclass of all tracer classes of its level,
+    # the class with a hook has its ``__torch_function__`` called before theirs.
+    members = {"__slots__": (), "__torch_function__": classmethod(without_function_rules)}
+    hooked = type(kind.__name__, (SlottedBatchTracer, PromotedBatchTracer), members)
     KINDS.add(hooked)
     return hooked

@@ -1,4 +1,4 @@
-"""Door 1 for calls that write: the written tensor first becomes a tracer of the level.
+"""The function handler of calls that write: the written tensor first becomes a tracer of the level.
 
 NOTE [promotion of tensors] in ``promotion`` describes how. This module defines which
 callables write to which arguments, when the written tensor must change, and the error messages.

@@ -11,9 +11,9 @@ import torch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
 from tsfunc.bridge.tracers.tracer import Tracer, seen_here
 from tsfunc.errors import DataDependentError
 
@@ -135,7 +135,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     if kind is bool:
         found: bool = value
         return found
-    if kind is MadeTracer and value.dispatch_level is subset and value.bdim == 0:
+    if kind is SlottedBatchTracer and value.dispatch_level is subset and value.bdim == 0:
         inner = value.value
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
             return True if bool(inner.all()) else None
