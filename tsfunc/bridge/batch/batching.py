@@ -203,4 +203,4 @@ def _detach(value: BatchTracer) -> BatchTracer:
 
     A user's call of ``detach`` does not arrive here: the function handler answers it.
     """
-    return value.again()
+    return value.aliased_here()

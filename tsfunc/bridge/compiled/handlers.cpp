@@ -82,7 +82,7 @@ struct Names {
   PyObject* plain_types = nullptr;      // classes of arguments that a rule takes as they are
   PyObject* item_types = nullptr;       // classes of the items of lists that it takes so
   PyObject* wrap = nullptr;             // wrap(value, bdim, level, offset) in Python
-  PyObject* again = nullptr;            // the answer to aten::alias and aten::detach
+  PyObject* alias = nullptr;            // the answer to aten::alias and aten::detach
   PyObject* batch_changed = nullptr;    // the exception BatchChanged
   PyObject* functorch_level = nullptr;  // the depth of torch.func's stack, or None
   PyObject* no_kwargs = nullptr;        // an empty dict
@@ -572,8 +572,8 @@ class DispatchHandler : public c10::OperatorKernel {
   bool run(const c10::OperatorHandle& op, Stack* stack) {
     py::gil_scoped_acquire gil;
     PyObject* rule = slot(op_, slots.direct_rule);
-    bool is_again = slot(op_, slots.by_tracers) == names.again;
-    if (!is_again && (rule == nullptr || rule == Py_None)) return false;
+    bool is_alias = slot(op_, slots.by_tracers) == names.alias;
+    if (!is_alias && (rule == nullptr || rule == Py_None)) return false;
     if (!learned_) learn(op);
     const size_t count = kinds_.size();
     const size_t first = stack->size() - count;
@@ -621,7 +621,7 @@ class DispatchHandler : public c10::OperatorKernel {
     Unwrapped call;
     bool direct = false;
     PyObject* level = nullptr;
-    if (is_again) {
+    if (is_alias) {
       if (args.size() != 1 || !is_tracer(args[0])) return false;
       level = slot(args[0], slots.level);
     } else if (
@@ -640,7 +640,7 @@ class DispatchHandler : public c10::OperatorKernel {
       if (!reached) throw python_error();
       if (PyLong_CheckExact(reached.get()) && Py_SIZE(reached.get()) == 0) return false;
     }
-    if (is_again) {
+    if (is_alias) {
       Owned tracer(wrap(slot(args[0], slots.value), slot(args[0], slots.bdim), level));
       if (!tracer) throw python_error();
       finish(stack, count, THPVariable_Unpack(tracer.get()));
@@ -882,7 +882,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   names.plain_types = required(options, "plain_types");
   names.item_types = required(options, "item_types");
   names.wrap = required(options, "wrap");
-  names.again = required(options, "again");
+  names.alias = required(options, "alias");
   names.batch_changed = required(options, "batch_changed");
   names.functorch_level = required(options, "functorch_level");
   names.no_kwargs = PyDict_New();

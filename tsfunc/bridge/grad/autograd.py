@@ -66,7 +66,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         connected = lifted.requires_grad or forward_in_use(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
-            fresh: torch.Tensor = lifted.again()
+            fresh: torch.Tensor = lifted.aliased_here()
         elif lifted.layout is torch.strided:
             fresh = _alias(lifted)
         else:  # sparse tensors have no aliases

@@ -90,7 +90,7 @@ def _generator(
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
             another_run(made),
-            duals.again(args) as given,
+            duals.rerun(args) as given,
         ):
             return fn(*given, **kwargs)
 

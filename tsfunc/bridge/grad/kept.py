@@ -170,7 +170,7 @@ class _Kept:
 
 def _another(value: Any) -> Any:
     if isinstance(value, Tracer):
-        return value.again()
+        return value.aliased_here()
     if not isinstance(value, torch.Tensor):
         return value
     with _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False):

@@ -60,7 +60,7 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
     def packed(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Tracer):
             return pack(tensor)
-        alone = tensor.again()
+        alone = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
             return _Kept(alone)
         with torch.enable_grad():

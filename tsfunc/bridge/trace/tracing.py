@@ -211,10 +211,10 @@ class TraceTracer(Tracer):
                 return out
         return function_handler(func, types, args, kwargs)
 
-    def again(self) -> TraceTracer:
+    def aliased_here(self) -> TraceTracer:
         return traced_as(self.value, self.node, self.dispatch_level, False)
 
-    def cut(self) -> TraceTracer:
+    def detached_here(self) -> TraceTracer:
         level = self.dispatch_level
         detach = torch.ops.aten.detach.default
         node = level.record(detach, (self.node,))
@@ -327,7 +327,7 @@ METHODS[torch.Tensor.new_tensor] = _new_tensor
 @register("aten::detach", DispatchKey.Trace)
 def _detach(value: TraceTracer) -> TraceTracer:
     """Implement autograd's own detach at this level; the function handler records the user's."""
-    return value.again()
+    return value.aliased_here()
 
 
 @register("aten::_has_same_storage_numel", DispatchKey.Trace)

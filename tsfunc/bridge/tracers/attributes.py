@@ -42,7 +42,7 @@ def _detach(
         return metadata(func, types, args, kwargs)
     if not value.dispatch_level.alive:
         refuse_escaped(func, value.dispatch_level)
-    return value.cut()
+    return value.detached_here()
 
 
 def _read(

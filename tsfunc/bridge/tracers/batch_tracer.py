@@ -186,11 +186,11 @@ class BatchTracer(Tracer):
     dispatch_level: BatchLevel
     layouts: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
 
-    def again(self) -> BatchTracer:
+    def aliased_here(self) -> BatchTracer:
         value = self.value
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
-    def cut(self) -> BatchTracer:
+    def detached_here(self) -> BatchTracer:
         value = self.value.detach()
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 

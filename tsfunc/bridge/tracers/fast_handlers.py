@@ -484,21 +484,21 @@ def _has_same_storage_numel(args: Sequence[Any]) -> Any:
     return True if tls.state.plain else NotImplemented
 
 
-def _again(args: Sequence[Any]) -> Any:
+def _alias(args: Sequence[Any]) -> Any:
     x, state = args[0], tls.state
     if type(x) is not SlottedBatchTracer or not state.plain:
         return NotImplemented
     level = x.dispatch_level
     if not level.alive or level._restores or not state.mask & level.bits:
         return NotImplemented
-    return x.again()
+    return x.aliased_here()
 
 
 for _name, _answer in (
     ("is_same_size", _is_same_size),
     ("_has_same_storage_numel", _has_same_storage_numel),
-    ("alias", _again),
-    ("detach", _again),
+    ("alias", _alias),
+    ("detach", _alias),
 ):
     operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
 
@@ -590,7 +590,7 @@ def _use_compiled() -> None:
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "rules": FUNCTION_RULES, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
         "call_below": call_below_function, "plain_types": _PLAIN, "item_types": _ITEMS,
-        "wrap": wrap, "again": _again, "batch_changed": BatchChanged,
+        "wrap": wrap, "alias": _alias, "batch_changed": BatchChanged,
         "functorch_level": maybe_functorch_level,
     })  # fmt: skip
     add_rule_listener(lambda op: handlers.install(op.name, op))

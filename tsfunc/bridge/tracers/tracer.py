@@ -281,17 +281,19 @@ class Tracer(torch.Tensor):
     ) -> Any:
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
-    def cut(self) -> torch.Tensor:
+    def detached_here(self) -> torch.Tensor:
         """Return the result of the user's ``detach()``, without graphs of this and outer levels.
 
         Autograd's own ``aten::detach`` at a tracer's level is different: it must keep the graphs
         of outer levels.
         """
-        raise TypeError(f"{type(self).__name__} does not say what detach() does.")
+        raise TypeError(
+            f"{type(self).__name__} does not define detached_here(), the result of detach()."
+        )
 
-    def again(self) -> Any:
+    def aliased_here(self) -> Any:
         """Return another tracer for the same values, without the graph of its own level."""
-        raise TypeError(f"{type(self).__name__} does not say how another one is made.")
+        raise TypeError(f"{type(self).__name__} does not define aliased_here().")
 
     def from_outside(self) -> bool:
         """True if the values are from outside, so the transformed function may not write them."""

@@ -374,7 +374,7 @@ def _copies(base: torch.Tensor, place: _Extent, level: TracerLevel) -> Any:
 def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
     """Return a tracer of the base's memory that is not a view of it, as after ``detach``."""
     source = wrap(copies.value.detach(), 0, copies.dispatch_level)
-    alias = _view(source, at, base).again()
+    alias = _view(source, at, base).aliased_here()
     if at.tracked:
         alias.value.copy_(tensor)  # the same numbers, with an autograd graph of their own
     return alias
@@ -424,7 +424,7 @@ def _set_aside(tensor: Any) -> Any:
     """Return a new object with the tensor of the old object, which then holds an empty tensor."""
     was: Any
     if isinstance(tensor, BatchTracer):
-        was = tensor.again()
+        was = tensor.aliased_here()
     else:
         with DisableTorchFunction(), without_factory_keys():
             was = torch.empty(0)
