@@ -20,8 +20,8 @@ from tsfunc.bridge.sizes import kept_results
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.kept_results import KeptResults
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.questions import set_aside
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 
@@ -67,7 +67,7 @@ class Trace:
     def of_sizes(self, *shapes: Sequence[int]) -> list[Any]:
         """Fake tensors without gaps, with symbols for the sizes that are."""
         env = self.symbols.fake.shape_env
-        with set_aside(env), self.symbols.fake:
+        with defer_guards(env), self.symbols.fake:
             return [torch.empty([self.symbolic.get(n, n) for n in shape]) for shape in shapes]
 
 

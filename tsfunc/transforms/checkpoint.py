@@ -25,7 +25,7 @@ from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import NO_KWARGS, seen_here
+from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
@@ -179,7 +179,7 @@ def _record(
     assert trace is not None
 
     def of_seen() -> Any:
-        seen_args, seen_kwargs = pytrees.tree_map(seen_here, (args, kwargs))
+        seen_args, seen_kwargs = pytrees.tree_map(as_seen_by_current_level, (args, kwargs))
         return func(*seen_args, **seen_kwargs)
 
     traced = TracedBody(trace, of_seen, ())

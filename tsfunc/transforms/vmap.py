@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import HOOKED, seen_here
+from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch.state import tls
@@ -260,7 +260,7 @@ def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
     if trace is None:
         return flat
     return [
-        value if dim is None else trace.lifted_here(seen_here(value))
+        value if dim is None else trace.lifted_here(as_seen_by_current_level(value))
         for value, dim in zip(flat, at, strict=True)
     ]
 

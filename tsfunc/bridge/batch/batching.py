@@ -11,9 +11,9 @@ from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
+from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
-from tsfunc.bridge.tracers.parts import is_outside
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
 from tsfunc.bridge.tracers.tracer import METHODS, call_torch, innermost_level
 from tsfunc.bridge.writing.writes import adopt

@@ -11,7 +11,7 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, as_seen_by_current_level
 from tsfunc.dispatch.state import Level, tls
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ArgRemapper:
                 return value
             known = self.taken.get(id(value))
             if known is None:
-                known = value, seen_here(value)
+                known = value, as_seen_by_current_level(value)
                 if known[1] is not value:
                     self.taken[id(value)] = known
             return known[1]

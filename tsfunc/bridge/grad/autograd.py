@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, sync
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -42,7 +42,7 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if level is None:
         return value
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
-        found: torch.Tensor = seen_here(value)
+        found: torch.Tensor = as_seen_by_current_level(value)
         return found
     sync(value)
     return level.lift(value)

@@ -39,7 +39,7 @@ from tsfunc.bridge.sizes.elsewhere import Elsewhere, symbols_among
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.results_by_example import found_by_example
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
-from tsfunc.bridge.tracers.questions import set_aside
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.torch_state import kept_keys
 
 _Call = Callable[..., Any]
@@ -79,7 +79,7 @@ def results_of(
         with _kept(fake, keeps):
             return call(*args, **kwargs)
     try:
-        with set_aside(env) as asked, _kept(fake, keeps):
+        with defer_guards(env) as asked, _kept(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise

@@ -55,8 +55,8 @@ from torch.autograd.graph import increment_version
 
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
 from tsfunc.bridge.sizes.shape_rules import is_of_data
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.bridge.tracers.torch_state import outside_functorch
 
@@ -332,7 +332,7 @@ class KeptResults:
             return None
         if result.is_source:
             return tensors[result.source]
-        with in_kernel_invocation_manager(self.fake), unasked(self.fake):
+        with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
             return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
 
 

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.elsewhere import ENOUGH, Elsewhere, at
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 
 
 def found_by_example(elsewhere: Elsewhere, fake: FakeTensorMode) -> Any:
@@ -75,7 +75,7 @@ def _fitted(
     for dim in order:
         strides[dim] = step
         step = step * shape[dim]
-    with DisableTorchFunction(), fake, unasked(fake):
+    with DisableTorchFunction(), fake, suppress_guards(fake):
         return torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 
 

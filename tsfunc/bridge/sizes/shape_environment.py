@@ -188,7 +188,7 @@ _ROOT = os.path.dirname(torch.__file__) + os.sep
 
 _ASKED = (
     "sizes/symbols", "sizes/shape_environment", "trace/tracing", "tracers/tracer",
-    "tracers/attributes", "tracers/questions", "control/bodies",
+    "tracers/attributes", "tracers/guard_suppression", "control/bodies",
 )  # fmt: skip
 
 

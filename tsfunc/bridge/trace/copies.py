@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunction, _DisableTorchDispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.kept_results import Look, Looks, UnknownError
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 
@@ -52,7 +52,7 @@ class Copies:
             if any(type(size) is torch.SymInt for size in value.shape):
                 with suppress(UnknownError):
                     return self._copy(cls, self._looks.of(value), value, level)
-            with unasked(self._fake):
+            with suppress_guards(self._fake):
                 return cls.make(value, level)
 
     def _copy(self, cls: type[T], look: Look, value: Any, level: TracerLevel) -> T:
@@ -66,7 +66,7 @@ class Copies:
         return tracer
 
     def _original(self, value: torch.Tensor) -> torch.Tensor:
-        with unasked(self._fake):
+        with suppress_guards(self._fake):
             return torch.Tensor._make_wrapper_subclass(
                 _Original, value.shape, value.stride(), value.storage_offset(),
                 dtype=value.dtype, device=value.device,

@@ -14,9 +14,9 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.courses import Courses, course_for, keys_in
 from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import environment_of, unasked_of
-from tsfunc.bridge.tracers.reruns import is_noted
+from tsfunc.bridge.tracers.replay import may_be_replayed
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -110,7 +110,7 @@ class BatchLevel(TracerLevel):
         """Return one key for the batch, or one for each example (NOTE [courses of draws])."""
         courses = self.whole.courses
         if courses is None:
-            if not is_noted():
+            if not may_be_replayed():
                 return nonce
             # A rerun of a checkpoint may repeat these nonces after courses have begun.
             courses = self.whole.courses = {}
@@ -273,7 +273,7 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
     if bdim is not None:
         shape = shape[:bdim] + shape[bdim + 1 :]
         strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
-    with unasked_of(value.shape):
+    with suppress_guards_of(value.shape):
         return _make_wrapper(
             level.kind, shape, strides, offset if strided else None, None, value.dtype,
             value.layout, value.device,

@@ -22,9 +22,13 @@ from torch._ops import OpOverload
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
+from tsfunc.bridge.tracers.decompositions import (
+    is_outside,
+    lifting_factories,
+    required_decomposition,
+)
 from tsfunc.bridge.tracers.operators import TorchOperator, add_rule_listener, operator_of
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
-from tsfunc.bridge.tracers.parts import composite_parts, is_outside, lifting_factories
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
@@ -296,7 +300,7 @@ def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form
         return None
     form = find_form(func, args, kwargs)
     if form is not None:
-        form.parts = composite_parts(form.op)
+        form.decomposition = required_decomposition(form.op)
     return form
 
 
@@ -328,8 +332,8 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return NotImplemented
     if op.direct_rule is not None:
         out = call_rule(op.direct_rule, op.overload, *found)
-    elif form.parts is not None:
-        out = _call_parts(form.parts, *found)
+    elif form.decomposition is not None:
+        out = _call_decomposition(form.decomposition, *found)
     else:
         return NotImplemented
     if type(out) is SlottedBatchTracer or out is NotImplemented:
@@ -350,8 +354,10 @@ def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return _recorded(func, level, args, kwargs, taken[1])
 
 
-def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a composite's parts on a level's tracers, with other tensors lifted to the level."""
+def _call_decomposition(
+    decomposition: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
     taken = unwrap_args(args)
     if taken is None or not taken[3]:
         return NotImplemented
@@ -363,7 +369,7 @@ def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     lifted = [_lifted(arg, level) for arg in args]
     try:
         with level.at_own_level(), lifting_factories(level):
-            return parts(*lifted, **kwargs)
+            return decomposition(*lifted, **kwargs)
     except BatchChanged:
         return NotImplemented
 

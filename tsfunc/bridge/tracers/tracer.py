@@ -34,8 +34,8 @@ from torch._C import (
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import unasked_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -110,33 +110,33 @@ class TracerLevel(Level):
         return self.torch_state()
 
 
-class StandIn:
-    """A level in place of another level, whose tensors it takes in (``subsets``, ``bodies``)."""
+class LevelProxy:
+    """A level that replaces another level and remaps its tensors (``subsets``, ``bodies``)."""
 
     __slots__ = ()
 
-    def stand_in_for(self, level: Level) -> None:
+    def copy_from(self, level: Level) -> None:
         """Copy all attributes of the replaced level; the subclass then sets its own."""
         own: type = type(self)
         other: type = type(level)
-        for name in _carried_over(own, other):
+        for name in _copied_slots(own, other):
             setattr(self, name, getattr(level, name))
 
-    def into(self, value: Any) -> Any:
+    def remap(self, value: Any) -> Any:
         """Return a tensor from outside as the code at the level must see it."""
         raise NotImplementedError
 
 
 @functools.cache
-def _carried_over(own: type, other: type) -> tuple[str, ...]:
+def _copied_slots(own: type, other: type) -> tuple[str, ...]:
     """Return the slots of a level's class that its replacement has too, except properties."""
     names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
     places = [(name, getattr(own, name, None)) for name in names]
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 
-class _Substituted(threading.local):
-    """The replacements of tensors for the code on this thread: ``seen_as``."""
+class _Substitutions(threading.local):
+    """The replacements of tensors for the code on this thread: ``substitution``."""
 
     def __init__(self) -> None:
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -146,29 +146,29 @@ class _Substituted(threading.local):
         return value if found is None else found[1]
 
 
-substituted: Final = _Substituted()
+substitutions: Final = _Substitutions()
 
 
-def seen_here(value: Any) -> Any:
-    """Return a tensor as the running code must see it, taken in by levels in place of others.
+def as_seen_by_current_level(value: Any) -> Any:
+    """Return a tensor as the running code must see it, remapped by level proxies.
 
     Outer levels come first, because an inner level must wrap the result of the outer ones.
     """
     if isinstance(value, torch.Tensor):
-        if substituted.values:
-            value = substituted.of(value)
+        if substitutions.values:
+            value = substitutions.of(value)
         sync(value)
         for level in tls.state.levels:
-            if isinstance(level, StandIn):
-                value = level.into(value)
+            if isinstance(level, LevelProxy):
+                value = level.remap(value)
     return value
 
 
-def all_seen_here(values: list[Any]) -> list[Any]:
+def all_as_seen_by_current_level(values: list[Any]) -> list[Any]:
     """Return a transform's inputs as the running code sees them, for uses other than calls."""
-    if not any(isinstance(level, StandIn) for level in tls.state.levels):
+    if not any(isinstance(level, LevelProxy) for level in tls.state.levels):
         return values
-    return [seen_here(value) for value in values]
+    return [as_seen_by_current_level(value) for value in values]
 
 
 # Classes of tracers with a hook, and the functions that see their calls first (``tracer_hooks``).
@@ -246,7 +246,7 @@ class Tracer(torch.Tensor):
                 f"TracerLevel, got {level!r}. Outside of a kernel give level=."
             )
         shape = like.shape
-        with unasked_of(shape):
+        with suppress_guards_of(shape):
             tracer = torch.Tensor._make_wrapper_subclass(
                 cls,
                 shape,

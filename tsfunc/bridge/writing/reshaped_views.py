@@ -23,7 +23,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
-from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.tracer import METHODS, call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
@@ -197,5 +197,5 @@ METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
 METHODS[torch.view_as_complex] = _viewing
 METHODS[torch.native_group_norm] = _native_group_norm
 METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
-PARTS["aten::view"] = _view
-PARTS["aten::view_as_complex"] = _view_as_complex
+DECOMPOSITIONS["aten::view"] = _view
+DECOMPOSITIONS["aten::view_as_complex"] = _view_as_complex

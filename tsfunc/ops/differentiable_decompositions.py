@@ -170,7 +170,7 @@ def batch_norm_backward(
     )
 
 
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,
@@ -182,10 +182,10 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
-PUSHED_WRITTEN_OUT: dict[str, Callable[..., Any]] = {"aten::fill_.Tensor": Tensor.copy_}
+PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {"aten::fill_.Tensor": Tensor.copy_}
 # torch's formulas of these backward operators are correct for one derivative only: they treat the
 # statistics as constants.
-BACKWARD_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }
