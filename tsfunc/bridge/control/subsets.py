@@ -67,8 +67,8 @@ class SubsetLevel(BatchLevel, LevelProxy):
         self.kind = SlottedBatchTracer
         self.created_at = 0
         self.lifts_factories = 0
-        if parent.whole.courses is None and self.whole.randomness == "split":
-            self.whole.courses = {}
+        if parent.whole.rng_streams is None and self.whole.randomness == "split":
+            self.whole.rng_streams = {}
         self.splitter = self if self.whole.splitter is not None else None
 
     @property

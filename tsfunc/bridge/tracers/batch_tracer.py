@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.tracers.courses import Courses, course_for, keys_in
 from tsfunc.bridge.tracers.generators import Generators
 from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.replay import may_be_replayed
+from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -46,7 +46,7 @@ class BatchLevel(TracerLevel):
         axis_name: the name of the axis for collectives.
         first: the index of the first example in the whole call.
         generators: the initial states of torch's generators, for a call that runs in parts.
-        courses: the draws of each example, once some examples have run separately.
+        rng_streams: the draws of each example, once some examples have run separately.
         kind: the class of its tracers.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
@@ -54,8 +54,8 @@ class BatchLevel(TracerLevel):
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
-                 "lifts_factories", "randomness", "splitter", "spread_over",
+    __slots__ = ("axis_name", "batch_size", "bit", "first", "generators", "kind",
+                 "lifts_factories", "randomness", "rng_streams", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchLevel(TracerLevel):
         self.first = first
         self.generators = generators
         self.axis_name: Hashable = None
-        self.courses: Courses | None = None
+        self.rng_streams: RngStreams | None = None
         self.kind: type[BatchTracer] = BatchTracer.layouts[1]
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
@@ -107,16 +107,16 @@ class BatchLevel(TracerLevel):
         return _Twin(self, name)
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """Return one key for the batch, or one for each example (NOTE [courses of draws])."""
-        courses = self.whole.courses
-        if courses is None:
+        """Return one key for the batch, or one for each example (NOTE [streams of draws])."""
+        streams = self.whole.rng_streams
+        if streams is None:
             if not may_be_replayed():
                 return nonce
-            # A rerun of a checkpoint may repeat these nonces after courses have begun.
-            courses = self.whole.courses = {}
-        if generator not in courses:
-            courses[generator] = course_for(self.whole)
-        return keys_in(courses[generator], self, nonce)
+            # A rerun of a checkpoint may repeat these nonces after streams have begun.
+            streams = self.whole.rng_streams = {}
+        if generator not in streams:
+            streams[generator] = stream_for(self.whole)
+        return keys_in(streams[generator], self, nonce)
 
     @property
     def whole(self) -> BatchLevel:
