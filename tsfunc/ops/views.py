@@ -395,7 +395,15 @@ def view_last(
     return op(x, *args[1:]), at
 
 
-@row("aten::view_as_real", "aten::view_as_real_copy", "aten::real", "aten::imag")
+@row("aten::real", "aten::imag")
+def part_of_complex(
+    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Views of the physical value, lazily conjugated or not."""
+    return op(args[0]), dims[0]
+
+
+@row("aten::view_as_real", "aten::view_as_real_copy")
 def view_as_real(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

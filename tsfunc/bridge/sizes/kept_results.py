@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import increment_version
 
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
+from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
@@ -224,7 +225,11 @@ class KeptResults:
         )
 
     def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
-        return results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        strides = kernel_strides(op, args, results)
+        if strides is None:
+            return results
+        return self.new(results.shape, strides, results.dtype, results.device)
 
     def new(
         self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device

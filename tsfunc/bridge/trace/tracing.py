@@ -239,6 +239,10 @@ class TraceTracer(Tracer):
             node = source
         return node
 
+    def conjugated(self) -> bool:
+        self.dispatch_level.questions.ask_all("{}.is_conj()")
+        return self.value.is_conj()
+
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1:
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
@@ -334,6 +338,14 @@ def _detach(value: TraceTracer) -> TraceTracer:
 def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Accept a tangent in forward mode, which asks whether storages have equal sizes."""
     return True
+
+
+@register("aten::view_as_real", DispatchKey.Trace)
+def _view_as_real(value: TraceTracer) -> Any:
+    """Resolve conjugation, which the value has and the tracer that C++ asks lacks."""
+    if value.conjugated():
+        value = trace_kernel(operator_of(torch.ops.aten.clone.default), (value,), {})
+    return trace_kernel(operator_of(torch.ops.aten.view_as_real.default), (value,), {})
 
 
 @register_fallback(DispatchKey.Specialize)

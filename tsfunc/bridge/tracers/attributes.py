@@ -85,6 +85,21 @@ def of_the_value(
     return metadata(func, types, args, kwargs)
 
 
+def _part(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the real or imaginary part as a view, also of a value that is lazily conjugated.
+
+    C++ takes the view of the value without its conjugation, and the sign is another lazy bit. It
+    can't read the bit of a value from the tracer.
+    """
+    value = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(value, Tracer) or not value.is_complex() or not value.conjugated():
+        return NotImplemented
+    part = func(value.conj())
+    return torch._neg_view(part) if func in _IMAGINARY else part
+
+
 def _require_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -134,6 +149,9 @@ METHODS[torch.is_nonzero] = _read
 METHODS[_T.unflatten] = _without_handler
 for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
     METHODS[_func] = of_the_value
+_IMAGINARY = frozenset({torch.imag, _T.imag.__get__})  # type: ignore[attr-defined]
+for _func in (torch.real, _T.real.__get__, *_IMAGINARY):  # type: ignore[attr-defined]
+    METHODS[_func] = _part
 METHODS[_T.__repr__] = _show
 METHODS[_T.__format__] = _format
 METHODS[_T.requires_grad_] = _require_grad

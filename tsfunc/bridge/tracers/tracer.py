@@ -306,6 +306,13 @@ class Tracer(torch.Tensor):
         """
         return None
 
+    def conjugated(self) -> bool:
+        """Return True if the value is lazily conjugated: C++ can't read this from the tracer."""
+        value = getattr(self, "value", None)
+        if isinstance(value, Tracer):
+            return value.conjugated()
+        return isinstance(value, torch.Tensor) and value.is_conj()
+
     def read(self, name: str) -> Any:
         """Return the result of a method that reads data as Python or NumPy values (``item``)."""
         raise DataDependentError(
