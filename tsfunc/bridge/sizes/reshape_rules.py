@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.sizes.elsewhere import symbols_among
+from tsfunc.bridge.sizes.shape_probe import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     has_symbols_in,
     in_order,

@@ -30,14 +30,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.fake_results import results_of
-from tsfunc.bridge.sizes.kept_results import KeptResults
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
-from tsfunc.bridge.sizes.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.sizes.shape_environment import asking_frame
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
 from tsfunc.bridge.trace.asked import (
     ANSWERS,
     VERSION,
@@ -54,7 +54,7 @@ from tsfunc.bridge.trace.asked import (
     set_class,
     stride,
 )
-from tsfunc.bridge.trace.copies import Copies
+from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
@@ -114,8 +114,8 @@ class TraceLevel(TracerLevel):
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
-        self.results = KeptResults(self.fake)
-        self.copies = Copies(self.fake, self.results.looks)
+        self.results = FakeCache(self.fake)
+        self.tracer_cache = TracerCache(self.fake, self.results.metadata)
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
@@ -206,7 +206,7 @@ class TraceTracer(Tracer):
             if out is not NotImplemented:
                 return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
-            out = past_the_parser(func, args, kwargs)
+            out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         return function_handler(func, types, args, kwargs)
@@ -280,7 +280,7 @@ def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
     """Return the tracer of a node, given its fake value."""
-    tracer: TraceTracer = level.copies.made(TraceTracer, value, level)
+    tracer: TraceTracer = level.tracer_cache.made(TraceTracer, value, level)
     tracer.value = value
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
@@ -317,7 +317,7 @@ def _new_tensor(
     like, data = args
     options = {"dtype": like.dtype, "device": like.device, **kwargs}
     if has_symbols([data], {}):
-        return past_the_parser(torch.tensor, (data,), options)
+        return call_past_parser(torch.tensor, (data,), options)
     if not isinstance(data, torch.Tensor):
         return torch.tensor(data, **options)
     requires_grad = options.pop("requires_grad", False)
@@ -545,7 +545,7 @@ class Lifting(TorchFunctionMode):
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         if has_symbols(args, kwargs):
-            out = past_the_parser(func, args, kwargs)
+            out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)

@@ -14,8 +14,8 @@ import torch.fx
 from tsfunc import pytrees, rage
 from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
+from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.asked import Argument
 from tsfunc.bridge.trace.compiling import is_compiling

@@ -41,7 +41,7 @@ def _any(values: Any) -> bool:
     )
 
 
-def past_the_parser(
+def call_past_parser(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call an operator with symbolic numbers: NOTE [plain ints]; else return NotImplemented."""
