@@ -23,15 +23,17 @@ _DRAWS = 24  # attempts to find such sizes
 _Sizes = Mapping[Any, int]
 
 
-def required(asked: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]) -> list[Any]:
+def required(
+    questions: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]
+) -> list[Any]:
     """Return the equalities among the questions of an operator that the operator needs.
 
     Args:
-        asked: the questions, as sympy relations.
+        questions: the questions, as sympy relations.
         hints: the sizes of the call, by symbol.
         accepts: returns True if the operator accepts given sizes.
     """
-    facts = _independent(_equalities(asked, hints), hints)
+    facts = _independent(_equalities(questions, hints), hints)
     found = []
     for fact in facts:
         kept = [other for other in facts if other is not fact]
@@ -75,12 +77,12 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     return kept
 
 
-def _equalities(asked: Sequence[Any], hints: _Sizes) -> list[Any]:
+def _equalities(questions: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the equalities in the questions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
     found: dict[Any, None] = {}
-    for question in dict.fromkeys(asked):
+    for question in dict.fromkeys(questions):
         for part in sorted(And.make_args(question), key=str):
             fact = Eq(*part.args) if isinstance(part, Ne) else part
             if isinstance(fact, Eq) and fact.free_symbols <= hints.keys() and fact.xreplace(hints):

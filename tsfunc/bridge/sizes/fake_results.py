@@ -79,7 +79,7 @@ def results_of(
         with _kept(fake, keeps):
             return call(*args, **kwargs)
     try:
-        with defer_guards(env) as asked, _kept(fake, keeps):
+        with defer_guards(env) as questions, _kept(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -92,10 +92,10 @@ def results_of(
             raise
         probe.ask_fixed()
         return found
-    if not asked:
+    if not questions:
         return results
     probe = ShapeProbe(env, call, args, kwargs)
-    probe.keep_needed(asked)
+    probe.keep_needed(questions)
     if not probe.agrees(results):
         results = fit_shapes(probe, fake)
     if results is not None:

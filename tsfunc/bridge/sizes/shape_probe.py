@@ -79,9 +79,9 @@ class ShapeProbe:
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
-    def keep_needed(self, asked: Sequence[Any]) -> None:
+    def keep_needed(self, questions: Sequence[Any]) -> None:
         """Restrict other sizes to those that satisfy the equalities which the operator needs."""
-        self.needed = required(asked, self.hints, self.accepts)
+        self.needed = required(questions, self.hints, self.accepts)
 
     def ask_needed(self, multiples: bool) -> None:
         """Add guards for the needed equalities to the trace.

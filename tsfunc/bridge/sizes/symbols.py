@@ -262,7 +262,7 @@ class Symbols:
         return [
             Need(self.spell(exact(guard.expr)), exact(guard.expr).xreplace(names), place, by_user)
             for guard, (place, by_user, is_check) in zip(
-                self._env.guards, self._env.asked, strict=True
+                self._env.guards, self._env.guard_origins, strict=True
             )
             if not is_check and not self._is_of_scalars(guard.expr)
         ]
@@ -294,7 +294,7 @@ class Symbols:
                 code_text(guard.expr.xreplace(named)),
                 code_text(guard.expr.xreplace(stored)),
             )
-            for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
+            for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))

@@ -38,11 +38,11 @@ from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
-from tsfunc.bridge.trace.asked import (
+from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
     VERSION,
-    Questions,
-    answer_of,
+    TensorGuards,
+    answer_from_guards,
     asked_by_user,
     attribute,
     attributes_of,
@@ -95,18 +95,27 @@ class TraceLevel(TracerLevel):
         symbols: the symbolic numbers of the trace.
         fake: the mode that computes results.
         results: the cache of results.
-        copies: the originals that tracers are copied from.
+        tracer_cache: the originals that tracers are copied from.
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
-        questions: the questions of the function about tensors, other than types and sizes.
+        tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
     """
 
     __slots__ = (
-        "bodies", "copies", "fake", "graph", "lifted", "lines", "of_dtensors", "questions",
-        "results", "sizes", "symbols",
+        "bodies",
+        "fake",
+        "graph",
+        "lifted",
+        "lines",
+        "of_dtensors",
+        "results",
+        "sizes",
+        "symbols",
+        "tensor_guards",
+        "tracer_cache",
     )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols) -> None:
@@ -121,7 +130,7 @@ class TraceLevel(TracerLevel):
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.bodies: list[TraceLevel] = []
         self.of_dtensors = False
-        self.questions = Questions(name)
+        self.tensor_guards = TensorGuards(name)
 
     def sees_factory(self, name: str, random: bool) -> bool:
         return True
@@ -202,7 +211,7 @@ class TraceTracer(Tracer):
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
         if func in ANSWERS:
-            out = answer_of(func, args)
+            out = answer_from_guards(func, args)
             if out is not NotImplemented:
                 return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
@@ -240,7 +249,7 @@ class TraceTracer(Tracer):
         return node
 
     def conjugated(self) -> bool:
-        self.dispatch_level.questions.ask_all("{}.is_conj()")
+        self.dispatch_level.tensor_guards.ask_all("{}.is_conj()")
         return self.value.is_conj()
 
     def read(self, name: str) -> Any:
@@ -301,7 +310,7 @@ def _reads_requires_grad(
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
-    args[0].dispatch_level.questions.of_grad = True
+    args[0].dispatch_level.tensor_guards.of_grad = True
     return args[0].tracks
 
 
@@ -540,7 +549,7 @@ class Lifting(TorchFunctionMode):
         if func == _GRAD and not is_traced(args[0]):
             return self.grad_of(args[0])
         if func == VERSION and not is_traced(args[0]) and asked_by_user():
-            refuse_version(self.level.questions)
+            refuse_version(self.level.tensor_guards)
         if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}

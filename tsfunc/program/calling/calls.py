@@ -238,7 +238,7 @@ class FirstCall:
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
-            program.conditions, program.asked, program.groups, scalars,
+            program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
         facts = instances.held.facts
         program = dataclasses.replace(
@@ -344,7 +344,7 @@ class FirstCall:
             read,
             positions,
             program.conditions,
-            program.asked,
+            program.property_guards,
         )
 
     def descriptors(
