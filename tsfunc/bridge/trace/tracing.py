@@ -38,6 +38,7 @@ from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
+from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
     VERSION,
@@ -55,7 +56,6 @@ from tsfunc.bridge.trace.tensor_guards import (
     stride,
 )
 from tsfunc.bridge.trace.tracer_cache import TracerCache
-from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
@@ -544,8 +544,8 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, given = kwargs or {}, args
-        if AnyValue in types:
-            return AnyValue.__torch_function__(func, types, args, kwargs)
+        if OpaqueValue in types:
+            return OpaqueValue.__torch_function__(func, types, args, kwargs)
         if func == _GRAD and not is_traced(args[0]):
             return self.grad_of(args[0])
         if func == VERSION and not is_traced(args[0]) and asked_by_user():

@@ -19,10 +19,10 @@ from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.opaque import without_opaque_values
 from tsfunc.bridge.trace.seeding import no_seeding
 from tsfunc.bridge.trace.tensor_guards import Argument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
-from tsfunc.bridge.trace.untyped import without_stand_ins
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leave_whole
@@ -35,8 +35,8 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.opaque_arguments import Hide
 from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
-from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.holding import Place
@@ -245,7 +245,9 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
         level.tensor_guards.refuse_assignments()
-        apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
+        apart = with_objects_apart(
+            request.what, without_opaque_values(out), self.instances.held.again
+        )
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
