@@ -21,7 +21,7 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
-from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
+from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.tracebacks import boundary
@@ -136,7 +136,7 @@ def run(
 
     options: dict[str, Any] = {"preserve_rng_state": False}
     if policy is not nothing_saveable:
-        options["context_fn"] = KeptResults(policy).contexts
+        options["context_fn"] = SavedResults(policy).contexts
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 

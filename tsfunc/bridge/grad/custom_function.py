@@ -39,7 +39,7 @@ from tsfunc.bridge.grad.mapped_function import (
     value_of,
     with_outer_tangents,
 )
-from tsfunc.bridge.grad.once import guarded, is_once_differentiable
+from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.factories import on_first_transform
