@@ -16,11 +16,11 @@ import tsfunc
 from tests.ops.harness import database_calls
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize
-from tsfunc.bridge.sizes import kept_results
-from tsfunc.bridge.sizes.kept_results import KeptResults
+from tsfunc.bridge.sizes import fake_cache
+from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.questions import set_aside
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 
@@ -43,7 +43,7 @@ class Trace:
         names = {f"n{size}": size for size in sizes}
         self.symbols = Symbols({name: Dim(name) for name in names}, names)
         self.symbolic = {size: self.symbols.sizes[name] for name, size in names.items()}
-        self.kept = KeptResults(self.symbols.fake)
+        self.kept = FakeCache(self.symbols.fake)
 
     def fake(self, values: Any) -> Any:
         """The values with fake tensors for tensors, of which views of one memory stay that."""
@@ -66,7 +66,7 @@ class Trace:
     def of_sizes(self, *shapes: Sequence[int]) -> list[Any]:
         """Fake tensors without gaps, with symbols for the sizes that are."""
         env = self.symbols.fake.shape_env
-        with set_aside(env), self.symbols.fake:
+        with defer_guards(env), self.symbols.fake:
             return [torch.empty([self.symbolic.get(n, n) for n in shape]) for shape in shapes]
 
 
@@ -281,7 +281,7 @@ def test_results_that_share_a_memory_of_their_own_are_not_kept(
     (a,) = trace.fake([r(4)])
     with trace.symbols.fake:
         halves = torch.empty(8).split(4)
-    monkeypatch.setattr(kept_results, "results_of", lambda *given: halves)
+    monkeypatch.setattr(fake_cache, "results_of", lambda *given: halves)
     for _ in range(2):
         assert trace.kept.of(operator_of(aten.sin.default), [a], {}) is halves
 

@@ -17,27 +17,29 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.tracers.tracer import substituted
+from tsfunc.bridge.tracers.tracer import substitutions
 from tsfunc.dispatch.state import tls
 
 
 @contextmanager
-def seen_as(originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Iterator[None]:
+def substitute_tensors(
+    originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Iterator[None]:
     """Replace the tensors that a block's code closes over by these values."""
-    before = substituted.values
+    before = substitutions.values
     own = {id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value}
     if not own:
         yield
         return
-    substituted.values = {**before, **own}
+    substitutions.values = {**before, **own}
     try:
-        with _SeenAs():
+        with _Substitution():
             yield
     finally:
-        substituted.values = before
+        substitutions.values = before
 
 
-class _SeenAs(TorchFunctionMode):
+class _Substitution(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Any,
@@ -48,13 +50,13 @@ class _SeenAs(TorchFunctionMode):
         kwargs = kwargs or {}
         if tls.state.running is not None:
             return func(*args, **kwargs)
-        args = tuple([_seen(arg) for arg in args])
-        return func(*args, **{name: _seen(arg) for name, arg in kwargs.items()})
+        args = tuple([_substitute(arg) for arg in args])
+        return func(*args, **{name: _substitute(arg) for name, arg in kwargs.items()})
 
 
-def _seen(value: Any) -> Any:
+def _substitute(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return substituted.of(value)
+        return substitutions.of(value)
     if type(value) in (list, tuple):
-        return type(value)(_seen(item) for item in value)
+        return type(value)(_substitute(item) for item in value)
     return value

@@ -229,7 +229,7 @@ def attention_backward(
     )
 
 
-WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,
@@ -242,17 +242,17 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
 # The fused kernels of attention have no formula for tangents.
-PUSHED_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
     "aten::_scaled_dot_product_flash_attention_for_cpu": attention,
 }
 # torch's formulas of these backward operators are correct for one derivative only: they treat the
 # statistics as constants.
-BACKWARD_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }
 # Backward operators that have no derivative at all.
-UNDIFFERENTIABLE_WRITTEN_OUT: dict[str, Callable[..., Any]] = {
+UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
 }

@@ -4,7 +4,7 @@ For one example most results are contiguous, and programs take views of them. Th
 keeps the batch dim where the arguments had it, which may be between dims of the example; the batch
 then has no such view. An operator's result at the level that has no other holder is laid out
 again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
-because its views would lose their memory; the user then gets a copied view.
+because its views would lose their memory; the user then gets a emulated view.
 
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
@@ -23,11 +23,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
-from tsfunc.bridge.tracers.parts import PARTS
-from tsfunc.bridge.tracers.tracer import METHODS, into_torch
-from tsfunc.bridge.writing.copied_views import CopiedView
-from tsfunc.bridge.writing.marked import record_of
-from tsfunc.bridge.writing.turning import BornOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
+from tsfunc.bridge.tracers.tracer import METHODS, call_torch
+from tsfunc.bridge.writing.emulated_views import EmulatedView
+from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
 
@@ -63,7 +63,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
 
     An operator at the level must have made the memory. Besides ``x`` the group may contain only
-    the base of ``x``, kept alive by C++ or by a record.
+    the base of ``x``, kept alive by C++ or by a hook.
     """
     level, plain = x.dispatch_level, physical(x)
     memory = None if plain is None else memory_of(plain)
@@ -71,13 +71,13 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
         return None
     try:
         inside, _ = relatives_of(plain, memory, level)
-    except BornOutside:
+    except CreatedOutside:
         return None
     group = [x]
     with DisableTorchFunctionSubclass():
         base = x._base
-    record = record_of(x)
-    kept = (base, record.whole if record is not None else None)
+    hook = hook_of(x)
+    kept = (base, hook.whole if hook is not None else None)
     for other in inside.values():
         # Tracers of other levels wrap x, or x wraps them.
         if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
@@ -113,8 +113,8 @@ def _view_as_complex(x: BatchTracer) -> torch.Tensor:
 
 
 @dataclass
-class Relaid(CopiedView):
-    """A copied view that is a reshape or a reinterpretation of its base.
+class ReshapedView(EmulatedView):
+    """A emulated view that is a reshape or a reinterpretation of its base.
 
     Attributes:
         take: copies the elements from the tensor, in the shape of the view.
@@ -134,9 +134,9 @@ class Relaid(CopiedView):
 def _viewing(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the requested view, or a copied view if only a single example has the view."""
+    """Return the requested view, or a emulated view if only a single example has the view."""
     try:
-        return into_torch(func, types, args, kwargs)
+        return call_torch(func, types, args, kwargs)
     except NoView:
         base, *rest = args
         strides = _strides_alone(base)
@@ -148,7 +148,7 @@ def _viewing(
         if shape is None:
             raise
     pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
-    return Relaid(base, pair[0](base), *pair).view()
+    return ReshapedView(base, pair[0](base), *pair).view()
 
 
 def _strides_alone(x: torch.Tensor) -> list[int]:
@@ -177,7 +177,7 @@ def _native_group_norm(
     x = args[0] if args else None
     if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
         return NotImplemented
-    return into_torch(func, types, (x.clone(), *args[1:]), kwargs)
+    return call_torch(func, types, (x.clone(), *args[1:]), kwargs)
 
 
 def _take_along_dim(
@@ -197,5 +197,5 @@ METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
 METHODS[torch.view_as_complex] = _viewing
 METHODS[torch.native_group_norm] = _native_group_norm
 METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
-PARTS["aten::view"] = _view
-PARTS["aten::view_as_complex"] = _view_as_complex
+DECOMPOSITIONS["aten::view"] = _view
+DECOMPOSITIONS["aten::view_as_complex"] = _view_as_complex

@@ -1,6 +1,6 @@
-"""Questions about tensors other than types and sizes: leaf or not, view or not, contiguous or not.
+"""Guards on properties of tensors other than types and sizes: leaf, view, contiguous and so on.
 
-NOTE [asked of tensors]
+NOTE [tensor guards]
 Two tensors of one dtype and one shape may differ for a function that reads ``x.is_leaf`` or
 ``x.storage_offset()``. For an argument the answer comes from the traced call, and becomes a guard
 of the program. Most functions ask no such question, and their programs have no such guard. For a
@@ -33,7 +33,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.attributes import of_the_value
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, door_1, metadata
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
@@ -93,7 +93,7 @@ _FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
 _ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
 
 
-def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
+def reader_of(fact: str) -> Callable[[torch.Tensor], Any] | None:
     """Return the function that answers a question; None for an unknown question."""
     attribute = _ATTRIBUTE.fullmatch(fact)
     if attribute is None:
@@ -103,7 +103,7 @@ def answerer(fact: str) -> Callable[[torch.Tensor], Any] | None:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PropertyGuard:
     """A question of a trace about an argument.
 
     Attributes:
@@ -118,9 +118,9 @@ class Asked:
 
     def holds(self, value: torch.Tensor) -> bool:
         """True if the answer is the same for another tensor."""
-        if isinstance(value, Tracer) and hasattr(value.dispatch_level, "questions"):
+        if isinstance(value, Tracer) and hasattr(value.dispatch_level, "tensor_guards"):
             return False  # asking here would add a question to the outer trace
-        answer = answerer(self.fact)
+        answer = reader_of(self.fact)
         return answer is not None and bool(answer(value) == self.answer)
 
 
@@ -143,12 +143,12 @@ class Argument:
     is_fixed: bool
 
 
-class Questions:
-    """The questions of a trace: NOTE [asked of tensors].
+class TensorGuards:
+    """The guards of a trace on properties of tensors: NOTE [tensor guards].
 
     Attributes:
         what: the name of the trace in errors.
-        asked: the questions about arguments, with their answers.
+        property_guards: the questions about arguments, with their answers.
         of_grad: True if the function read whether a tensor requires grad.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
         told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
@@ -158,7 +158,7 @@ class Questions:
     def __init__(self, what: str) -> None:
         self.what = what
         self.of_grad = False
-        self.asked: dict[tuple[int, str], Asked] = {}
+        self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
         self.told_apart = False
         self._arguments: dict[int, tuple[Any, Argument]] = {}
@@ -186,11 +186,11 @@ class Questions:
     def ask(self, argument: Argument, fact: str) -> Any:
         """Return the answer for an argument, and make it a guard."""
         key = argument.position, fact
-        if key not in self.asked:
-            answer = answerer(fact)
+        if key not in self.property_guards:
+            answer = reader_of(fact)
             assert answer is not None
-            self.asked[key] = Asked(*key, answer(argument.example))
-        return self.asked[key].answer
+            self.property_guards[key] = PropertyGuard(*key, answer(argument.example))
+        return self.property_guards[key].answer
 
     def ask_all(self, fact: str) -> None:
         """Make the answers for all arguments guards."""
@@ -221,7 +221,7 @@ class Questions:
                     "Give its sizes as ints, or pass x.contiguous().",
                 )
 
-    def refuse_assigned(self) -> None:
+    def refuse_assignments(self) -> None:
         """Raise if the function has assigned an attribute of a tensor argument."""
         for tracer, argument in self.arguments:
             for name in vars(tracer).keys() - _OWN:
@@ -230,13 +230,13 @@ class Questions:
                     f"to attributes of tensors. Return the value, and assign it after the call."
                 )
 
-    def refuse(self, asked: str, why: str, mend: str) -> NoReturn:
+    def refuse(self, read: str, why: str, mend: str) -> NoReturn:
         """Raise for a question that a program cannot answer.
 
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {asked} at {users_place()}; {why}. {mend}")
+        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {mend}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
@@ -258,22 +258,24 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 # --- tracers
 
 
-def _questions(value: Any) -> Questions | None:
-    """Return the questions of a tensor's trace, if the tensor is traced and the user asks."""
+def _guards_of(value: Any) -> TensorGuards | None:
+    """Return the tensor guards of a tensor's trace, if it is traced and the user asks."""
     if not isinstance(value, Tracer):
         return None
-    found: Questions | None = getattr(value.dispatch_level, "questions", None)
+    found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
     return found if found is not None and value.dispatch_level.alive and asked_by_user() else None
 
 
 # Frames between the asking code and the answer, besides every ``__torch_function__``.
-_DOORS: Final[frozenset[CodeType]] = frozenset({door_1.__code__, of_the_value.__code__})
+_HANDLERS: Final[frozenset[CodeType]] = frozenset(
+    {function_handler.__code__, of_the_value.__code__}
+)
 
 
 def asked_by_user() -> bool:
     """True if the question comes from code outside of this package."""
     return called_by_user(passing=lambda frame: frame.f_globals.get("__name__") == __name__
-                          or frame.f_code in _DOORS
+                          or frame.f_code in _HANDLERS
                           or frame.f_code.co_name == "__torch_function__")  # fmt: skip
 
 
@@ -287,29 +289,29 @@ def _is_recorded(value: Any) -> bool:
     return bool(_wrapper(_GETS["requires_grad"], value))
 
 
-def _is_leaf(questions: Questions, value: Any) -> bool:
+def _is_leaf(guards: TensorGuards, value: Any) -> bool:
     if _is_recorded(value):
         return bool(_wrapper(_GETS["is_leaf"], value))
-    argument = questions.argument(value)
-    questions.of_grad = True
+    argument = guards.argument(value)
+    guards.of_grad = True
     if not value.tracks:
         return True
     if argument is None or not argument.example.requires_grad:  # computed, or written in place
         return False
-    return bool(questions.ask(argument, "{}.is_leaf"))
+    return bool(guards.ask(argument, "{}.is_leaf"))
 
 
-def _grad_fn(questions: Questions, value: Any) -> Any:
+def _grad_fn(guards: TensorGuards, value: Any) -> Any:
     if _is_recorded(value):
         return _wrapper(_GETS["grad_fn"], value)
-    argument = questions.argument(value)
-    questions.of_grad = True
+    argument = guards.argument(value)
+    guards.of_grad = True
     if value.tracks and not (
         argument is not None
         and argument.example.requires_grad
-        and questions.ask(argument, "{}.grad_fn is None")
+        and guards.ask(argument, "{}.grad_fn is None")
     ):
-        questions.refuse(
+        guards.refuse(
             "grad_fn is read",
             "the values of a program have nodes of autograd only when it runs",
             "Ask x.requires_grad or x.is_leaf.",
@@ -317,84 +319,84 @@ def _grad_fn(questions: Questions, value: Any) -> Any:
     return None
 
 
-def _output_nr(questions: Questions, value: Any) -> int:
-    argument = questions.argument(value)
+def _output_nr(guards: TensorGuards, value: Any) -> int:
+    argument = guards.argument(value)
     if argument is not None:
-        return int(questions.ask(argument, "{}.output_nr"))
-    node = _grad_fn(questions, value)
+        return int(guards.ask(argument, "{}.output_nr"))
+    node = _grad_fn(guards, value)
     return 0 if node is None else int(_wrapper(_GETS["output_nr"], value))
 
 
-def _version(questions: Questions, value: Any) -> NoReturn:
-    refuse_version(questions)
+def _version(guards: TensorGuards, value: Any) -> NoReturn:
+    refuse_version(guards)
 
 
-def refuse_version(questions: Questions) -> NoReturn:
+def refuse_version(guards: TensorGuards) -> NoReturn:
     """Raise for a read of a tensor's ``_version``."""
-    questions.refuse(
+    guards.refuse(
         "_version is read",
         "it counts the writes into a tensor, which are others in every call",
         "Read it before the call, and pass it.",
     )
 
 
-def _is_view(questions: Questions, value: Any) -> bool:
-    argument = questions.argument(value)
+def _is_view(guards: TensorGuards, value: Any) -> bool:
+    argument = guards.argument(value)
     if argument is None:
-        questions.refuse(
+        guards.refuse(
             "it is asked whether a computed value is a view",
             "a program may share the memory of its values, or not",
             "Use x.clone() for memory of its own.",
         )
-    return bool(questions.ask(argument, "{}._is_view()"))
+    return bool(guards.ask(argument, "{}._is_view()"))
 
 
-def _base(questions: Questions, value: Any) -> None:
-    if _is_view(questions, value):
-        questions.refuse(
+def _base(guards: TensorGuards, value: Any) -> None:
+    if _is_view(guards, value):
+        guards.refuse(
             "_base is read", "the argument is a view of a tensor that is none", "Pass that."
         )
 
 
-def _hooks(questions: Questions, value: Any) -> None:
-    argument = questions.argument(value)
-    if argument is not None and not questions.ask(argument, "{}._backward_hooks is None"):
-        questions.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
+def _hooks(guards: TensorGuards, value: Any) -> None:
+    argument = guards.argument(value)
+    if argument is not None and not guards.ask(argument, "{}._backward_hooks is None"):
+        guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
 
 
-def _of_argument(name: str, fact: str) -> Callable[[Questions, Any], Any]:
-    """Return an answerer: a guarded fact for arguments, the tracer's own value for others."""
+def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
+    """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
     found = getattr(_T, name)
     func = found if callable(found) else found.__get__
 
-    def answer(questions: Questions, value: Any) -> Any:
-        argument = questions.argument(value)
-        return _wrapper(func, value) if argument is None else questions.ask(argument, fact)
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        argument = guards.argument(value)
+        return _wrapper(func, value) if argument is None else guards.ask(argument, fact)
 
     return answer
 
 
-def _bit(name: str) -> Callable[[Questions, Any], Any]:
+def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
     """Answer for lazy conjugation or negation, which views take from arguments."""
 
-    def answer(questions: Questions, value: Any) -> Any:
-        questions.ask_all(f"{{}}.{name}()")
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        guards.ask_all(f"{{}}.{name}()")
         return getattr(value.value, name)()
 
     return answer
 
 
-def _grad(questions: Questions, value: Any) -> Any:
-    argument = questions.argument(value)
+def _grad(guards: TensorGuards, value: Any) -> Any:
+    argument = guards.argument(value)
     if argument is None:
         return _wrapper(_GRAD, value)
-    return questions.attribute_of(argument, "grad")
+    return guards.attribute_of(argument, "grad")
 
 
-def _set_grad(questions: Questions, value: Any) -> Any:
-    argument = questions.argument(value)
+def _set_grad(guards: TensorGuards, value: Any) -> Any:
+    argument = guards.argument(value)
     if argument is not None:
-        questions.refuse(
+        guards.refuse(
             f"{argument.name}.grad is assigned",
             "a program does not assign to attributes of its arguments",
             "Return the gradient, and assign it after the call.",
@@ -402,8 +404,8 @@ def _set_grad(questions: Questions, value: Any) -> Any:
     return NotImplemented
 
 
-def _is_set_to(questions: Questions, value: Any) -> NoReturn:
-    questions.refuse(
+def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
+    guards.refuse(
         "it is asked whether two tensors are one memory", "tensors of another call may not be",
         "Compare what they are made from before the call.",
     )  # fmt: skip
@@ -414,7 +416,7 @@ _GETS: Final[Mapping[str, Any]] = {
 }
 _GRAD: Final = _GETS["grad"]
 VERSION: Final = _GETS["_version"]
-ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
+ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
     _GETS["is_leaf"]: _is_leaf,
     _GETS["grad_fn"]: _grad_fn,
     _GETS["output_nr"]: _output_nr,
@@ -435,11 +437,11 @@ ANSWERS: Final[Mapping[Any, Callable[[Questions, Any], Any]]] = {
 }
 
 
-def answer_of(func: Any, args: Sequence[Any]) -> Any:
+def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
     """Return the answer to a question about a traced tensor, else NotImplemented."""
     answer = ANSWERS.get(func)
-    questions = None if answer is None else _questions(args[0])
-    return NotImplemented if answer is None or questions is None else answer(questions, args[0])
+    guards = None if answer is None else _guards_of(args[0])
+    return NotImplemented if answer is None or guards is None else answer(guards, args[0])
 
 
 # --- methods that do not go through __torch_function__
@@ -447,20 +449,20 @@ def answer_of(func: Any, args: Sequence[Any]) -> Any:
 
 def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Implement ``x.stride()`` of a traced tensor."""
-    questions = _questions(self)
-    if questions is not None:
-        questions.ask_strides(self.value)
+    guards = _guards_of(self)
+    if guards is not None:
+        guards.ask_strides(self.value)
     return _wrapper(_T.stride, self, *args, **kwargs)
 
 
 def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
     """Implement ``x.is_contiguous()`` of a traced tensor."""
-    questions = _questions(self)
-    argument = None if questions is None else questions.argument(self)
-    if questions is not None and argument is not None and not argument.is_fixed:
-        return bool(questions.ask(argument, _FORMATS[memory_format]))
-    if questions is not None:
-        questions.ask_strides(self.value)
+    guards = _guards_of(self)
+    argument = None if guards is None else guards.argument(self)
+    if guards is not None and argument is not None and not argument.is_fixed:
+        return bool(guards.ask(argument, _FORMATS[memory_format]))
+    if guards is not None:
+        guards.ask_strides(self.value)
     return bool(_wrapper(_T.is_contiguous, self, memory_format=memory_format))
 
 
@@ -474,12 +476,12 @@ _FORMATS: Final = {
 def offset(self: Any) -> Any:
     """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
     own = _wrapper(_T.storage_offset, self)
-    questions = _questions(self)
-    if questions is None:
+    guards = _guards_of(self)
+    if guards is None:
         return own
-    for _, argument in questions.arguments:
+    for _, argument in guards.arguments:
         if _share_memory(self.value, argument.value):
-            return own + questions.ask(argument, "{}.storage_offset()")
+            return own + guards.ask(argument, "{}.storage_offset()")
     for tensor, tracer in self.dispatch_level.lifted.values():
         if _share_memory(self.value, tracer.value):
             return own + tensor.storage_offset()
@@ -488,9 +490,9 @@ def offset(self: Any) -> Any:
 
 def hashed(self: Any) -> int:
     """Implement ``hash(x)`` of a traced tensor."""
-    questions = _questions(self)
-    if questions is not None:
-        questions.told_apart = True
+    guards = _guards_of(self)
+    if guards is not None:
+        guards.told_apart = True
     return id(self)
 
 
@@ -500,16 +502,16 @@ def class_of(self: Any) -> Any:
     Instances of a user's class have programs of their own. Whether a tensor is a ``Parameter``
     becomes a guard.
     """
-    questions = _questions(self) if "dispatch_level" in _DICT.__get__(self) else None
-    if questions is None:
+    guards = _guards_of(self) if "dispatch_level" in _DICT.__get__(self) else None
+    if guards is None:
         return type(self)
-    argument = questions.argument(self)
+    argument = guards.argument(self)
     if argument is None:
         return torch.Tensor
     cls = users_class(type(argument.example))
     if cls is torch.Tensor and _names_class(inspect.currentframe()):
-        whole = questions.ask(argument, "type({}) is Tensor")
-        return cls if whole else questions.attribute_of(argument, "__class__")
+        whole = guards.ask(argument, "type({}) is Tensor")
+        return cls if whole else guards.attribute_of(argument, "__class__")
     return cls
 
 
@@ -529,11 +531,11 @@ def set_class(self: Any, cls: type) -> None:
 def attributes_of(self: Any) -> Any:
     """Implement ``x.__dict__`` of a traced tensor."""
     own = _DICT.__get__(self)
-    questions = _questions(self) if "dispatch_level" in own else None
-    argument = None if questions is None else questions.argument(self)
-    if questions is None or argument is None:
+    guards = _guards_of(self) if "dispatch_level" in own else None
+    argument = None if guards is None else guards.argument(self)
+    if guards is None or argument is None:
         return own
-    return questions.attribute_of(argument, "__dict__")
+    return guards.attribute_of(argument, "__dict__")
 
 
 _DICT: Final = vars(_T)["__dict__"]
@@ -545,12 +547,12 @@ for _method in (stride, contiguous, offset):
 
 def attribute(self: Any, name: str) -> Any:
     """Look up an attribute on the argument that a traced tensor stands for."""
-    questions = None if name.startswith("__") else _questions(self)
-    argument = None if questions is None else questions.argument(self)
-    if questions is not None and argument is not None:
+    guards = None if name.startswith("__") else _guards_of(self)
+    argument = None if guards is None else guards.argument(self)
+    if guards is not None and argument is not None:
         kind = {"_is_param": "isinstance({}, Parameter)", "_is_buffer": "isinstance({}, Buffer)"}
         if name in kind:
-            return questions.ask(argument, kind[name])
-        if questions.ask(argument, f"hasattr({{}}, {name!r})"):
-            return questions.attribute_of(argument, name)
+            return guards.ask(argument, kind[name])
+        if guards.ask(argument, f"hasattr({{}}, {name!r})"):
+            return guards.attribute_of(argument, name)
     raise AttributeError(f"{self.describe()} has no attribute {name!r}")

@@ -27,19 +27,19 @@ def environment_of(shape: Sequence[Any]) -> Any:
     return None
 
 
-def unasked(fake: FakeTensorMode) -> AbstractContextManager[Any]:
+def suppress_guards(fake: FakeTensorMode) -> AbstractContextManager[Any]:
     """Suppress the guards of a block that only makes views of known tensors."""
-    return nullcontext() if fake.shape_env is None else set_aside(fake.shape_env)
+    return nullcontext() if fake.shape_env is None else defer_guards(fake.shape_env)
 
 
-def unasked_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
+def suppress_guards_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
     """Do the same for questions about one shape."""
     env = environment_of(shape)
-    return nullcontext() if env is None else set_aside(env)
+    return nullcontext() if env is None else defer_guards(env)
 
 
 @contextmanager
-def set_aside(env: Any) -> Iterator[list[Any]]:
+def defer_guards(env: Any) -> Iterator[list[Any]]:
     """Answer a block's questions about sizes with the hints, without guards, and list them."""
     asked: list[Any] = []
     answered: set[Any] = env.__dict__.setdefault("tsfunc_answered", set())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tsfunc import MetaTensorType, grad, load, specialize, vmap
-from tsfunc.bridge.trace.asked import Asked, dense_order
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard, dense_order
 from tsfunc.errors import DescriptorViolation, TypeCheckError
 
 Question = Callable[[Tensor], Any]
@@ -221,7 +221,7 @@ def test_dense_order() -> None:
     assert dense_order(torch.ones(2, 3)) == (1, 0)
     assert dense_order(torch.ones(2, 3).t()) == (0, 1)
     assert dense_order(with_gap()) is None
-    assert not Asked(0, "dense_order({})", (1, 0)).holds(with_gap())
+    assert not PropertyGuard(0, "dense_order({})", (1, 0)).holds(with_gap())
 
 
 def _version(x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ def hooked() -> Tensor:
 @pytest.mark.parametrize(
     ("f", "x", "message"),
     [
-        (_version, leaf, "_version is read at .*test_asked.py:.* counts the writes"),
+        (_version, leaf, "_version is read at .*test_tensor_guards.py:.* counts the writes"),
         (_node, leaf, "grad_fn is read at .*Ask x.requires_grad"),
         (_memory, leaf, "asked whether a computed value is a view"),
         (lambda x: x * (x._base is None), lambda: torch.ones(4)[1:], "_base is read"),

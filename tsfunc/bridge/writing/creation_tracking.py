@@ -1,21 +1,21 @@
-"""Finds the tensors that were born inside an active level; runs only when a write needs it.
+"""Finds the tensors that were created inside an active level; runs only when a write needs it.
 
-NOTE [born inside]
+NOTE [created inside]
 A plain tensor does not record whether the transformed function made it or found it outside. The
 torch calls that make tensors are not watched, because plain tensors must stay as fast as torch's.
-But Python's garbage collector keeps its tracked objects in the order of their births, and a level
-is such an object: in the youngest generation, the objects after the level were born inside it. A
+But Python's garbage collector keeps its tracked objects in the order of their creation, and a level
+is such an object: in the youngest generation, the objects after the level were created inside it. A
 collection moves all young objects to an older generation and loses the order. Therefore, while
 levels are active, a callback notes the young tensors before each collection, each with the number
-of levels born before it.
+of earlier levels.
 
-A tensor that is not found counts as born outside, and a write to it is refused. A tensor whose
-Python object is younger than its memory would wrongly count as born inside; ``writes`` therefore
+A tensor that is not found counts as created outside, and a write to it is refused. A tensor whose
+Python object is younger than its memory would wrongly count as created inside; ``writes`` therefore
 looks for other holders of the memory. The order is a property of CPython's collector with a global
-lock; on free-threaded builds no tensor counts as born inside.
+lock; on free-threaded builds no tensor counts as created inside.
 
 The module uses only public names: ``gc.get_objects`` and ``gc.callbacks``.
-``tests/bridge/test_births.py`` fails clearly if the order does not hold.
+``tests/bridge/test_creation_tracking.py`` fails clearly if the order does not hold.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from tsfunc.dispatch.state import active_levels
 _IN_ORDER = "t" not in getattr(sys, "abiflags", "")
 
 
-class _Births:
+class _Creations:
     """Tensors that collections moved out of the youngest generation while levels were active."""
 
     def __init__(self) -> None:
         self.levels = 0  # the number of levels met
         self.noted: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        # Tensors that replace older tensors: the outermost level that they count as born outside
+        # Tensors that replace older tensors: the outermost level that they count as created outside
         # of.
         self.older: dict[int, tuple[weakref.ref[torch.Tensor], TracerLevel]] = {}
 
 
-_births: Final = _Births()
+_creations: Final = _Creations()
 
 
 def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
-    """Note the tensors of the youngest generation, each with the number of levels born before it.
+    """Note the tensors of the youngest generation, each with its number of earlier levels.
 
     A reused id does no harm: its new tensor is young, or a later collection notes it.
     """
     if phase != "start":
         return
     if not active_levels:
-        _births.noted.clear()
-        _births.older.clear()
+        _creations.noted.clear()
+        _creations.older.clear()
         return
-    noted = _births.noted
+    noted = _creations.noted
     for item in gc.get_objects(generation=0):
         kind = type(item)
         if issubclass(kind, torch.Tensor):
-            noted[id(item)] = weakref.ref(item), _births.levels
+            noted[id(item)] = weakref.ref(item), _creations.levels
         elif issubclass(kind, TracerLevel):
-            _births.levels += 1
-            item.born = _births.levels
+            _creations.levels += 1
+            item.created_at = _creations.levels
 
 
 @on_first_level
@@ -75,14 +75,14 @@ def _watch_collections() -> None:
     """Register the callback; the first level is there already, and may have left generation 0."""
     for item in gc.get_objects():
         if issubclass(type(item), TracerLevel):
-            item.born = _births.levels = 1
+            item.created_at = _creations.levels = 1
     gc.callbacks.append(_before_collection)
 
 
-def born_inside(level: TracerLevel) -> dict[int, torch.Tensor]:
-    """Return the live tensors that were born after the level, by id."""
+def created_in(level: TracerLevel) -> dict[int, torch.Tensor]:
+    """Return the live tensors that were created after the level, by id."""
     found = _younger(level) if _IN_ORDER else {}
-    for reference, outside in list(_births.older.values()):
+    for reference, outside in list(_creations.older.values()):
         tensor = reference()
         if tensor is not None and (outside is level or outside in level.outer.levels):
             found.pop(id(tensor), None)
@@ -96,10 +96,10 @@ def _younger(level: TracerLevel) -> dict[int, torch.Tensor]:
             return found
         if issubclass(type(item), torch.Tensor):
             found[id(item)] = item
-    if level.born:
-        for reference, born in list(_births.noted.values()):
+    if level.created_at:
+        for reference, position in list(_creations.noted.values()):
             tensor = reference()
-            if tensor is not None and born >= level.born:
+            if tensor is not None and position >= level.created_at:
                 found[id(tensor)] = tensor
     return found
 
@@ -107,11 +107,11 @@ def _younger(level: TracerLevel) -> dict[int, torch.Tensor]:
 def take_place(old: torch.Tensor, new: torch.Tensor, level: TracerLevel) -> None:
     """Let a new tensor replace an older one among the values of a level.
 
-    For each level inside ``level``, the new tensor counts as born outside if the old tensor was.
+    For each level inside ``level``, the new tensor counts as created outside if the old tensor was.
     """
     active = tuple(active_levels)
     inner = [d for d in active if isinstance(d, TracerLevel) and level in d.outer.levels]
-    without = [d for d in inner if id(old) not in born_inside(d)]
+    without = [d for d in inner if id(old) not in created_in(d)]
     if without:
         outermost = min(without, key=lambda d: d.depth)
-        _births.older[id(new)] = weakref.ref(new), outermost
+        _creations.older[id(new)] = weakref.ref(new), outermost

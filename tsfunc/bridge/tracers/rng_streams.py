@@ -1,6 +1,6 @@
 """Random draws of a vmap whose examples do not all run together.
 
-NOTE [courses of draws]
+NOTE [streams of draws]
 An example that draws as if alone (NOTE [draws of an example] in ``ops/philox``) must get the first
 nonce at its first draw and the second nonce at its second draw, whatever other examples draw in
 between. While all examples run the same operators, this holds by itself. If control flow runs a
@@ -8,12 +8,12 @@ subset of them (``subsets``), the other examples miss the nonces of that run. Fr
 nonces are stored, and each example's key is the one that it would have got alone.
 
 Inside other vmaps a nonce is one number per outer example, and outer examples that run separately
-draw without the others. A course therefore has a row for each outer example: the nonces of the
+draw without the others. A stream therefore has a row for each outer example: the nonces of the
 row, and the number of them that each inner example has used.
 
 A repeated nonce, as in the rerun of a checkpoint, gives the same keys again. A vmap that runs in
 parts starts each part with the same state of the generator, and so with the same state of the
-courses of outer vmaps (``generators``).
+streams of outer vmaps (``generators``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
-class Course:
+class RngStream:
     """The nonces of one generator since some examples first ran separately.
 
     Args:
@@ -88,35 +88,35 @@ class Course:
         self.used[examples] = numbers + 1
         return (examples, numbers) if bool((numbers != last[:, None]).any()) else None
 
-    def start(self) -> CourseState:
-        return CourseState(torch.zeros_like(self.met), torch.zeros_like(self.used), 0)
+    def start(self) -> RngStreamState:
+        return RngStreamState(torch.zeros_like(self.met), torch.zeros_like(self.used), 0)
 
-    def state(self) -> CourseState:
-        return CourseState(self.met.clone(), self.used.clone(), len(self._drawn))
+    def state(self) -> RngStreamState:
+        return RngStreamState(self.met.clone(), self.used.clone(), len(self._drawn))
 
-    def return_to(self, state: CourseState) -> None:
+    def return_to(self, state: RngStreamState) -> None:
         """Restore a state: draws since then will be repeated, perhaps by other examples."""
         self.met, self.used = state.met.clone(), state.used.clone()
         for known in list(self._drawn)[state.drawn :]:
             del self._drawn[known]
 
 
-class CourseState(NamedTuple):
-    """The progress of the examples of a course."""
+class RngStreamState(NamedTuple):
+    """The progress of the examples of a stream."""
 
     met: torch.Tensor
     used: torch.Tensor
     drawn: int
 
-    def or_further(self, other: CourseState) -> CourseState:
+    def or_further(self, other: RngStreamState) -> RngStreamState:
         """Return the further progress of each example in two runs."""
-        return CourseState(
+        return RngStreamState(
             self.met.maximum(other.met), self.used.maximum(other.used), max(self.drawn, other.drawn)
         )
 
 
-Courses = dict[torch.Generator | None, Course]
-CourseStates = dict[torch.Generator | None, CourseState]
+RngStreams = dict[torch.Generator | None, RngStream]
+RngStreamStates = dict[torch.Generator | None, RngStreamState]
 
 
 def vmaps_here() -> list[BatchLevel]:
@@ -130,13 +130,13 @@ def outside_of(level: BatchLevel) -> list[BatchLevel]:
     return [outer for outer in vmaps_here() if outer.depth < level.depth]
 
 
-def course_for(level: BatchLevel) -> Course:
-    """Return a new course for the examples of a call."""
+def stream_for(level: BatchLevel) -> RngStream:
+    """Return a new stream for the examples of a call."""
     rows = math.prod(outer.whole.call_size for outer in outside_of(level))
-    return Course(rows, level.call_size)
+    return RngStream(rows, level.call_size)
 
 
-def keys_in(course: Course, level: BatchLevel, nonce: torch.Tensor) -> torch.Tensor:
+def keys_in(stream: RngStream, level: BatchLevel, nonce: torch.Tensor) -> torch.Tensor:
     """Return one key per example of a level, or one for all, from a nonce from outside it."""
     outer = outside_of(level)
     nonces = _laid_out(nonce, outer)
@@ -150,7 +150,7 @@ def keys_in(course: Course, level: BatchLevel, nonce: torch.Tensor) -> torch.Ten
     inner = _laid_out(level.places(), outer)
     assert inner is not None
     count = inner.shape[-1]
-    keys = course.keys(
+    keys = stream.keys(
         nonces.cpu().reshape(-1, 2), rows.reshape(-1), inner.cpu().reshape(-1, count)
     )
     if keys is None:

@@ -1,4 +1,4 @@
-"""Arguments of type ``Any``, which a trace gets as stand-ins: see ``bridge/trace/untyped``."""
+"""Arguments of type ``Any``, which a trace gets as stand-ins: see ``bridge/trace/opaque``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.untyped import AnyValue
+from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.types.annotation import says_any
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
@@ -33,15 +33,15 @@ Hide = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[s
 """A function of positional and keyword arguments that hides those of type ``Any``."""
 
 
-def any_arguments(
+def opaque_arguments(
     func: Callable[..., Any],
     described: Mapping[str, Descriptor],
     signature: inspect.Signature,
     spell: Callable[[Sequence[Any]], str],
 ) -> Hide:
-    """Return a function that replaces each value of type ``Any`` by a stand-in.
+    """Return a function that replaces each value of type ``Any`` by an opaque value.
 
-    A container of type ``Any`` gets one stand-in, so that it can't be iterated or measured.
+    A container of type ``Any`` gets one opaque value, so that it can't be iterated or measured.
 
     Args:
         func: the function that is traced.
@@ -89,11 +89,11 @@ def _hidden(
     path: tuple[Any, ...],
     words: Callable[[tuple[Any, ...]], tuple[str, str]],
 ) -> Any:
-    """Return the value at a path with each part of type ``Any`` replaced by a stand-in."""
+    """Return the value at a path with each part of type ``Any`` replaced by an opaque value."""
     if value is None:
         return None
     if _is_any(said, path):
-        return AnyValue(value, *words(path))
+        return OpaqueValue(value, *words(path))
     if optree.tree_is_leaf(value, none_is_leaf=True, namespace=pytrees.NAMESPACE):
         return value
     node = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=pytrees.NAMESPACE)

@@ -1,6 +1,6 @@
 """Results of chosen operators, saved for later runs of a function.
 
-NOTE [what a policy keeps]
+NOTE [results that a policy saves]
 A dispatch mode sees each operator below the autograd of its arguments' level. In a second run the
 mode returns a saved result instead of calling the operator, and autograd connects this result to
 its graph like any other. The outer levels of a tracer run inside of the operator's call. If one of
@@ -47,11 +47,11 @@ def policy_of(operators: Sequence[Any]) -> Policy:
     chosen = frozenset(operators)
     if not all(isinstance(op, OpOverload | OpOverloadPacket) for op in chosen):
         raise TypeError
-    return KeepsOperators(chosen)
+    return SaveOperators(chosen)
 
 
 @dataclass(frozen=True)
-class KeepsOperators:
+class SaveOperators:
     """A policy that saves the results of some operators."""
 
     chosen: frozenset[Any]
@@ -74,7 +74,7 @@ class KeepsOperators:
 
 
 @dataclass(frozen=True)
-class KeepsEither:
+class SaveEither:
     """A policy that saves each result that either of two policies saves."""
 
     first: Policy
@@ -86,7 +86,7 @@ class KeepsEither:
         )
 
 
-class KeptResults:
+class SavedResults:
     """The saved results of a first run, for later runs.
 
     A call is identified by its operator, the dtypes and shapes of its tensor arguments, and the
@@ -98,7 +98,7 @@ class KeptResults:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.results: defaultdict[Any, dict[int, _Kept]] = defaultdict(dict)
+        self.results: defaultdict[Any, dict[int, _SavedResult]] = defaultdict(dict)
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Return the context managers for the first run and for the later runs."""
@@ -106,9 +106,9 @@ class KeptResults:
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self, kept: KeptResults) -> None:
+    def __init__(self, saved: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
+        self.saved = saved
         self.seen: Counter[Any] = Counter()
 
     def __enter__(self) -> Any:
@@ -119,7 +119,7 @@ class _Mode(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _may_be_kept(func, args, kwargs):
+        if not _may_be_saved(func, args, kwargs):
             return func(*args, **kwargs)
         key = _key(func, args, kwargs)
         place = self.seen[key]
@@ -135,20 +135,20 @@ class _First(_Mode):
     def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
-        if self.kept.policy(context, func, *args, **kwargs) in SAVES:
-            self.kept.results[key][place] = _Kept(out)
+        if self.saved.policy(context, func, *args, **kwargs) in SAVES:
+            self.saved.results[key][place] = _SavedResult(out)
         return out
 
 
 class _Again(_Mode):
     def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        kept = self.kept.results[key].get(place) if key in self.kept.results else None
-        if kept is None or not kept.valid:
+        saved = self.saved.results[key].get(place) if key in self.saved.results else None
+        if saved is None or not saved.valid:
             return func(*args, **kwargs)
-        return kept.given()
+        return saved.given()
 
 
-class _Kept:
+class _SavedResult:
     """A saved result, as aliases; it is valid until a write into its memory."""
 
     def __init__(self, out: Any) -> None:
@@ -170,15 +170,15 @@ class _Kept:
 
 def _another(value: Any) -> Any:
     if isinstance(value, Tracer):
-        return value.again()
+        return value.aliased_here()
     if not isinstance(value, torch.Tensor):
         return value
     with _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False):
         return value.detach()  # shares the version counter of the value
 
 
-def _may_be_kept(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the result of a call may be saved: see NOTE [what a policy keeps]."""
+def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the result of a call may be saved: see NOTE [results that a policy saves]."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]

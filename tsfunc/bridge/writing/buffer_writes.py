@@ -1,6 +1,6 @@
 """Module buffers that a function under vmap assigns a batched tensor to.
 
-NOTE [assigned buffers]
+NOTE [buffer writes]
 ``self.count = self.count + x.sum()`` puts a batched tensor into a module. During the call the
 buffer is read like any other value, and ``functional_call`` restores the previous buffer. A module
 that was made outside of the function has one buffer for all examples, so after the call it would
@@ -20,14 +20,14 @@ import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.writing.births import born_inside
+from tsfunc.bridge.writing.creation_tracking import created_in
 from tsfunc.bridge.writing.naming import Described
 from tsfunc.dispatch.places import source_of, users_place
 from tsfunc.errors import EscapedTracerError
 
 
 @dataclass(frozen=True)
-class _Assigned:
+class _BufferWrite:
     """A buffer that was assigned a batched tensor, where the old value was not of the same level.
 
     Attributes:
@@ -35,31 +35,31 @@ class _Assigned:
         name: the buffer's name.
         before: the buffer's previous value.
         level: the level of the batched tensor.
-        what: the error text: which buffer was assigned, and where.
+        description: the error text: which buffer was assigned, and where.
     """
 
     module: weakref.ref[torch.nn.Module]
     name: str
     before: torch.Tensor | None
     level: BatchLevel
-    what: str
+    description: str
 
     @property
-    def is_kept(self) -> bool:
+    def is_current(self) -> bool:
         """True if the module's buffer still holds a tensor of the level."""
         module = self.module()
         value = None if module is None else module._buffers.get(self.name)
         return _level_of(value) is self.level
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the module's previous buffer."""
         module = self.module()
         if module is not None:
             module._buffers[self.name] = self.before
 
 
-ASSIGNED: Final[list[_Assigned]] = []
-"""The buffers that have been assigned in calls which are running."""
+BUFFER_WRITES: Final[list[_BufferWrite]] = []
+"""The batched values assigned to buffers in calls that have not ended."""
 
 
 def _level_of(value: Any) -> BatchLevel | None:
@@ -67,7 +67,7 @@ def _level_of(value: Any) -> BatchLevel | None:
     return level if isinstance(level, BatchLevel) else None
 
 
-def note_assigned(module: Any, name: str, value: Any) -> None:
+def note_buffer_write(module: Any, name: str, value: Any) -> None:
     """Record an assigned batched buffer; torch and programs call this before each assignment."""
     level = _level_of(value)
     if level is None or not level.alive or not isinstance(module, torch.nn.Module):
@@ -75,39 +75,39 @@ def note_assigned(module: Any, name: str, value: Any) -> None:
     before = module._buffers.get(name)
     if _level_of(before) is level:
         return
-    if before is None or id(before) not in born_inside(level):
+    if before is None or id(before) not in created_in(level):
         place = users_place()
         named = f"the buffer {name!r}" if before is None else Described(before)
-        what = f"{named} is assigned values that differ between examples, at {place}"
-        what += source_of(place, ": ")
-        ASSIGNED.append(_Assigned(weakref.ref(module), name, before, level, what))
+        text = f"{named} is assigned values that differ between examples, at {place}"
+        text += source_of(place, ": ")
+        BUFFER_WRITES.append(_BufferWrite(weakref.ref(module), name, before, level, text))
 
 
-register_module_buffer_registration_hook(note_assigned)
+register_module_buffer_registration_hook(note_buffer_write)
 
 
-def put_back_assigned(level: BatchLevel) -> _Assigned | None:
+def restore_buffers(level: BatchLevel) -> _BufferWrite | None:
     """Restore the buffers of a level when its call ends; return the first still batched."""
-    own = [each for each in ASSIGNED if each.level is level]
-    kept = [each for each in own if each.is_kept]
-    ASSIGNED[:] = [each for each in ASSIGNED if each.level is not level]
-    for each in kept:
-        each.put_back()
-    return kept[0] if kept else None
+    own = [each for each in BUFFER_WRITES if each.level is level]
+    left = [each for each in own if each.is_current]
+    BUFFER_WRITES[:] = [each for each in BUFFER_WRITES if each.level is not level]
+    for each in left:
+        each.restore()
+    return left[0] if left else None
 
 
-def refuse_assigned(level: BatchLevel) -> None:
+def refuse_buffer_writes(level: BatchLevel) -> None:
     """Raise if the call left a batched tensor in the buffer of a module from outside.
 
     Raises:
         EscapedTracerError: a buffer still holds a tensor of the level.
     """
-    found = put_back_assigned(level)
-    if found is not None:
+    first = restore_buffers(level)
+    if first is not None:
         raise EscapedTracerError(
-            f"{level.name}: {found.what}\nThe module was made outside of the function: it has one "
-            f"buffer for all examples. Give its state as an argument and return what it becomes:\n"
-            f"{_REWRITE}"
+            f"{level.name}: {first.description}\nThe module was made outside of the function: it "
+            f"has one buffer for all examples. Give its state as an argument and return what it "
+            f"becomes:\n{_REWRITE}"
         )
 
 

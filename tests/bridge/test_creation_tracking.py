@@ -1,4 +1,4 @@
-"""Which tensors were born inside of a level, whatever the collector does meanwhile."""
+"""Which tensors were created inside of a level, whatever the collector does meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tsfunc import vmap
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level
-from tsfunc.bridge.writing.births import born_inside, take_place
+from tsfunc.bridge.writing.creation_tracking import created_in, take_place
 from tsfunc.dispatch.state import active_levels
 
 X = torch.zeros(2)
@@ -25,7 +25,7 @@ def here() -> TracerLevel:
 
 
 def inside(tensor: Tensor, level: TracerLevel) -> bool:
-    return born_inside(level).get(id(tensor)) is tensor
+    return created_in(level).get(id(tensor)) is tensor
 
 
 def nothing() -> None:
@@ -104,16 +104,16 @@ def test_what_takes_the_place_of_an_older_one() -> None:
 
 
 def test_a_collection_without_levels_forgets() -> None:
-    from tsfunc.bridge.writing import births
+    from tsfunc.bridge.writing import creation_tracking
 
     vmap(lambda x: (gc.collect(), x)[1])(X)
     assert not active_levels
     gc.collect()
-    assert not births._births.noted and not births._births.older
+    assert not creation_tracking._creations.noted and not creation_tracking._creations.older
 
 
-def test_the_collector_keeps_objects_in_the_order_of_their_births() -> None:
-    """What ``births`` rests on; where it does not hold, no write can be told to be inside."""
+def test_the_collector_keeps_objects_in_the_order_of_their_creation() -> None:
+    """The assumption of ``creation_tracking``, without which it can tell no write to be inside."""
     gc.collect()
     kept = [torch.zeros(1) for _ in range(50)]
     places = {id(item): i for i, item in enumerate(gc.get_objects(generation=0))}

@@ -1,8 +1,9 @@
-"""The parts of composite operators, run on a level's tracers if no rule covers the whole operator.
+"""Decompositions of operators, run on a level's tracers if no rule covers the whole operator.
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite operator's
-parts, ``OpOverload._op_dk`` runs its kernel for one key, ``OpOverload._schema`` has its name;
-``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check, once.
+decomposition, ``OpOverload._op_dk`` runs its kernel for one key, ``OpOverload._schema`` has its
+name; ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check,
+once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from tsfunc.bridge.tracers.tracer import Tracer
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def run_parts(
-    parts: Callable[..., Any], level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+def run_decomposition(
+    decomposition: Callable[..., Any],
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
-    """Run an operator's parts on the tracers, at their own level.
+    """Run a decomposition on the tracers, at their own level.
 
     If that level records autograd, it has recorded the operator itself already. Unbatched tensors
-    are lifted to tracers, because an outer level may differentiate them, and the parts may write
+    are lifted to tracers, because an outer level may differentiate them, and it may write
     into tensors made from them.
     """
 
@@ -42,7 +46,7 @@ def run_parts(
     args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
     autograd = without_autograd() if level.autograd else nullcontext()
     with level.at_own_level(), lifting_factories(level), autograd:
-        return parts(*args, **kwargs)
+        return decomposition(*args, **kwargs)
 
 
 def is_outside(value: Any, level: BatchLevel) -> bool:
@@ -56,7 +60,7 @@ def is_outside(value: Any, level: BatchLevel) -> bool:
 class lifting_factories:
     """Context manager that lifts factories' results, because C++ may write batched values there.
 
-    A Python object can become a tracer later (``turning``); a tensor that only C++ holds cannot.
+    A Python object can become a tracer later (``promotion``); a tensor that only C++ holds cannot.
     """
 
     __slots__ = ("_guard", "_level")
@@ -74,12 +78,12 @@ class lifting_factories:
         self._guard.__exit__(*exc)
 
 
-def parts_of_composite(overload: Any) -> Callable[..., Any]:
-    """Return a function that runs a composite's parts, without door 1 for the call itself."""
-    parts = overload.decompose
+def decomposition_of(overload: Any) -> Callable[..., Any]:
+    """Return a composite's decomposition, which skips the function handler for the call."""
+    decomposition = overload.decompose
     if overload._schema.name in _COMPOSED_IN_CPP:
-        parts = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
-    return lambda *args, **kwargs: _skip_one_hop_torch_function(parts, (), args, kwargs)
+        decomposition = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
+    return lambda *args, **kwargs: _skip_one_hop_torch_function(decomposition, (), args, kwargs)
 
 
 # ``decompose`` runs torch's Python decompositions of these operators. Those of recurrent networks
@@ -94,18 +98,18 @@ _COMPOSED_IN_CPP = frozenset({
 
 
 # Decompositions for tracers, by operator name with or without the overload.
-PARTS: dict[str, Callable[..., Any]] = {}
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
 
 
-def written_here(name: str) -> Callable[..., Any] | None:
+def own_decomposition(name: str) -> Callable[..., Any] | None:
     """Return this package's decomposition of an operator, or None."""
-    return PARTS.get(name) or PARTS.get(name.partition(".")[0])
+    return DECOMPOSITIONS.get(name) or DECOMPOSITIONS.get(name.partition(".")[0])
 
 
-def composite_parts(op: TorchOperator) -> Callable[..., Any] | None:
-    """Return a function that runs a composite's parts, if it is always run by parts, or None."""
+def required_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
+    """Return a composite's decomposition if it is always decomposed, else None."""
     if op.row is not None or op.special or op.has_kernel or op.overload.namespace != "aten":
         return None
-    if not op.composite or written_here(op.name) is not None:
+    if not op.composite or own_decomposition(op.name) is not None:
         return None
-    return parts_of_composite(op.overload)
+    return decomposition_of(op.overload)

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch.hot_forms import forms
-from tsfunc.bridge.tracers.hot_calls import FORMS, HOT, NAMED, VIEWS
+from tsfunc.bridge.batch.function_rule_forms import forms
+from tsfunc.bridge.tracers.fast_handlers import FORMS, FUNCTION_RULES, NAMED, VIEWS
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
@@ -88,13 +88,13 @@ _registered: set[str] = set()
 
 @on_register
 def _give_way(op: Operator, key: DispatchKey | None) -> None:
-    """Clear the tables, so that a user's Batch kernel or row takes precedence over a hot rule."""
+    """Clear the tables, so that a user's Batch kernel or row takes precedence."""
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         _registered.add(_base(op.name))
-        HOT.clear()  # the next vmap refills it
+        FUNCTION_RULES.clear()  # the next vmap refills it
         NAMED.clear()
         FORMS.clear()
-        op.hot = op.function = op.by_tracers = None
+        op.direct_rule = op.function = op.by_tracers = None
 
 
 @on_declare
@@ -108,15 +108,15 @@ def _base(name: str) -> str:
 
 
 def fill() -> None:
-    """Fill the tables of hot rules; the first vmap calls this function."""
+    """Fill the tables of function rules; the first vmap calls this function."""
     for found, rule in _pointwise():
-        HOT[found] = NAMED[found] = rule
+        FUNCTION_RULES[found] = NAMED[found] = rule
     for func, name in _OTHERS:
         own = _rule_of(name)
         if own is not None:
-            HOT[func] = own
+            FUNCTION_RULES[func] = own
     for found, rule, view in forms(_rule_of):
-        HOT[found] = NAMED[found] = rule
+        FUNCTION_RULES[found] = NAMED[found] = rule
         if view:
             VIEWS.add(found)
 

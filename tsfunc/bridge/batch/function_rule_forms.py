@@ -1,4 +1,4 @@
-"""Hot rules for functions whose arguments come in several forms.
+"""Function rules for functions whose arguments come in several forms.
 
 ``x.sum(0)``, ``x.sum((0, 1), keepdim=True)`` and ``torch.sum(x, dim=-1)`` all call one operator,
 and torch's C++ parser normalizes their arguments. The functions below normalize the most common
@@ -44,9 +44,9 @@ def _positional(
 
 
 def over_dims(rule: Rule) -> Rule:
-    """Return the hot rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
+    """Return the function rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         found = _positional(args, kwargs, ("dim", "keepdim"))
@@ -62,13 +62,13 @@ def over_dims(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, (found[0], over, keep), NO_KWARGS)
 
-    return hot
+    return rule_of_call
 
 
 def along_dim(rule: Rule) -> Rule:
-    """Return the hot rule of ``f(x, dim)``."""
+    """Return the function rule of ``f(x, dim)``."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         found = _positional(args, kwargs, ("dim",))
@@ -76,26 +76,26 @@ def along_dim(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, found, NO_KWARGS)
 
-    return hot
+    return rule_of_call
 
 
 def with_ints(rule: Rule, least: int, most: int) -> Rule:
-    """Return the hot rule of ``f(x, i, j)`` with ``least`` to ``most`` ints; it returns a view."""
+    """Return the rule of ``f(x, i, j)`` with ``least`` to ``most`` ints, which returns a view."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
             return NotImplemented
         return _view(rule(op, level, dims, args, NO_KWARGS))
 
-    return hot
+    return rule_of_call
 
 
 def with_sizes(rule: Rule) -> Rule:
-    """Return the hot rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
+    """Return the function rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or len(args) < 2:
@@ -105,7 +105,7 @@ def with_sizes(rule: Rule) -> Rule:
             return NotImplemented
         return _view(rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS))
 
-    return hot
+    return rule_of_call
 
 
 def _view(found: Any) -> Any:
@@ -114,7 +114,7 @@ def _view(found: Any) -> Any:
 
 
 def indexed(by_tensors: Rule | None) -> Rule:
-    """Return the hot rule of ``x[index]``.
+    """Return the function rule of ``x[index]``.
 
     It serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
 
@@ -122,7 +122,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
         by_tensors: the rule of ``aten::index.Tensor``, or None.
     """
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, index = args
@@ -149,7 +149,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
             return NotImplemented
         return out, 0, out.storage_offset()
 
-    return hot
+    return rule_of_call
 
 
 def _tensor_indices(
@@ -180,7 +180,7 @@ def _tensor_indices(
 def transposed_matrix(
     op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Transpose, as the hot rule of ``x.T`` for matrices, and of ``x.mT``."""
+    """Transpose, as the function rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
     at = dims[0]
     if x.dim() != 3:
@@ -191,22 +191,22 @@ def transposed_matrix(
 
 
 def chosen(rule: Rule) -> Rule:
-    """Return the hot rule of ``torch.where`` with a mask and two tensors or numbers."""
+    """Return the function rule of ``torch.where`` with a mask and two tensors or numbers."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 3 or not isinstance(args[0], torch.Tensor):
             return NotImplemented
         return rule(op, level, dims, args, kwargs)
 
-    return hot
+    return rule_of_call
 
 
 def part(rule: Rule) -> Rule:
-    """Return the hot rule of ``x.real`` and ``x.imag`` for complex tensors."""
+    """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         return (
@@ -215,16 +215,16 @@ def part(rule: Rule) -> Rule:
             else NotImplemented
         )
 
-    return hot
+    return rule_of_call
 
 
 def cast(dtype: torch.dtype) -> Rule:
-    """Return the hot rule of ``x.float()`` and similar casts to ``dtype``.
+    """Return the function rule of ``x.float()`` and similar casts to ``dtype``.
 
     A tensor of that dtype is left to torch, which returns it unchanged.
     """
 
-    def hot(
+    def rule_of_call(
         op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         (x, *rest) = args
@@ -232,7 +232,7 @@ def cast(dtype: torch.dtype) -> Rule:
             return NotImplemented
         return op(x), dims[0]
 
-    return hot
+    return rule_of_call
 
 
 _CASTS = "double float half bfloat16 long int short bool".split()
@@ -269,7 +269,7 @@ _VIEWS: tuple[tuple[str, str, Made], ...] = (
 
 
 def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bool]]:
-    """Yield callables, each with its hot rule and True if its result may be a view.
+    """Yield callables, each with its function rule and True if its result may be a view.
 
     Args:
             rule_of: returns the rule of an operator, or None if it is not to be used here.
@@ -278,10 +278,10 @@ def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bo
         rule = rule_of(operator)
         if rule is None:
             continue
-        hot = made(rule)
+        rule_of_call = made(rule)
         for owner in (torch, _T, torch.nn.functional):
             if hasattr(owner, name):
-                yield getattr(owner, name), hot, made not in (over_dims, along_dim, chosen)
+                yield getattr(owner, name), rule_of_call, made not in (over_dims, along_dim, chosen)
     if rule_of("aten::select.int") and rule_of("aten::slice.Tensor"):
         yield _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
     if rule_of("aten::t"):

@@ -60,7 +60,7 @@ def symbols_among(values: Any) -> set[Any]:
     return found
 
 
-class Elsewhere:
+class ShapeProbe:
     """An operator's call at sizes other than those of the trace.
 
     Args:
@@ -75,13 +75,13 @@ class Elsewhere:
         self.symbols = sorted(symbols_among((args, kwargs)), key=str)
         known = getattr(env, "backed_var_to_val", None)
         known = env.var_to_val if known is None else known
-        self.here = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
+        self.hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
-    def keep_needed(self, asked: Sequence[Any]) -> None:
+    def keep_needed(self, questions: Sequence[Any]) -> None:
         """Restrict other sizes to those that satisfy the equalities which the operator needs."""
-        self.needed = required(asked, self.here, self.takes)
+        self.needed = required(questions, self.hints, self.accepts)
 
     def ask_needed(self, multiples: bool) -> None:
         """Add guards for the needed equalities to the trace.
@@ -91,15 +91,17 @@ class Elsewhere:
         """
         for fact in self.needed:
             if multiples or not is_multiple(fact):
-                self.env.evaluate_expr(or_one(fact, self.here, self.takes))
+                self.env.evaluate_expr(or_one(fact, self.hints, self.accepts))
 
     def fix_refused(self) -> bool:
         """Fix the symbols for which the operator accepts no other size; True if there are any."""
-        here = self.here
+        hints = self.hints
         self.fixed = [
             s
             for s in self.symbols
-            if not any(self.takes(self._bounded({**here, s: here[s] + k})) for k in (1, 2, here[s]))
+            if not any(
+                self.accepts(self._bounded({**hints, s: hints[s] + k})) for k in (1, 2, hints[s])
+            )
         ]
         return bool(self.fixed)
 
@@ -108,11 +110,11 @@ class Elsewhere:
         from sympy import Eq
 
         for symbol in self.fixed:
-            self.env.evaluate_expr(Eq(symbol, self.here[symbol]))
+            self.env.evaluate_expr(Eq(symbol, self.hints[symbol]))
 
     def sizes(self) -> Iterator[dict[Any, int]]:
         """Yield sizes for the symbols: those of the trace, then others within the bounds."""
-        hints = self.here
+        hints = self.hints
         yield hints
         # Numbers among the arguments may be small or negative, unlike sizes.
         scalars = [s for s in self.symbols if self._least(s) < 2]
@@ -132,7 +134,7 @@ class Elsewhere:
             })  # fmt: skip
 
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
-        kept = {symbol: self.here[symbol] for symbol in self.fixed}
+        kept = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
         return keeping(self.needed, within)
 
@@ -171,7 +173,7 @@ class Elsewhere:
         The kernel runs on zeros, and its result may be as large as all sizes of all arguments
         together: a histogram over a hundred bins in each of five dims is larger than any memory.
         """
-        return self._largest(sizes) <= max(_SMALL, self._largest(self.here))
+        return self._largest(sizes) <= max(_SMALL, self._largest(self.hints))
 
     def _largest(self, sizes: Mapping[Any, int]) -> int:
         """Return an upper bound of the number of elements of a result."""
@@ -194,7 +196,7 @@ class Elsewhere:
                 break
         return taken >= ENOUGH
 
-    def takes(self, sizes: Mapping[Any, int]) -> bool:
+    def accepts(self, sizes: Mapping[Any, int]) -> bool:
         """True if the operator accepts given sizes."""
         return self.results(sizes) is not None
 

@@ -1,7 +1,7 @@
 """Values of type ``Any`` in a trace: they may only be passed on and returned.
 
 A program has no check for a value of type ``Any``. If an annotation or a descriptor says ``Any``,
-the traced function gets a stand-in for the value. Every use of the stand-in raises an error that
+the traced function gets an opaque value in its place. Every use of it raises an error that
 says where the concrete type is missing.
 """
 
@@ -15,8 +15,8 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 
 
-class AnyValue:
-    """A stand-in for a value of type ``Any`` while a function is traced.
+class OpaqueValue:
+    """The opaque value in place of a value of type ``Any`` while a function is traced.
 
     Args:
         value: the value.
@@ -49,7 +49,7 @@ class AnyValue:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         leaves = pytrees.leaves_of((tuple(args), dict(kwargs or {})))
-        value = next(leaf for leaf in leaves if type(leaf) is AnyValue)
+        value = next(leaf for leaf in leaves if type(leaf) is OpaqueValue)
         _refuse(value, f"{getattr(func, '__name__', func)}(...)")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -62,11 +62,11 @@ class AnyValue:
         _refuse(self, "hash(...)")
 
 
-def _of(value: AnyValue, name: str) -> Any:
+def _of(value: OpaqueValue, name: str) -> Any:
     return object.__getattribute__(value, name)
 
 
-def _refuse(value: AnyValue, use: str) -> NoReturn:
+def _refuse(value: OpaqueValue, use: str) -> NoReturn:
     text = _of(value, "_text")
     raise TypeCheckError(
         f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
@@ -75,14 +75,14 @@ def _refuse(value: AnyValue, use: str) -> NoReturn:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def method(self: AnyValue, *args: Any, **kwargs: Any) -> NoReturn:
+    def method(self: OpaqueValue, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse(self, name)
 
     method.__name__ = name
     return method
 
 
-pytrees.add_leaf(AnyValue)
+pytrees.add_leaf(OpaqueValue)
 
 # Python looks up operators in the class, without __getattr__.
 _BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
@@ -94,11 +94,11 @@ for _name in (
     *(f"__{prefix}{word}__" for word in _BINARY.split() for prefix in ("", "r", "i")),
     *(f"__{word}__" for word in _OTHERS.split()),
 ):
-    setattr(AnyValue, _name, _refusing(_name))
+    setattr(OpaqueValue, _name, _refusing(_name))
 
 
-def without_stand_ins(tree: Any) -> Any:
-    """Replace the stand-ins in a pytree by their values."""
-    if not any(type(leaf) is AnyValue for leaf in pytrees.leaves_of(tree)):
+def without_opaque_values(tree: Any) -> Any:
+    """Replace the opaque values in a pytree by their values."""
+    if not any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(tree)):
         return tree
-    return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is AnyValue else x, tree)
+    return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is OpaqueValue else x, tree)

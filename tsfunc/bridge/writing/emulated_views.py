@@ -1,9 +1,10 @@
 """Copies that replace views which a batch cannot express, kept in step with their base.
 
 An example may have a view of a tensor where the batch has none. The user then gets a copy that
-behaves like a view. The copy is marked with a record, and the record sees each call that takes the
-copy: the record updates the copy before a read, writes the copy back after a write, and marks each
-view of the copy. Each kind of copy defines how to copy and write back: ``gathered``, ``relayout``.
+behaves like a view. The copy is given a hook, and the hook sees each call that takes the
+copy: the hook updates the copy before a read, writes the copy back after a write, and attaches
+itself to each view of the copy. Each kind of copy defines how to copy and write back:
+``gathered_views``, ``reshaped_views``.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage.
 """
@@ -16,17 +17,17 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.hot_calls import HOT, VIEWS, hot_call
-from tsfunc.bridge.tracers.tracer import MARKED, METHODS, Tracer, door_1, metadata, settle
-from tsfunc.bridge.writing.marked import Record, mark, record_of
-from tsfunc.bridge.writing.turning import memory_of, physical
+from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES, VIEWS, call_rule
+from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, Tracer, function_handler, metadata, sync
+from tsfunc.bridge.writing.promotion import memory_of, physical
+from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
 
 State = tuple[torch.Tensor, int]
 
 
 @dataclass
-class CopiedView(Record):
+class EmulatedView(TracerHook):
     """A copy that replaces a view of a tensor.
 
     Attributes:
@@ -59,14 +60,14 @@ class CopiedView(Record):
         raise NotImplementedError
 
     def view(self) -> torch.Tensor:
-        """Return the marked view of the whole that the user gets."""
+        """Return the view of the whole that the user gets."""
         view = torch.transpose(self.whole, 0, 0)  # unlike an alias it has a tangent of its own
-        mark(view, self)
+        attach_hook(view, self)
         return view
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Copy again if the base has been written to."""
-        settle(self.base)
+        sync(self.base)
         now = state_of(self.base)
         if now is not None and self.seen is not None:
             memory, count = self.seen
@@ -86,7 +87,7 @@ class CopiedView(Record):
     def prepare(self, name: str, values: Sequence[Any]) -> None:
         """Make the innermost base a tracer of the level, before ``name`` writes to a view."""
         base = self.base
-        while (further := record_of(base)) is not None:
+        while (further := hook_of(base)) is not None:
             base = further.base
         prepare_write(name, [base], [base, self.whole, *values])
 
@@ -102,25 +103,25 @@ class CopiedView(Record):
     def serve(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Door 1 for calls with copied views among their arguments."""
-        others = tuple(kind for kind in types if MARKED.get(kind) is not CopiedView.serve)
+        """Handle a call with emulated views among their arguments."""
+        others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
         if METHODS.get(func) is metadata:
-            return door_1(func, others, args, kwargs)
+            return function_handler(func, others, args, kwargs)
         held = _views_in((args, kwargs))
         written = _views_in(written_by(func, args, kwargs))
-        for _, record in written:
-            record.prepare(func.__name__, (*args, *kwargs.values()))
+        for _, hook in written:
+            hook.prepare(func.__name__, (*args, *kwargs.values()))
         for view, _ in held:
-            settle(view)
-        rule = None if kwargs or written or func in VIEWS else HOT.get(func)
+            sync(view)
+        rule = None if kwargs or written or func in VIEWS else FUNCTION_RULES.get(func)
         if rule is not None:
-            out = hot_call(rule, func, args)
+            out = call_rule(rule, func, args)
             if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
                 return out
-        out = door_1(func, others, args, kwargs)
-        for view, record in {id(record): (view, record) for view, record in written}.values():
-            record.write_back(view)
-        _mark_views(out, held)
+        out = function_handler(func, others, args, kwargs)
+        for view, hook in {id(hook): (view, hook) for view, hook in written}.values():
+            hook.write_back(view)
+        _attach_to_views(out, held)
         return out
 
 
@@ -132,22 +133,22 @@ def state_of(base: torch.Tensor) -> State | None:
     return memory, memory._version
 
 
-def _views_in(values: Any) -> list[tuple[Any, CopiedView]]:
-    """Return the copied views among the values, with their records."""
-    records = [(x, record_of(x)) for x in tensors_in(values) if type(x) in MARKED]
-    return [(x, record) for x, record in records if isinstance(record, CopiedView)]
+def _views_in(values: Any) -> list[tuple[Any, EmulatedView]]:
+    """Return the emulated views among the values, with their hooks."""
+    hooks = [(x, hook_of(x)) for x in tensors_in(values) if type(x) in HOOKED]
+    return [(x, hook) for x, hook in hooks if isinstance(hook, EmulatedView)]
 
 
-def _mark_views(out: Any, held: Sequence[tuple[Any, CopiedView]]) -> None:
-    """Mark the results that share memory with copied views as copied views too."""
-    results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in MARKED]
+def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None:
+    """Mark the results that share memory with emulated views as emulated views too."""
+    results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in HOOKED]
     if not results:
         return
-    records = {_memory(view): record for view, record in held}
+    hooks = {_memory(view): hook for view, hook in held}
     for result in results:
         memory = _memory(result)
-        if memory is not None and memory in records:
-            mark(result, records[memory])
+        if memory is not None and memory in hooks:
+            attach_hook(result, hooks[memory])
 
 
 def _memory(value: torch.Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Calls that the first door answers: each form of their arguments gives what the loop gives."""
+"""Calls that have a function rule: each form of their arguments gives what the loop gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tsfunc import grad, vmap
-from tsfunc.bridge.tracers.hot_calls import HOT, VIEWS
+from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES, VIEWS
 
 Function = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()
@@ -212,4 +212,4 @@ def test_errors_count_the_dims_of_an_example(f: Function, message: str) -> None:
 def test_what_gives_views_is_said() -> None:
     vmap(torch.sin)(X)
     assert torch.Tensor.__getitem__ in VIEWS and torch.Tensor.view in VIEWS
-    assert torch.sum in HOT and torch.sum not in VIEWS
+    assert torch.sum in FUNCTION_RULES and torch.sum not in VIEWS

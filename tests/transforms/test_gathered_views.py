@@ -15,7 +15,7 @@ from torch import Tensor
 import tsfunc
 from tests.transforms.support import loop, same
 from tsfunc import vmap
-from tsfunc.bridge.writing.marked import record_of
+from tsfunc.bridge.writing.tracer_hooks import hook_of
 
 Y = torch.arange(1.0, 37.0, dtype=torch.float64).view(4, 3, 3).sin()
 I = torch.tensor([0, 2, 1, 2])  # noqa: E741
@@ -295,7 +295,7 @@ def test_an_index_that_is_the_same_for_all_is_a_number() -> None:
     def func(y: Tensor, i: Tensor) -> Tensor:
         y = y.clone()
         view = y[i]
-        assert not record_of(view)
+        assert not hook_of(view)
         return view.add_(1) + y[i] + y[i : i + 2].sum()
 
     want = loop(lambda y: func(y, I[2]), 4)(Y)

@@ -1,22 +1,22 @@
 """A cache of fake-tensor results within one trace.
 
-NOTE [kept results]
+NOTE [cached results]
 A model calls the same operators on tensors of the same metadata again and again, and torch's
-fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the looks of
-the arguments (sizes, strides, dtype, device, and shared storages) to the looks of the results, and
-makes new fake tensors of these looks. The guards on symbolic sizes from the first call remain, so
-they are not asked again.
+fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the metadata
+of the arguments (sizes, strides, dtype, device, and shared storages) to that of the results, and
+makes new fake tensors with this metadata. The guards on symbolic sizes from the first call remain,
+so they are not asked again.
 
 Nothing is cached for
 
 - operators that are not torch's own, whose rules may depend on anything, and those in ``UNKEPT``;
-- arguments that their looks do not fully describe: a tensor that is not strided or has a constant
-  value, a generator;
+- arguments that their metadata does not fully describe: a tensor that is not strided or has a
+  constant value, a generator;
 - sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
   facts about them may hold only in a part of the trace;
-- results that are not tensors, or whose looks or storage a new tensor cannot have.
+- results that are not tensors, or whose metadata or storage a new tensor cannot have.
 
-The storage offset of an argument is not part of its looks, and the offset of a view is stored
+The storage offset of an argument is not part of the metadata, and the offset of a view is stored
 relative to its source; ``x[i]`` is cached as ``x[0]`` with a further offset. A loop over the rows
 of a tensor calls torch's rule once.
 
@@ -56,8 +56,8 @@ from torch.autograd.graph import increment_version
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
 from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import unasked
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.bridge.tracers.torch_state import outside_functorch
 
@@ -77,10 +77,10 @@ _LIBRARIES: Final = (
 
 
 class UnknownError(Exception):
-    """A value has properties that its look does not describe."""
+    """A value has properties that its metadata does not describe."""
 
 
-class Look(NamedTuple):
+class MetadataKey(NamedTuple):
     """The metadata of a strided tensor; symbolic sizes are sympy expressions."""
 
     shape: tuple[Any, ...]
@@ -124,28 +124,28 @@ _OF_OFFSETS: Final = frozenset({
 _OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # special values of source
 
 
-class _Kept(NamedTuple):
+class _CachedResults(NamedTuple):
     """The results of a call: one, or a list or tuple of results, some of which may be None."""
 
     container: type | None
     results: tuple[_Result | None, ...]
 
 
-class Looks:
-    """The looks of the fake tensors of one trace."""
+class TraceMetadata:
+    """The metadata of the fake tensors of one trace."""
 
     def __init__(self) -> None:
         self._of_data: dict[Any, bool] = {}
 
-    def of(self, value: Any) -> Look:
-        """Return the look of a fake tensor.
+    def of(self, value: Any) -> MetadataKey:
+        """Return the metadata of a fake tensor.
 
         Raises:
-            UnknownError: the look would not describe the tensor fully.
+            UnknownError: the metadata would not describe the tensor fully.
         """
         if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
             raise UnknownError
-        return Look(
+        return MetadataKey(
             tuple([x if type(x) is int else self.number(x) for x in value.shape]),
             tuple([x if type(x) is int else self.number(x) for x in value.stride()]),
             self.number(value.storage_offset()),
@@ -169,7 +169,7 @@ class Looks:
         return expr
 
 
-class KeptResults:
+class FakeCache:
     """The cached results of operators on the fake tensors of one trace.
 
     Args:
@@ -178,11 +178,11 @@ class KeptResults:
 
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
-        self.looks = Looks()
-        self._kept: dict[Any, _Kept] = {}
+        self.metadata = TraceMetadata()
+        self._kept: dict[Any, _CachedResults] = {}
 
     def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the results of an operator on fake values: NOTE [kept results]."""
+        """Return the results of an operator on fake values: NOTE [cached results]."""
         with DisableTorchFunction():
             return self._of(op, args, kwargs)
 
@@ -202,7 +202,7 @@ class KeptResults:
             return self._made(op, kept, args, tensors)
         results = self._worked_out(op, args, kwargs)
         try:
-            if self._key(op, args, kwargs, []) == key:  # no argument has changed its look
+            if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
                 self._kept[key] = self._described(results, tensors)
         except UnknownError:
             pass
@@ -211,11 +211,11 @@ class KeptResults:
     def _is_plain(self, x: Any) -> bool:
         """True if sizes, strides and dtype describe the views of a tensor fully."""
         try:
-            look = self.looks.of(x)
+            metadata = self.metadata.of(x)
         except UnknownError:
             return False
         own = x.fake_mode is self.fake and not x.requires_grad
-        return own and not look.is_conj and not look.is_neg
+        return own and not metadata.is_conj and not metadata.is_neg
 
     def _further(self, view: Any, source: Any, further: int) -> _Result:
         """Describe a view like another view of the same tensor, further on in the storage."""
@@ -265,35 +265,35 @@ class KeptResults:
             if kind in _PLAIN:  # 1, 1.0 and True compare equal, but are different arguments
                 parts += (kind, value)
             elif kind is FakeTensor and value.fake_mode is self.fake:
-                look = self.looks.of(value)
+                metadata = self.metadata.of(value)
                 # Few operators depend on the storage offset.
-                known = type(look.offset) is not int or op.name in _OF_OFFSETS
+                known = type(metadata.offset) is not int or op.name in _OF_OFFSETS
                 if not known:
-                    shape, strides, _, dtype, device, is_conj, is_neg = look
-                    look = Look(shape, strides, None, dtype, device, is_conj, is_neg)
-                parts.append(look)
+                    shape, strides, _, dtype, device, is_conj, is_neg = metadata
+                    metadata = MetadataKey(shape, strides, None, dtype, device, is_conj, is_neg)
+                parts.append(metadata)
                 # Record whether two arguments are the same tensor.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
             elif isinstance(value, list | tuple):
                 self._take(op, value, parts, tensors)
             elif kind in _SYMBOLIC:
-                parts += (kind, self.looks.number(value))
+                parts += (kind, self.metadata.number(value))
             else:
                 raise UnknownError
 
     # --- storing
 
-    def _described(self, results: Any, tensors: Sequence[Any]) -> _Kept:
+    def _described(self, results: Any, tensors: Sequence[Any]) -> _CachedResults:
         memories = {_memory(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
-            return _Kept(None, (self._result(results, tensors, memories),))
+            return _CachedResults(None, (self._result(results, tensors, memories),))
         found = []
         for result in results:
             found.append(None if result is None else self._result(result, tensors, memories))
             if result is not None:
                 memories.setdefault(_memory(result), _ANOTHER_RESULT)
-        return _Kept(type(results), tuple(found))
+        return _CachedResults(type(results), tuple(found))
 
     def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
         """Describe a result.
@@ -303,14 +303,14 @@ class KeptResults:
         """
         if type(value) is not FakeTensor or value.fake_mode is not self.fake:
             raise UnknownError
-        look = self.looks.of(value)
+        metadata = self.metadata.of(value)
         same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
         source = same if same >= 0 else memories.get(_memory(value), _OWN_MEMORY)
-        if source == _ANOTHER_RESULT or value.requires_grad or look.is_conj or look.is_neg:
+        if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
             raise UnknownError
         if source >= 0:
-            given = self.looks.of(tensors[source])
-            if given.dtype != look.dtype or given.is_conj or given.is_neg:
+            given = self.metadata.of(tensors[source])
+            if given.dtype != metadata.dtype or given.is_conj or given.is_neg:
                 raise UnknownError
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if source >= 0:
@@ -319,13 +319,15 @@ class KeptResults:
         size = size if isinstance(size, int) else size.node.hint
         symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
         return _Result(
-            source, same >= 0, shape, strides, offset, look.dtype, look.device,
+            source, same >= 0, shape, strides, offset, metadata.dtype, metadata.device,
             size // value.element_size(), symbolic,
         )  # fmt: skip
 
     # --- making
 
-    def _made(self, op: TorchOperator, kept: _Kept, args: Any, tensors: Sequence[Any]) -> Any:
+    def _made(
+        self, op: TorchOperator, kept: _CachedResults, args: Any, tensors: Sequence[Any]
+    ) -> Any:
         if op.writes:  # a mode's constants for a tensor depend on its version
             increment_version([args[i] for i in op.written])
         if kept.container is None:
@@ -337,7 +339,7 @@ class KeptResults:
             return None
         if result.is_source:
             return tensors[result.source]
-        with in_kernel_invocation_manager(self.fake), unasked(self.fake):
+        with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
             return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
 
 

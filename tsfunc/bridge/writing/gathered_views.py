@@ -4,7 +4,7 @@ NOTE [gathered views]
 For one example ``y[i]`` is a view: a write to the view is a write to ``y``, and the reverse. A
 batch has no such view, because each example has another index. The indexed elements are therefore
 copied into a tensor of their own, the *whole*, and the user gets a view of the whole. The view is
-a copied view (``copied_views``), so its record sees each call first:
+an emulated view (``emulated_views``), so its hook sees each call first:
 
 - Before a call reads the view, the whole is copied again if the base has been written to since.
   torch counts the writes to every storage, including writes that no tracer sees.
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tsfunc.bridge.writing.copied_views import CopiedView
+from tsfunc.bridge.writing.emulated_views import EmulatedView
 
 
 @dataclass
-class Gathered(CopiedView):
-    """A copied view of some indices of a tensor along one dim.
+class GatheredView(EmulatedView):
+    """A emulated view of some indices of a tensor along one dim.
 
     Attributes:
         dim: the dim of the base that is indexed.
@@ -46,13 +46,13 @@ class Gathered(CopiedView):
 
 
 def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
-    """Return ``base`` indexed along a dim, as a copied view.
+    """Return ``base`` indexed along a dim, as an emulated view.
 
     A 0-dim ``places`` removes the dim; a 1-dim ``places`` keeps it.
     """
     if not places.dim():
         places = places.clone()  # the user owns places, and may write to it
-    return Gathered(base, _picked(base, dim, places), dim, places).view()
+    return GatheredView(base, _picked(base, dim, places), dim, places).view()
 
 
 def _picked(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Hot calls: doors of batched tensors that pass plain calls directly to a batching rule.
+"""The fast paths of the handlers of batched tensors, from plain calls directly to batching rules.
 
 Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
-``_current_graph_task_id`` as in ``torch_state``, whose context manager door 2 inlines;
-``_functorch.maybe_current_level`` tells whether torch.func is active.
+``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
+inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from torch._ops import OpOverload
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
-from tsfunc.bridge.tracers.operators import TorchOperator, add_hot_listener, operator_of
+from tsfunc.bridge.tracers.decompositions import (
+    is_outside,
+    lifting_factories,
+    required_decomposition,
+)
+from tsfunc.bridge.tracers.operators import TorchOperator, add_rule_listener, operator_of
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
-from tsfunc.bridge.tracers.parts import composite_parts, is_outside, lifting_factories
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
@@ -38,8 +42,8 @@ from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
     WRITERS,
     SlottedTracer,
-    door_1,
-    hop,
+    call_below_function,
+    function_handler,
 )
 from tsfunc.dispatch.state import State, tls
 from tsfunc.ops.registry import Rule
@@ -55,18 +59,18 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 # Callables whose rule takes their arguments unchanged, with values in place of tracers
-# (``bridge/batch/hot.py``); those whose rule takes keyword options too; and those that return
-# views.
-HOT: dict[Any, Rule] = {}
+# (``bridge/batch/function_rules.py``); those whose rule takes keyword options too; and those that
+# return views.
+FUNCTION_RULES: dict[Any, Rule] = {}
 NAMED: dict[Any, Rule] = {}
 VIEWS: set[Any] = set()
 _OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
 _NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
-# Classes of tracers other than MadeTracer.
+# Classes of tracers other than SlottedBatchTracer.
 KINDS: set[type] = set()
 
-# Types of other arguments of a hot call; a call with any other type goes through C++.
+# Types of other arguments of a call on a fast path; a call with any other type goes through C++.
 _PLAIN = frozenset({
     int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
     torch.nn.Parameter, torch.dtype, torch.memory_format,
@@ -75,7 +79,7 @@ _ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 
 
-def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+def unwrap_args(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
     """Return level, values, batch dims and whether any is batched, for a plain call; else None."""
     level: Any = None
     batched = False
@@ -83,11 +87,11 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
     dims = []
     for arg in args:
         kind = type(arg)
-        if kind is MadeTracer or kind in KINDS:
+        if kind is SlottedBatchTracer or kind in KINDS:
             if level is None:
                 level = arg.dispatch_level
             elif arg.dispatch_level is not level:
-                return _taken_innermost(args)
+                return _unwrap_for_innermost(args)
             bdim = arg.bdim
             if bdim is not None:
                 batched = True
@@ -97,11 +101,11 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
             values.append(arg)
             dims.append(None)
         elif kind in _SEQUENCES:
-            inner = _taken(arg)
+            inner = unwrap_args(arg)
             if inner is None:
                 return None  # plain tensors only
             if level is not None and inner[0] is not level:
-                return _taken_innermost(args)
+                return _unwrap_for_innermost(args)
             level = inner[0]
             batched = batched or inner[3]
             values.append(inner[1])
@@ -111,12 +115,12 @@ def _taken(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None
     return None if level is None else (level, values, dims, batched)
 
 
-def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
+def _unwrap_for_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
     """Do the same with several vmaps: for the innermost, tracers of the others are values."""
     level: Any = None
     for arg in args:
         kind = type(arg)
-        if kind is MadeTracer or kind in KINDS:
+        if kind is SlottedBatchTracer or kind in KINDS:
             own = arg.dispatch_level
             if level is None or own.depth > level.depth:
                 level = own
@@ -129,13 +133,13 @@ def _taken_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bo
     values, dims = [], []
     for arg in args:
         kind = type(arg)
-        own = (kind is MadeTracer or kind in KINDS) and arg.dispatch_level is level
+        own = (kind is SlottedBatchTracer or kind in KINDS) and arg.dispatch_level is level
         values.append(arg.value if own else arg)
         dims.append(arg.bdim if own else None)
     return level, values, dims, any(dim is not None for dim in dims)
 
 
-def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
+def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
     """Return True if an error is the user's, and must be raised at once.
 
     A second attempt would call hooks again. Empty batches (NOTE [no examples]) and sparse batches
@@ -149,10 +153,10 @@ def _is_the_calls(level: BatchLevel, values: Sequence[Any]) -> bool:
 # NOTE [direct calls]
 # Most calls are elementwise, with one tracer, with two tracers of one batch dim, or with a tracer
 # and a number. Such a call runs on the values directly, without a batching rule.
-def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
+def same_batching(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
     """Return the level, batch dim and values of a direct call, or None."""
     x = args[0]
-    if type(x) is not MadeTracer:
+    if type(x) is not SlottedBatchTracer:
         return None
     level, at = x.dispatch_level, x.bdim
     if at is None:
@@ -164,7 +168,7 @@ def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | Non
         return None
     y = args[1]
     kind = type(y)
-    if kind is MadeTracer:
+    if kind is SlottedBatchTracer:
         value, other = x.value, y.value
         if y.dispatch_level is not level or y.bdim != at or value.dim() != other.dim():
             return None
@@ -173,8 +177,8 @@ def _alike(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | Non
 
 
 def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
-    """Door 1 for pointwise functions; NotImplemented leaves the call to ``hot_call``."""
-    alike = _alike(args)
+    """Handle a pointwise function; NotImplemented leaves the call to ``call_rule``."""
+    alike = same_batching(args)
     if alike is None:
         return NotImplemented
     level, at, values = alike
@@ -185,7 +189,7 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
         # C++ records; no operand is from an outer level, which would need a lift.
         if func in METHODS or is_inference_mode_enabled():
             return NotImplemented
-        return hop(func, types, args, NO_KWARGS)
+        return call_below_function(func, types, args, NO_KWARGS)
     if level._restores or not state.plain:
         return NotImplemented
     tls.state = level.outer
@@ -194,7 +198,7 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
     except BatchChanged:
         return NotImplemented
     except Exception:
-        if _is_the_calls(level, values):
+        if _is_users_error(level, values):
             raise
         return NotImplemented
     finally:
@@ -204,7 +208,7 @@ def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> An
 
 def _is_tracer(value: Any) -> bool:
     kind = type(value)
-    return kind is MadeTracer or kind in KINDS
+    return kind is SlottedBatchTracer or kind in KINDS
 
 
 def _recorded(
@@ -225,14 +229,14 @@ def _recorded(
                 return NotImplemented  # NOTE [operands of outer levels]
         elif arg is not value and type(value) is list and not all(map(_is_tracer, arg)):
             return NotImplemented
-    return hop(func, (), tuple(args), kwargs)  # hop accepts no list
+    return call_below_function(func, (), tuple(args), kwargs)  # hop accepts no list
 
 
-def hot_call(
+def call_rule(
     rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> Any:
-    """Door 1 without C++; NotImplemented if the call is not plain."""
-    taken = _taken(args)
+    """Handle a call without C++; NotImplemented if the call is not plain."""
+    taken = unwrap_args(args)
     if taken is None or not taken[3]:
         return NotImplemented
     level, values, dims, _ = taken
@@ -247,7 +251,7 @@ def hot_call(
         found = state.remap_args(func, args, kwargs)
         if found is not None:
             args, kwargs = found
-            taken = _taken(args)
+            taken = unwrap_args(args)
             if taken is None or not taken[3] or taken[0].autograd:
                 return func(*args, **kwargs)
             level, values, dims, _ = taken
@@ -259,7 +263,7 @@ def hot_call(
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
     except Exception:
-        if _is_the_calls(level, values):
+        if _is_users_error(level, values):
             raise
         return NotImplemented
     finally:
@@ -268,7 +272,7 @@ def hot_call(
         return out
     if type(func) is OpOverload:
         found, dims = out
-        if type(found) is _Tensor:  # no hot call writes
+        if type(found) is _Tensor:  # no fast path writes
             return wrap(found, dims, level, found.storage_offset())
         return rewrap(operator_of(func), level, args, kwargs, found, dims)
     return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
@@ -296,12 +300,12 @@ def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form
         return None
     form = find_form(func, args, kwargs)
     if form is not None:
-        form.parts = composite_parts(form.op)
+        form.decomposition = required_decomposition(form.op)
     return form
 
 
 def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Door 1 for calls of any operator: NOTE [forms of calls] in ``parsing``."""
+    """Handle a call of any operator: NOTE [forms of calls] in ``parsing``."""
     forms = _forms_of(func)
     if forms is None:
         return NotImplemented
@@ -326,13 +330,13 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     found = form.arguments(args, kwargs)
     if found is None:
         return NotImplemented
-    if op.hot is not None:
-        out = hot_call(op.hot, op.overload, *found)
-    elif form.parts is not None:
-        out = _call_parts(form.parts, *found)
+    if op.direct_rule is not None:
+        out = call_rule(op.direct_rule, op.overload, *found)
+    elif form.decomposition is not None:
+        out = _call_decomposition(form.decomposition, *found)
     else:
         return NotImplemented
-    if type(out) is MadeTracer or out is NotImplemented:
+    if type(out) is SlottedBatchTracer or out is NotImplemented:
         return out
     if form.result is not None:
         return form.result(out)
@@ -341,7 +345,7 @@ def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Do the same if autograd is recorded at the level."""
-    taken = _taken(args)
+    taken = unwrap_args(args)
     if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
         return NotImplemented
     level = taken[0]
@@ -350,9 +354,11 @@ def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return _recorded(func, level, args, kwargs, taken[1])
 
 
-def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a composite's parts on a level's tracers, with other tensors lifted to the level."""
-    taken = _taken(args)
+def _call_decomposition(
+    decomposition: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
+    taken = unwrap_args(args)
     if taken is None or not taken[3]:
         return NotImplemented
     level, state = taken[0], tls.state
@@ -363,7 +369,7 @@ def _call_parts(parts: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     lifted = [_lifted(arg, level) for arg in args]
     try:
         with level.at_own_level(), lifting_factories(level):
-            return parts(*lifted, **kwargs)
+            return decomposition(*lifted, **kwargs)
     except BatchChanged:
         return NotImplemented
 
@@ -374,16 +380,16 @@ def _lifted(value: Any, level: BatchLevel) -> Any:
     return level.lift(value) if is_outside(value, level) else value
 
 
-def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Door 1 for calls by rules of inner levels, and by dispatch modes below autograd."""
-    if op.hot is None or op.written or below_autograd():
+def _call_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Handle a call by a rule of an inner level or by a mode below autograd."""
+    if op.direct_rule is None or op.written or below_autograd():
         return NotImplemented  # a written tensor becomes a tracer first (``writes``)
     if kwargs and not (
         op.keywords.issuperset(kwargs) and _NO_TENSORS.issuperset(map(type, kwargs.values()))
     ):
         return NotImplemented
     for arg in args:
-        if type(arg) is MadeTracer:
+        if type(arg) is SlottedBatchTracer:
             if not tls.state.mask & arg.dispatch_level.bits:
                 return NotImplemented  # the level's own kernel calls outwards
             break
@@ -391,21 +397,21 @@ def _hot_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, A
         out = direct_call(op.overload, (), args)
         if out is not NotImplemented:
             return out
-    return hot_call(op.hot, op.overload, args, kwargs)
+    return call_rule(op.direct_rule, op.overload, args, kwargs)
 
 
-# NOTE [hot calls]
+# NOTE [fast paths]
 # ``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
 # belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered
 # for the operator, then this is the kernel of the Batch column, which runs a batching rule. These
 # two functions run the rule without the steps between.
-def _hot_dispatch(
+def _dispatch_to_rule(
     op: TorchOperator, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 2 without the table; NotImplemented if the call is not plain."""
-    alike = _alike(args) if op.function is not None and not kwargs else None
+    """Run the rule of an operator without the table; NotImplemented if the call is not plain."""
+    alike = same_batching(args) if op.function is not None and not kwargs else None
     if alike is None:
-        taken = _taken(args)
+        taken = unwrap_args(args)
         if taken is None or (op.ruled and not taken[3]):
             return NotImplemented
         level, values, dims, batched = taken
@@ -444,7 +450,7 @@ def _hot_dispatch(
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the same rule again
     except Exception:
-        if _is_the_calls(level, () if alike is None else alike[2]):
+        if _is_users_error(level, () if alike is None else alike[2]):
             raise
         return NotImplemented
     finally:
@@ -484,27 +490,27 @@ def _has_same_storage_numel(args: Sequence[Any]) -> Any:
     return True if tls.state.plain else NotImplemented
 
 
-def _again(args: Sequence[Any]) -> Any:
+def _alias(args: Sequence[Any]) -> Any:
     x, state = args[0], tls.state
-    if type(x) is not MadeTracer or not state.plain:
+    if type(x) is not SlottedBatchTracer or not state.plain:
         return NotImplemented
     level = x.dispatch_level
     if not level.alive or level._restores or not state.mask & level.bits:
         return NotImplemented
-    return x.again()
+    return x.aliased_here()
 
 
 for _name, _answer in (
     ("is_same_size", _is_same_size),
     ("_has_same_storage_numel", _has_same_storage_numel),
-    ("alias", _again),
-    ("detach", _again),
+    ("alias", _alias),
+    ("detach", _alias),
 ):
     operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
 
 
-class HotTracer(BatchTracer):
-    """A batched tensor with hot doors."""
+class FastBatchTracer(BatchTracer):
+    """A batched tensor whose handlers have fast paths."""
 
     __slots__ = ()
 
@@ -519,22 +525,22 @@ class HotTracer(BatchTracer):
         if not kwargs:
             kwargs = NO_KWARGS
             if type(func) is OpOverload:
-                out = _hot_overload(operator_of(func), args, kwargs)
-            elif (rule := HOT.get(func)) is not None:
+                out = _call_overload(operator_of(func), args, kwargs)
+            elif (rule := FUNCTION_RULES.get(func)) is not None:
                 out = direct_call(func, types, args) if rule is pointwise else NotImplemented
                 if out is NotImplemented:
-                    out = hot_call(rule, func, args)
+                    out = call_rule(rule, func, args)
             else:
                 out = _parsed_call(func, args, kwargs)
         elif type(func) is OpOverload:
-            out = _hot_overload(operator_of(func), args, kwargs)
+            out = _call_overload(operator_of(func), args, kwargs)
         elif (rule := NAMED.get(func)) is None:
             out = _parsed_call(func, args, kwargs)
         elif _OPTIONS.issuperset(map(type, kwargs.values())):
-            out = hot_call(rule, func, args, kwargs)
+            out = call_rule(rule, func, args, kwargs)
         else:
             out = NotImplemented
-        return door_1(func, types, args, kwargs) if out is NotImplemented else out
+        return function_handler(func, types, args, kwargs) if out is NotImplemented else out
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -551,31 +557,31 @@ class HotTracer(BatchTracer):
                 return out
         if not kwargs:
             kwargs = NO_KWARGS
-        if op.hot is not None and (
+        if op.direct_rule is not None and (
             not kwargs or _NO_TENSORS.issuperset(map(type, kwargs.values()))
         ):
-            out = _hot_dispatch(op, op.hot, args, kwargs)
+            out = _dispatch_to_rule(op, op.direct_rule, args, kwargs)
             if out is not NotImplemented:
                 return out
         return op.call(args, kwargs, True)
 
 
-class MadeTracer(SlottedTracer, HotTracer):
+class SlottedBatchTracer(SlottedTracer, FastBatchTracer):
     """The tracer class that :func:`wrap` makes."""
 
     __slots__ = ()
 
 
-class TurnedTracer(HotTracer):
+class PromotedBatchTracer(FastBatchTracer):
     """A user's tensor that became a tracer (``writes``), with the layout of a plain tensor."""
 
     __slots__ = ()
 
 
-BatchTracer.forms = TurnedTracer, MadeTracer
+BatchTracer.layouts = PromotedBatchTracer, SlottedBatchTracer
 # Messages show one name for all of these classes.
-MadeTracer.__name__ = TurnedTracer.__name__ = BatchTracer.__name__
-KINDS.add(TurnedTracer)
+SlottedBatchTracer.__name__ = PromotedBatchTracer.__name__ = BatchTracer.__name__
+KINDS.add(PromotedBatchTracer)
 
 
 def _use_compiled() -> None:
@@ -583,16 +589,17 @@ def _use_compiled() -> None:
     handlers = compiled.load()
     if handlers is None:
         return
-    # A C class method that replaces the one MadeTracer inherits.
-    MadeTracer.__torch_function__ = handlers.setup({  # type: ignore[method-assign]
-        "tracer": MadeTracer, "level": BatchLevel, "state": State, "torch_state": TorchState,
-        "operator": TorchOperator, "tls": tls, "size": torch.Size,
-        "function_handler": HotTracer.__dict__["__torch_function__"].__func__,
-        "rules": HOT, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
-        "call_below": hop, "plain_types": _PLAIN, "item_types": _ITEMS, "wrap": wrap,
-        "again": _again, "batch_changed": BatchChanged, "functorch_level": maybe_functorch_level,
+    # A C class method that replaces the one SlottedBatchTracer inherits.
+    SlottedBatchTracer.__torch_function__ = handlers.setup({  # type: ignore[method-assign]
+        "tracer": SlottedBatchTracer, "level": BatchLevel, "state": State,
+        "torch_state": TorchState, "operator": TorchOperator, "tls": tls, "size": torch.Size,
+        "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
+        "rules": FUNCTION_RULES, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
+        "call_below": call_below_function, "plain_types": _PLAIN, "item_types": _ITEMS,
+        "wrap": wrap, "alias": _alias, "batch_changed": BatchChanged,
+        "functorch_level": maybe_functorch_level,
     })  # fmt: skip
-    add_hot_listener(lambda op: handlers.install(op.name, op))
+    add_rule_listener(lambda op: handlers.install(op.name, op))
 
 
 _use_compiled()

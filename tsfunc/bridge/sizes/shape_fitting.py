@@ -1,7 +1,7 @@
 """Fits symbolic results for operators whose fake-tensor rules do not support symbolic sizes.
 
 Each size of a result is an expression in the sizes of the arguments that matches the operator's
-results at several fixed sizes (``elsewhere``).
+results at several fixed sizes (``shape_probe``).
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
 ``FakeTensorMode``, ``DisableTorchFunction``.
@@ -18,22 +18,22 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.elsewhere import ENOUGH, Elsewhere, at
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.sizes.shape_probe import ENOUGH, ShapeProbe, at
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 
 
-def found_by_example(elsewhere: Elsewhere, fake: FakeTensorMode) -> Any:
+def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
     """Return the results of a call, fitted to results at fixed sizes; None if no fit exists."""
     taken: list[tuple[dict[Any, int], Any]] = []
-    for sizes in elsewhere.sizes():
-        found = elsewhere.results(sizes)
+    for sizes in probe.sizes():
+        found = probe.results(sizes)
         if found is None and not taken:
             return None  # the operator refuses the sizes of the call itself
         if found is not None:
             taken.append((sizes, found))
     if len(taken) <= ENOUGH:
         return None
-    atoms = _sizes_in((elsewhere.args, elsewhere.kwargs))
+    atoms = _sizes_in((probe.args, probe.kwargs))
     leaves, tree = optree.tree_flatten(taken[0][1], none_is_leaf=True)
     columns = [optree.tree_leaves(found, none_is_leaf=True) for _, found in taken]
     if any(len(column) != len(leaves) for column in columns):
@@ -75,7 +75,7 @@ def _fitted(
     for dim in order:
         strides[dim] = step
         step = step * shape[dim]
-    with DisableTorchFunction(), fake, unasked(fake):
+    with DisableTorchFunction(), fake, suppress_guards(fake):
         return torch.empty_strided(shape, strides, dtype=first.dtype, device=first.device)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
-from tsfunc.bridge.tracers.tracer import MARKED, TracerLevel, innermost_level
+from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
 _NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
@@ -41,7 +41,7 @@ def _any(values: Any) -> bool:
     )
 
 
-def past_the_parser(
+def call_past_parser(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call an operator with symbolic numbers: NOTE [plain ints]; else return NotImplemented."""
@@ -64,8 +64,8 @@ def past_the_parser(
 def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     op = operator_of(overload)
     level = innermost_level((*args, *kwargs.values()))
-    if level is not None and (level.autograd or _any_marked((*args, *kwargs.values()))):
-        return NotImplemented  # autograd and the records of marked tracers need the usual path
+    if level is not None and (level.autograd or _any_hooked((*args, *kwargs.values()))):
+        return NotImplemented  # autograd and the hooks of tracers need the usual path
     if level is not None:
         out = op.call(tuple(args), kwargs, True)
         made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
@@ -82,9 +82,9 @@ def _as_lists(values: Sequence[Any]) -> list[Any]:
     return [list(value) if isinstance(value, torch.Size) else value for value in values]
 
 
-def _any_marked(values: Sequence[Any]) -> bool:
+def _any_hooked(values: Sequence[Any]) -> bool:
     items = (x for value in values for x in (value if type(value) in (list, tuple) else (value,)))
-    return any(type(x) in MARKED for x in items)
+    return any(type(x) in HOOKED for x in items)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def entered_again(state: State) -> Iterator[None]:
+def reenter(state: State) -> Iterator[None]:
     """Activate a state and its levels on this thread within the block."""
     with _lock:
         levels = [root for root in map(_root, state.levels) if not root.alive or _running[id(root)]]

@@ -1,4 +1,4 @@
-"""Traced tensors with symbolic sizes, made as copies of tensors with the same look.
+"""Traced tensors with symbolic sizes, made as copies of tensors with the same metadata.
 
 C++ takes a hundred microseconds to make a tensor with symbolic sizes: it calls Python to compute
 the storage size, contiguity and order of strides. A copy reuses these results.
@@ -18,8 +18,8 @@ import torch
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.kept_results import Look, Looks, UnknownError
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.sizes.fake_cache import MetadataKey, TraceMetadata, UnknownError
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 
@@ -34,31 +34,31 @@ class _Original(torch.Tensor):
         raise AssertionError(f"what tracers are copies of is in a call: {call}")
 
 
-class Copies:
+class TracerCache:
     """The originals of the tracers of one trace.
 
     Args:
         fake: the mode of the trace.
-        looks: the looks of its tensors.
+        metadata: the metadata of its tensors.
     """
 
-    def __init__(self, fake: FakeTensorMode, looks: Looks) -> None:
-        self._fake, self._looks = fake, looks
-        self._originals: dict[Look, torch.Tensor] = {}
+    def __init__(self, fake: FakeTensorMode, metadata: TraceMetadata) -> None:
+        self._fake, self._metadata = fake, metadata
+        self._originals: dict[MetadataKey, torch.Tensor] = {}
 
     def made(self, cls: type[T], value: Any, level: TracerLevel) -> T:
         """Return a tracer of a level with the metadata of a fake tensor."""
         with DisableTorchFunction():
             if any(type(size) is torch.SymInt for size in value.shape):
                 with suppress(UnknownError):
-                    return self._copy(cls, self._looks.of(value), value, level)
-            with unasked(self._fake):
+                    return self._copy(cls, self._metadata.of(value), value, level)
+            with suppress_guards(self._fake):
                 return cls.make(value, level)
 
-    def _copy(self, cls: type[T], look: Look, value: Any, level: TracerLevel) -> T:
-        original = self._originals.get(look)
+    def _copy(self, cls: type[T], metadata: MetadataKey, value: Any, level: TracerLevel) -> T:
+        original = self._originals.get(metadata)
         if original is None:
-            original = self._originals[look] = self._original(value)
+            original = self._originals[metadata] = self._original(value)
         # Without autograd, because copies with autograd would share one version counter.
         with _DisableTorchDispatch(), without_autograd():
             tracer: T = torch.Tensor._make_subclass(cls, original)
@@ -66,7 +66,7 @@ class Copies:
         return tracer
 
     def _original(self, value: torch.Tensor) -> torch.Tensor:
-        with unasked(self._fake):
+        with suppress_guards(self._fake):
             return torch.Tensor._make_wrapper_subclass(
                 _Original, value.shape, value.stride(), value.storage_offset(),
                 dtype=value.dtype, device=value.device,

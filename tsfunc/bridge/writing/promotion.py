@@ -1,21 +1,22 @@
-"""Turns a user's tensor, with all tensors that share its memory, into tracers of a level.
+"""Promotes a user's tensor, with all its aliases, to tracers of a level.
 
-NOTE [writing into what was made inside]
+NOTE [promotion of tensors]
 Plain tensors inside a transformed function are torch's own, as are the results of plain torch
 calls there. If the function writes values of the level into such a tensor (``out = torch.zeros(3);
 out[0] = x``), the tensor must become a tracer of the level. The Python object itself must change,
 because the function's variables, lists and modules hold it: ``_swap_tensor_impl`` gives a Python
 object another tensor, and the object gets another class.
 
-The tensors that share its memory, its kin, must follow. The kin are complete if each reference to
-the storage is accounted for: the storage counts its plain tensors, and each tensor that Python
-knows and that was born inside (NOTE [born inside]) is examined. If a tensor of the kin is from
-outside, other code may read it, and the write is refused. A reference that no Python object
+The tensors that share its memory, its aliases, must follow. The aliases are complete if each
+reference to the storage is accounted for: the storage counts its plain tensors, and each tensor
+that Python knows and that was created inside (NOTE [created inside]) is examined. If an alias is
+from outside, other code may read it, and the write is refused. A reference that no Python object
 explains belongs to an autograd graph, which keeps its saved values.
 
-The kin become one tensor of the level and its views: ``_home`` returns the tensor that covers all
-of the shared memory, and ``as_strided`` takes the others from it. If the written values are not
-batched, the home is not copied but only wrapped, so that autograd can record at the level.
+The aliases become one tensor of the level, the base, and its views: ``_covering`` returns the
+tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
+written values are not batched, the base is not copied but only wrapped, so that autograd can record
+at the level.
 
 Private names used here (torch 2.11 to 2.13): ``_C._swap_tensor_impl`` as described above;
 ``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` give the number of tensors of a storage;
@@ -42,17 +43,17 @@ from torch._C import (
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.births import born_inside, take_place
-from tsfunc.bridge.writing.marked import mark, unmark
+from tsfunc.bridge.writing.creation_tracking import created_in, take_place
+from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
 
 
-class BornOutside(Exception):
+class CreatedOutside(Exception):
     """The transformed function does not own the tensor, or a tensor that shares its memory."""
 
 
-class Scattered(Exception):
+class NoCommonBase(Exception):
     """No single tensor covers the memory that the tensors share."""
 
 
@@ -85,7 +86,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 @dataclass
-class Kin:
+class Aliases:
     """The tensors through which a write to a tensor is visible.
 
     Attributes:
@@ -97,7 +98,7 @@ class Kin:
     lifted: list[Any]
 
 
-def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
+def aliases_of(subject: torch.Tensor, level: TracerLevel) -> Aliases:
     """Return the tensors that must become tracers of the level together with the subject.
 
     Raises:
@@ -106,36 +107,36 @@ def kin_of(subject: torch.Tensor, level: TracerLevel) -> Kin:
     plain = physical(subject)
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
-        raise BornOutside
+        raise CreatedOutside
     inside, relatives = relatives_of(plain, memory, level)
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
-    kin = Kin([], []) if depth else Kin(relatives, [])
+    aliases = Aliases([], []) if depth else Aliases(relatives, [])
     others: list[Tracer] = []
     for tensor in inside.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
             continue
         other = tensor.dispatch_level
         if other is level:
-            kin.lifted.append(tensor)
+            aliases.lifted.append(tensor)
         elif other.depth == depth:
-            kin.tensors.append(tensor)
+            aliases.tensors.append(tensor)
         elif other.alive and other.depth < level.depth:
             others.append(tensor)
-    wrapped = {id(value) for tensor in kin.tensors for value in _values(tensor)}
+    wrapped = {id(value) for tensor in aliases.tensors for value in _values(tensor)}
     if any(id(tensor) not in wrapped for tensor in others):
-        raise BornOutside  # a transform between the two levels depends on the tensor
-    outside = any(isinstance(t, Tracer) and t.from_outside() for t in kin.tensors)
+        raise CreatedOutside  # a transform between the two levels depends on the tensor
+    outside = any(isinstance(t, Tracer) and t.from_outside() for t in aliases.tensors)
     if outside or id(subject) not in inside:
-        raise BornOutside
-    kin.tensors = _connected(subject, kin.tensors)
-    return kin
+        raise CreatedOutside
+    aliases.tensors = _connected(subject, aliases.tensors)
+    return aliases
 
 
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     """Return the tensors that overlap the subject, directly or through other tensors."""
-    rest = [(tensor, _Place(tensor)) for tensor in tensors if tensor is not subject]
-    found, news = [subject], [_Place(subject)]
+    rest = [(tensor, _Extent(tensor)) for tensor in tensors if tensor is not subject]
+    found, news = [subject], [_Extent(subject)]
     while news and rest:
         place = news.pop()
         near = [place.overlaps(other) for _, other in rest]
@@ -159,14 +160,14 @@ def _depth(tensor: torch.Tensor) -> int:
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
 ) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-    """Return the live tensors born inside the level, by id, and those with the given memory.
+    """Return the live tensors created inside the level, by id, and those with the given memory.
 
     Raises:
         BornOutside: a tensor with this memory may be known outside of the level.
     """
     bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
     while True:
-        inside = born_inside(level)
+        inside = created_in(level)
         relatives = [t for t in inside.values() if memory_of(t) == memory]
         known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
         if bases <= known:
@@ -174,12 +175,12 @@ def relatives_of(
     storage = plain.untyped_storage()
     # Memory that can't grow belongs to NumPy or to another library.
     if not {id(plain), *bases} <= inside.keys() or not storage.resizable():
-        raise BornOutside
+        raise CreatedOutside
     unknown = _storage_Use_Count(memory) - 1 - len(relatives)
     if (unknown or any(_held_in_torch(t, relatives) for t in relatives)) and _known_outside(
         memory, inside
     ):
-        raise BornOutside
+        raise CreatedOutside
     return inside, relatives
 
 
@@ -191,7 +192,7 @@ def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
 
 
 def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
-    """True if a tensor that was not born inside has this memory, itself or as its gradient."""
+    """True if a tensor that was not created inside has this memory, itself or as its gradient."""
     plain: dict[type, bool] = {}
     for item in gc.get_objects():
         kind = type(item)
@@ -209,7 +210,7 @@ def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
     return False
 
 
-class _Place:
+class _Extent:
     """The position of a tensor in its storage, in elements, and its reading of the memory."""
 
     __slots__ = ("conj", "dtype", "negative", "offset", "size", "stride", "tracked")
@@ -234,7 +235,7 @@ class _Place:
         width = self.dtype.itemsize
         return _hint(self.offset) * width, _hint(self.offset + self.span) * width
 
-    def has(self, other: _Place) -> bool:
+    def has(self, other: _Extent) -> bool:
         """True if all memory of the other tensor belongs to this tensor too."""
         first, end = self.bounds()
         inner_first, inner_end = other.bounds()
@@ -242,7 +243,7 @@ class _Place:
             return False
         return self.full or bool(torch.all(self._bytes(first, end) | ~other._bytes(first, end)))
 
-    def overlaps(self, other: _Place) -> bool:
+    def overlaps(self, other: _Extent) -> bool:
         """True if both have some memory in common."""
         (first, end), (other_first, other_end) = self.bounds(), other.bounds()
         first, end = min(first, other_first), max(end, other_end)
@@ -273,11 +274,11 @@ def _hint(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint
 
 
-def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
-    """Turn each tensor of the kin into a tracer of the level, in place.
+def promote(aliases: Aliases, level: TracerLevel, *, batched: bool) -> None:
+    """Make each of the aliases a tracer of the level, in place.
 
     Args:
-        kin: from :func:`kin_of`.
+        aliases: from :func:`aliases_of`.
         level: the level that the tensors become tracers of.
         batched: whether each example gets its own copy.
 
@@ -285,16 +286,16 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
         Scattered: the tensors overlap, and none of them covers the memory of all.
     """
     # The tensors date from before the write: record the copies even if the write is under no_grad.
-    inference = all(_physical(tensor).is_inference() for tensor in kin.tensors)
+    inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
-        pairs = list(_counterparts(kin.tensors, level, batched))
-    turned = {id(tensor): tensor for tensor, _ in pairs}
+        pairs = list(_counterparts(aliases.tensors, level, batched))
+    promoted = {id(tensor): tensor for tensor, _ in pairs}
     for tensor, tracer in pairs:
         before = _physical(tensor)
-        become(tensor, tracer)
+        swap_identity(tensor, tracer)
         take_place(before, _physical(tensor), level)
-    for lifted in kin.lifted:
-        now: Any = turned.get(id(lifted.value))
+    for lifted in aliases.lifted:
+        now: Any = promoted.get(id(lifted.value))
         if now is not None:
             lifted.value = now.value
             if isinstance(lifted, BatchTracer):
@@ -304,20 +305,20 @@ def turn(kin: Kin, level: TracerLevel, *, batched: bool) -> None:
 def _counterparts(
     tensors: Tensors, level: TracerLevel, batched: bool
 ) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Yield each tensor with its new tracer: the home, tensors unlinked from it, and views."""
-    places = {id(tensor): _Place(tensor) for tensor in tensors}
+    """Yield each tensor with its new tracer: the base, tensors unlinked from it, and views."""
+    places = {id(tensor): _Extent(tensor) for tensor in tensors}
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(id(_base(tensor)), []).append(tensor)
     firsts = [_first(group, places) for group in groups.values()]
     if batched:
-        home, place = _home(firsts, places)
-        copies = _copies(home, place, level)
+        base, place = _covering(firsts, places)
+        copies = _copies(base, place, level)
     for first, group in zip(firsts, groups.values(), strict=True):
         at = places[id(first)]
         if not batched:
             made = level.lift(first)
-        elif first is home:
+        elif first is base:
             made = copies
         else:
             made = _unlinked(copies, first, at, place)
@@ -337,49 +338,49 @@ def _base(tensor: torch.Tensor) -> Any:
     return tensor if tensor._base is None else tensor._base
 
 
-def _first(tensors: Tensors, places: Mapping[int, _Place]) -> torch.Tensor:
+def _first(tensors: Tensors, places: Mapping[int, _Extent]) -> torch.Tensor:
     """Return the tensor that covers the memory of all, preferably not a view."""
     if len(tensors) == 1:
         return tensors[0]
     for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
         if all(places[id(tensor)].has(places[id(other)]) for other in tensors):
             return tensor
-    raise Scattered
+    raise NoCommonBase
 
 
-def _home(firsts: Tensors, places: Mapping[int, _Place]) -> tuple[torch.Tensor, _Place]:
+def _covering(firsts: Tensors, places: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
     """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
     try:
-        home = _first(firsts, places)
-        return home, places[id(home)]
-    except Scattered:
+        base = _first(firsts, places)
+        return base, places[id(base)]
+    except NoCommonBase:
         if any(isinstance(t, Tracer) or t.requires_grad for t in firsts):
             raise
         with without_factory_keys():
             whole = torch.empty(0, dtype=firsts[0].dtype, device=firsts[0].device)
         whole.set_(firsts[0].untyped_storage())
-        return whole, _Place(whole)
+        return whole, _Extent(whole)
 
 
-def _copies(home: torch.Tensor, place: _Place, level: TracerLevel) -> Any:
-    """Return one copy of the home per example, each with the layout of the home."""
+def _copies(base: torch.Tensor, place: _Extent, level: TracerLevel) -> Any:
+    """Return one copy of the base per example, each with the layout of the base."""
     assert isinstance(level, BatchLevel)
     size = (level.batch_size, *place.size)
-    copies = home.new_empty_strided(size, (place.span, *place.stride))
-    copies.copy_(home)
+    copies = base.new_empty_strided(size, (place.span, *place.stride))
+    copies.copy_(base)
     return wrap(copies, 0, level)
 
 
-def _unlinked(copies: Any, tensor: torch.Tensor, at: _Place, home: _Place) -> Any:
-    """Return a tracer of the home's memory that is not a view of it, as after ``detach``."""
+def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
+    """Return a tracer of the base's memory that is not a view of it, as after ``detach``."""
     source = wrap(copies.value.detach(), 0, copies.dispatch_level)
-    alias = _view(source, at, home).again()
+    alias = _view(source, at, base).aliased_here()
     if at.tracked:
         alias.value.copy_(tensor)  # the same numbers, with an autograd graph of their own
     return alias
 
 
-def _view(made: Any, at: _Place, base: _Place) -> Any:
+def _view(made: Any, at: _Extent, base: _Extent) -> Any:
     """Return the view of a base's tracer whose position in the base is ``at``."""
     start = made.storage_offset()
     if at.dtype is not base.dtype:
@@ -404,26 +405,26 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(dtype)
 
 
-def become(tensor: Any, tracer: Any) -> None:
+def swap_identity(tensor: Any, tracer: Any) -> None:
     """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
-    record = unmark(tensor)
+    hook = detach_hook(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)
     if isinstance(tensor, torch.nn.Parameter):
         tensor._is_param = True  # modules recognize a parameter by this attribute
-    as_tensor, as_slotted = tracer.forms or (type(tracer), type(tracer))
+    as_tensor, as_slotted = tracer.layouts or (type(tracer), type(tracer))
     tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
     for name, value in attributes_of(tracer).items():
         setattr(tensor, name, was if value is tensor else value)
-    if record is not None:
-        mark(tensor, record)
+    if hook is not None:
+        attach_hook(tensor, hook)
 
 
 def _set_aside(tensor: Any) -> Any:
     """Return a new object with the tensor of the old object, which then holds an empty tensor."""
     was: Any
     if isinstance(tensor, BatchTracer):
-        was = tensor.again()
+        was = tensor.aliased_here()
     else:
         with DisableTorchFunction(), without_factory_keys():
             was = torch.empty(0)
