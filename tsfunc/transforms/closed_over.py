@@ -16,7 +16,7 @@ import torch
 
 from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
-from tsfunc.program.reading.code_reads import code_reads
+from tsfunc.program.closure.code_reads import code_reads
 
 _SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex)
 _LIBRARIES = ("torch.", "tsfunc.", "numpy.", "functools.", "optree.")

@@ -29,11 +29,11 @@ from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.own_checks import raise_own
 from tsfunc.program.calling.target import Target
+from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.program.guarding.guard_texts import Guards
-from tsfunc.program.reading.holding import Closure
 from tsfunc.transforms.control.saved import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of

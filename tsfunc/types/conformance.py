@@ -127,7 +127,7 @@ class _Run:
         self.found.append(Mismatch(path, str(expected), describe(value)))
 
     def visit(self, value: Any, type_: TSAllType, path: str, shown: object = None) -> None:
-        """Check one value; `shown` is the Optional that contains the type."""
+        """Check one value; `viewed_state` is the Optional that contains the type."""
         expected = type_ if shown is None else shown
         match type_:
             case TSMetaType():

@@ -15,13 +15,13 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates, every_node
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.program.closure.arg_codegen import Build, Enter, builder, key_orders, opening_lines
+from tsfunc.program.closure.guard_codegen import ClosureGuard
+from tsfunc.program.closure.guard_codegen import GuardLines as Reads
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.guarding.reasons import Facts
-from tsfunc.program.reading.entering import Build, Enter, builder, key_orders, opening_lines
-from tsfunc.program.reading.reach import Facts as Reads
-from tsfunc.program.reading.reach import Reach
 
 
 class EntryInfo(NamedTuple):
@@ -79,7 +79,7 @@ class Entry:
         tree: the structure of the arguments.
         accepts: the guard: a function of the flattened arguments that returns the values the
             program runs on after these, or None if it may not answer the call.
-        reach: the same without the guards on the arguments, except on watched objects.
+        closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         signature: the part of the call that does not depend on sizes.
         form: the assumptions about the arguments.
@@ -93,8 +93,8 @@ class Entry:
 
     program: Program
     tree: optree.PyTreeSpec
-    accepts: Reach
-    reach: Reach
+    accepts: ClosureGuard
+    closure_guard: ClosureGuard
     reason: str
     signature: Any
     form: CallForm
@@ -123,13 +123,15 @@ class Entry:
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> Entry:
         """Return a program for calls of a form, with a guard that is generated from the form."""
-        facts = program.facts or Reads()
+        guard_lines = program.guard_lines or Reads()
         lines, scope = form.guard()
         opening = opening_lines(form.tree, scope, form.of_keywords)
         return cls(
-            program, form.tree, facts.function(form.ambient, lines, scope),
-            facts.function(form.ambient), reason, None, form,
-            None if opening is None else facts.entering(form.ambient, opening, lines, scope),
+            program, form.tree, guard_lines.function(form.ambient, lines, scope),
+            guard_lines.function(form.ambient), reason, None, form,
+            None
+            if opening is None
+            else guard_lines.entry_code(form.ambient, opening, lines, scope),
             refuses,
         )  # fmt: skip
 
@@ -232,7 +234,7 @@ class Cache:
             # A program with guards on values of its own call can't be shared.
             held = entry.program.property_guards or entry.program.groups
             if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
-                reached = entry.reach(flat)
+                reached = entry.closure_guard(flat)
                 if reached is not None:
                     return entry, reached
         return None

@@ -18,13 +18,18 @@ from tsfunc.program.calling.cache import Cache, Entry
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.leaves import described, places_of, spelled
 from tsfunc.program.calling.target import Target
+from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
+from tsfunc.program.closure.free_variables import FreeVariables
+from tsfunc.program.closure.guard_builder import is_container, is_instance
+from tsfunc.program.closure.instances import Instances, KeepsTensors
+from tsfunc.program.closure.module_state import state_of
+from tsfunc.program.closure.variables import CODE
 from tsfunc.program.dims.edges import AtTheEdge
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.equal import same_program
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import form_of_call
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
-from tsfunc.program.guarding.guards import guard_lines
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
@@ -38,12 +43,6 @@ from tsfunc.program.guarding.opaque_arguments import opaque_arguments
 from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.guarding.same_tensors import ToldApart
 from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
-from tsfunc.program.reading.entering import key_orders, opening_lines
-from tsfunc.program.reading.holding import is_container, is_instance
-from tsfunc.program.reading.instances import Instances, KeepsTensors
-from tsfunc.program.reading.module_state import state_of
-from tsfunc.program.reading.surroundings import Surroundings
-from tsfunc.program.reading.variables import CODE
 from tsfunc.types import Dim
 from tsfunc.types.runs import place_text
 
@@ -240,22 +239,25 @@ class FirstCall:
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
-        facts = instances.held.facts
+        guard_lines = instances.builder.guard_lines
         program = dataclasses.replace(
             program,
             form=form,
-            facts=facts,
+            guard_lines=guard_lines,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=self.guards(inputs, bounds, scalars, instances.held.read, program),
+            guards=self.guards(inputs, bounds, scalars, instances.builder.read, program),
             state=state_of(
-                self.func, program.lifted, program.updates, len(self.flat), facts.values,
-                instances.held.read,
+                self.func, program.lifted, program.updates, len(self.flat), guard_lines.values,
+                instances.builder.read,
             ),
         )  # fmt: skip
         if self.target.backend is not None:
             run = Compiled(
-                program, self.target.backend, self.target.backend_name, [*self.flat, *facts.values]
+                program,
+                self.target.backend,
+                self.target.backend_name,
+                [*self.flat, *guard_lines.values],
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
@@ -264,17 +266,19 @@ class FirstCall:
         entry = Entry(
             program,
             self.tree,
-            facts.function(self.ambient, lines, scope, late=opening is not None),
-            facts.function(self.ambient, late=True),
+            guard_lines.function(self.ambient, lines, scope, late=opening is not None),
+            guard_lines.function(self.ambient, late=True),
             self.reason,
             signature,
             form,
-            None if opening is None else facts.entering(self.ambient, opening, lines, scope),
+            None
+            if opening is None
+            else guard_lines.entry_code(self.ambient, opening, lines, scope),
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
         self._record(entry)
-        return entry, facts.values
+        return entry, guard_lines.values
 
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
@@ -358,16 +362,16 @@ class FirstCall:
 
     def _instances(self, every: bool) -> Instances:
         instances = Instances(self.name, self.closure)
-        surroundings = Surroundings(instances, every)
+        free_variables = FreeVariables(instances, every)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
                 instances.add(value, spelled(self.places[i]), f"args[{i}]")
             elif hasattr(type(value), "__next__"):
-                instances.held.refuse_iterator(spelled(self.places[i]), "an argument", value)
-        surroundings.add(self.func)
+                instances.builder.refuse_iterator(spelled(self.places[i]), "an argument", value)
+        free_variables.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, CODE):
-                surroundings.scan(value)
+                free_variables.scan(value)
             instances.generators.add(spelled(self.places[i]), value)
         return instances
 

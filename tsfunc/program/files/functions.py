@@ -381,7 +381,11 @@ def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answ
 
 def _reads(program: Program) -> int:
     """Return the number of a program's inputs that it reads from its state."""
-    return len(program.facts.values) - bool(program.updates) if program.facts is not None else 0
+    return (
+        len(program.guard_lines.values) - bool(program.updates)
+        if program.guard_lines is not None
+        else 0
+    )
 
 
 def _read_signature(field: Field) -> inspect.Signature:

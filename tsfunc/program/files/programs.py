@@ -15,6 +15,7 @@ import torch.fx
 from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.settings import SETTINGS, settings
+from tsfunc.program.closure.updates import Outside as FromOutside
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter, Part
 from tsfunc.program.files.context import Context
 from tsfunc.program.files.fields import Field
@@ -29,7 +30,6 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.guarding.inputs import sizes_of_call
-from tsfunc.program.reading.updates import Outside as FromOutside
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -75,7 +75,7 @@ def encode_program(
 
     def container(value: Any) -> Any:
         at = value.index - len(form.leaves) if isinstance(value, FromOutside) else -1
-        return encode(program.facts.values[at]) if at >= 0 and program.facts else None
+        return encode(program.guard_lines.values[at]) if at >= 0 and program.guard_lines else None
 
     outside = Outside(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
@@ -212,7 +212,7 @@ def decode_program(field: Field, context: Context, form: CallForm) -> Program:
         constants.fail("there are others than tensors of the program")
     return Program(
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
-        facts=state.facts,
+        guard_lines=state.guard_lines,
     )  # fmt: skip
 
 

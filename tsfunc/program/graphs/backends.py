@@ -39,6 +39,7 @@ from tsfunc.bridge.trace.backends import (
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
+from tsfunc.program.closure.updates import Outside
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
@@ -46,7 +47,6 @@ from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over,
 from tsfunc.program.guarding.forms import CallForm
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
-from tsfunc.program.reading.updates import Outside
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]

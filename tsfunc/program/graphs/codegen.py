@@ -22,7 +22,7 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.tracers.tracebacks import PLACES
 from tsfunc.bridge.writing.buffer_writes import note_buffer_write
-from tsfunc.program.reading.updates import Outside, Update, fill
+from tsfunc.program.closure.updates import Outside, Update, fill
 
 
 class Names:

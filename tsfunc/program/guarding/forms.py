@@ -17,11 +17,11 @@ from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
+from tsfunc.program.closure.arg_codegen import key_orders
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import guard_lines, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.program.guarding.same_tensors import Groups, condition
-from tsfunc.program.reading.entering import key_orders
-from tsfunc.program.reading.holding import is_instance
 from tsfunc.types import Dim
 
 
@@ -32,7 +32,7 @@ class CallForm:
     Attributes:
         tree: the structure of the arguments, a tuple of (args, kwargs).
         leaves: the flattened arguments, with None in place of a tensor, and `Watched` in place of
-            an object whose attributes the program's ``reach`` checks.
+            an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
         bounds: the named dims.
         ambient: torch's settings.

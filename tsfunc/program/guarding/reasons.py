@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.reading.holding import is_instance
 from tsfunc.types import Dim
 from tsfunc.types.runs import place_text
 from tsfunc.types.values import describe, same_value

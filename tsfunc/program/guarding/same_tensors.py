@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.reading.reach import Facts
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -67,12 +67,14 @@ def condition(groups: Groups) -> str | None:
     return " and ".join(parts) or None
 
 
-def hold(facts: Facts, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]) -> None:
+def hold(
+    guard_lines: GuardLines, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]
+) -> None:
     """Guard the arguments that are, or are not, tensors that the function has from elsewhere."""
-    elsewhere = facts.name(frozenset(own)) if own else None
+    elsewhere = guard_lines.name(frozenset(own)) if own else None
     for spec in inputs:
         tensor = own.get(id(spec.example))
         if tensor is not None:
-            facts.require(f"args[{spec.position}] is {facts.name(tensor)}")
+            guard_lines.require(f"args[{spec.position}] is {guard_lines.name(tensor)}")
         elif elsewhere is not None:
-            facts.require(f"id(args[{spec.position}]) not in {elsewhere}")
+            guard_lines.require(f"id(args[{spec.position}]) not in {elsewhere}")

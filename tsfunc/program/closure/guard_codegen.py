@@ -1,7 +1,7 @@
 """Guards of a program as straight-line Python that every call runs.
 
 The generated function takes the flattened arguments and checks torch's settings. It then follows
-the expressions for all values that the trace has read (``instances.py``, ``surroundings.py``). It
+the expressions for all values that the trace has read (``instances.py``, ``free_variables.py``). It
 returns the tensors among these values that are inputs of the program, or None if a guard fails.
 """
 
@@ -18,10 +18,10 @@ import torch
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
 from tsfunc.bridge.tracers import settings
-from tsfunc.program.reading.entering import Enter, other_keys
+from tsfunc.program.closure.arg_codegen import Enter, other_keys
 from tsfunc.types.values import same_value
 
-Reach = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
+ClosureGuard = Callable[[Sequence[Any]], "tuple[Any, ...] | None"]
 
 # The exceptions of an expression for a value that does not exist any more.
 _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
@@ -36,22 +36,22 @@ def same_float(a: Any, b: float) -> bool:
 
 def _compiled(source: str, scope: dict[str, Any]) -> Any:
     exec(compile(source, "<tsfunc guard>", "exec"), scope)
-    return scope["reach"]
+    return scope["closure_guard"]
 
 
-def _compiled_late(source: str, scope: dict[str, Any]) -> Reach:
+def _compiled_late(source: str, scope: dict[str, Any]) -> ClosureGuard:
     """Return the function of a source, which is compiled at its first call."""
-    made: list[Reach] = []
+    made: list[ClosureGuard] = []
 
-    def reach(flat: Sequence[Any]) -> tuple[Any, ...] | None:
+    def closure_guard(flat: Sequence[Any]) -> tuple[Any, ...] | None:
         if not made:
             made.append(_compiled(source, scope))
         return made[0](flat)
 
-    return reach
+    return closure_guard
 
 
-class Facts:
+class GuardLines:
     """The lines of the guard function, and the objects that they refer to by name."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Facts:
         guard: Sequence[str] = (),
         scope: dict[str, Any] | None = None,
         late: bool = False,
-    ) -> Reach:
+    ) -> ClosureGuard:
         """Return the guard function.
 
         Args:
@@ -86,10 +86,10 @@ class Facts:
         """
         results = "".join(f"{name}, " for name, _ in self._results)
         written = self._written("args", now, guard, scope, f"({results})")
-        reach: Reach = (_compiled_late if late else _compiled)(*written)
-        return reach
+        closure_guard: ClosureGuard = (_compiled_late if late else _compiled)(*written)
+        return closure_guard
 
-    def entering(
+    def entry_code(
         self,
         now: tuple[Any, ...],
         opening: Sequence[str],
@@ -126,7 +126,7 @@ class Facts:
         lines.append(f"return {results}")
         body = "".join(f"        {line}\n" for line in lines)
         ending = f"    except {_GONE}:\n        return None\n"
-        return f"def reach({parameters}):\n    try:\n{body}{ending}", names
+        return f"def closure_guard({parameters}):\n    try:\n{body}{ending}", names
 
     def _still_there(self, scope: dict[str, Any]) -> Iterator[str]:
         """Yield lines that check members of library modules and classes, one for each owner."""

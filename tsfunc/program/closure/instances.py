@@ -1,6 +1,6 @@
 """Objects among a function's arguments and surroundings, watched while it is traced.
 
-See NOTE [attributes] in ``holding.py``.
+See NOTE [attributes] in ``guard_builder.py``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tsfunc.bridge.trace.tracing import is_traced
 from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.reading.changes import MISSING, Change, changed_containers, updates_of
-from tsfunc.program.reading.holding import Closure, Held, Place, is_instance
-from tsfunc.program.reading.randomness import Generators
-from tsfunc.program.reading.reach import Facts
-from tsfunc.program.reading.updates import Updates, has_tensor
-from tsfunc.program.reading.watching import Watching
+from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
+from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.randomness import Generators
+from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
+from tsfunc.program.closure.updates import Updates, has_tensor
+from tsfunc.program.closure.watching import Watching
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 
@@ -66,12 +66,12 @@ class Instances:
     def __init__(self, name: str, closure: Closure = "guard") -> None:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
-        self.others: Callable[[], Iterator[Change]] = lambda: iter(())
+        self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
         self._counted_tensors = False
         self.tells_apart = False
         self.generators = Generators(f"specialize({name})")
-        self.held = Held(
+        self.builder = GuardBuilder(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure
         )
         self._instances: dict[int, Instance] = {}
@@ -87,9 +87,9 @@ class Instances:
             way: the Python expression that reaches it from the arguments; None for an object that
                 belongs to the function.
         """
-        facts, cls = self.held.facts_of(way is None), type(value)
-        variable = facts.bind(facts.name(value) if way is None else way)
-        self.held.take(value, Place(variable, text, cls.__name__, way is None))
+        guard_lines, cls = self.builder.lines_of(way is None), type(value)
+        variable = guard_lines.bind(guard_lines.name(value) if way is None else way)
+        self.builder.guard(value, Source(variable, text, cls.__name__, way is None))
 
     def __enter__(self) -> Instances:
         self.generators.start()
@@ -101,18 +101,20 @@ class Instances:
     def __exit__(self, *exc: object) -> None:
         self._watching.__exit__(*exc)
 
-    def _enter(self, value: Any, place: Place) -> None:
+    def _enter(self, value: Any, source: Source) -> None:
         if isinstance(value, torch.nn.Module):
             self._hooks_of_all_modules()
-        self._instances[id(value)] = Instance(self, value, place)
+        self._instances[id(value)] = Instance(self, value, source)
         self._watching.add(type(value))
         self.met(type(value))
 
     def _hooks_of_all_modules(self) -> None:
         """Guard the hooks that torch calls with every module."""
-        facts, hooks = self.held.facts_of(True), hooks_of_all_modules()
+        guard_lines, hooks = self.builder.lines_of(True), hooks_of_all_modules()
         if not self._met_modules:
-            facts.require(f"{facts.name(hooks_of_all_modules)}() == {facts.name(hooks)}")
+            guard_lines.require(
+                f"{guard_lines.name(hooks_of_all_modules)}() == {guard_lines.name(hooks)}"
+            )
             for hook in hooks:
                 self.met(hook)
         self._met_modules = True
@@ -155,11 +157,11 @@ class Instances:
         finally:
             self._paused = before
 
-    def put_back(self) -> list[Change]:
+    def put_back(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""
         with self.paused():
             changes = [change for each in self._instances.values() for change in each.changes()]
-            changes += changed_containers(self.held)
+            changes += changed_containers(self.builder)
             changes += self.others()
             for change in changes:
                 change.undo()
@@ -178,17 +180,17 @@ class Instances:
             KeepsTensors: the function puts tensors into an object that it only changes.
         """
         # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
-        for own in {False, self.held.closure == "freeze"}:
-            alike = [i.place for i in self._instances.values()]
-            variables = [p.variable for p in alike if self.held.facts_of(p.own) is
-                         self.held.facts_of(own)]  # fmt: skip
-            self.held.facts_of(own).require_distinct(variables)
+        for own in {False, self.builder.closure == "freeze"}:
+            alike = [i.source for i in self._instances.values()]
+            variables = [p.variable for p in alike if self.builder.lines_of(p.own) is
+                         self.builder.lines_of(own)]  # fmt: skip
+            self.builder.lines_of(own).require_distinct(variables)
         changes = self.put_back()
         if self._counted_tensors:
             raise KeepsTensors
-        if self.held.closure != "freeze":
+        if self.builder.closure != "freeze":
             self.generators.refuse_moved()
-        return updates_of(changes, self.held)
+        return updates_of(changes, self.builder)
 
 
 class Instance:
@@ -198,10 +200,10 @@ class Instance:
         lines: for each assigned attribute, the line that assigns it.
     """
 
-    def __init__(self, instances: Instances, value: Any, place: Place) -> None:
+    def __init__(self, instances: Instances, value: Any, source: Source) -> None:
         self.instances = instances
         self.value = value
-        self.place = place
+        self.source = source
         self.lines: dict[str, str] = {}
         self._held: set[str] = set()
         self._before = _contents(value)
@@ -236,18 +238,18 @@ class Instance:
 
     def read_all(self) -> None:
         """Guard all attributes of the object, since its ``__dict__`` was read."""
-        facts = self._facts
+        guard_lines = self._guard_lines
         own = [name for home, name in self._before if home == _DICT]
-        facts.require_keys(facts.bind(f"{self.place.variable}.__dict__"), own)
+        guard_lines.require_keys(guard_lines.bind(f"{self.source.variable}.__dict__"), own)
         for home, name in self._before:
             if home != _SLOT:
                 self._hold(name, self._before[home, name], *_steps(home, name))
 
     @property
-    def _facts(self) -> Facts:
-        return self.instances.held.facts_of(self.place.own)
+    def _guard_lines(self) -> GuardLines:
+        return self.instances.builder.lines_of(self.source.own)
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[SideEffect]:
         """Yield the changes to attributes that the function has made."""
         now = _contents(self.value)
         for home, name in {**self._before, **now}:
@@ -256,9 +258,9 @@ class Instance:
             if after is before:
                 continue
             target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
-            yield Change(
-                f"{self.place.text}.{name}",
-                self.place,
+            yield SideEffect(
+                f"{self.source.text}.{name}",
+                self.source,
                 self.value,
                 target,
                 before,
@@ -273,16 +275,16 @@ class Instance:
         """Guard the value of an attribute, once."""
         if name not in self._held and not is_traced(value):
             self._held.add(name)
-            if self.place.own and not name.startswith("_"):
-                self.instances.held.refuse_own(f"{self.place.text}.{name}", str(users_place()))
-            facts, owner = self._facts, f"{type(self.value).__name__}.{name}"
-            variable = self.place.variable
+            if self.source.own and not name.startswith("_"):
+                self.instances.builder.refuse_own(f"{self.source.text}.{name}", str(users_place()))
+            guard_lines, owner = self._guard_lines, f"{type(self.value).__name__}.{name}"
+            variable = self.source.variable
             with self.instances.paused():
                 self.check(name, value, f"read at {users_place()}")
                 for step in steps:
-                    variable = facts.bind(variable + step)
-                place = Place(variable, f"{self.place.text}.{name}", owner, self.place.own)
-                self.instances.held.take(value, place)
+                    variable = guard_lines.bind(variable + step)
+                source = Source(variable, f"{self.source.text}.{name}", owner, self.source.own)
+                self.instances.builder.guard(value, source)
         return self._typed(name, value)
 
     def _typed(self, name: str, value: Any) -> Any:
@@ -291,7 +293,7 @@ class Instance:
         if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
             return value
         mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return OpaqueValue(value, f"{self.place.text}.{name}", mend)
+        return OpaqueValue(value, f"{self.source.text}.{name}", mend)
 
     def check(self, name: str, value: Any, use: str) -> None:
         """Check an attribute against the annotation in the user's class.
@@ -320,12 +322,12 @@ class Instance:
         if name in self._held:
             return
         self._require_none_of_its_own(name)
-        cls, facts = type(self.value), self._facts
+        cls, guard_lines = type(self.value), self._guard_lines
         if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
             base = next(base for base in cls.__mro__ if name in vars(base))
-            facts.require_member(base, name, found)
+            guard_lines.require_member(base, name, found)
         elif isinstance(found, types.FunctionType):
-            facts.require_same(facts.bind(f"{facts.name(cls)}.{name}"), found)
+            guard_lines.require_same(guard_lines.bind(f"{guard_lines.name(cls)}.{name}"), found)
         elif not isinstance(found, _OF_C):
             self._require_in_class(name, found)
         self.instances.met(found)
@@ -339,27 +341,29 @@ class Instance:
 
     def _watch_descriptor(self, name: str, found: Any) -> None:
         """Watch a descriptor of a user's class: its methods may read its attributes."""
-        held = self.instances.held
-        if not hasattr(type(found), "__get__") or not is_instance(found) or held.is_known(found):
+        builder = self.instances.builder
+        if not hasattr(type(found), "__get__") or not is_instance(found) or builder.is_known(found):
             return
         base = next(base for base in type(self.value).__mro__ if name in vars(base))
-        variable = self._facts.bind(f"{self._facts.name(base)}.__dict__[{name!r}]")
+        variable = self._guard_lines.bind(f"{self._guard_lines.name(base)}.__dict__[{name!r}]")
         text = f"{base.__name__}.__dict__[{name!r}]"
-        held.take(found, Place(variable, text, text, self.place.own))
+        builder.guard(found, Source(variable, text, text, self.source.own))
 
     def _require_in_class(self, name: str, found: Any) -> None:
         """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
         base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
         if base is not None and not base.__module__.startswith("torch."):
-            facts = self._facts
-            facts.require_same(facts.bind(f"{facts.name(base)}.__dict__[{name!r}]"), found)
+            guard_lines = self._guard_lines
+            guard_lines.require_same(
+                guard_lines.bind(f"{guard_lines.name(base)}.__dict__[{name!r}]"), found
+            )
 
     def _require_none_of_its_own(self, name: str) -> None:
         """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
-            facts = self._facts
-            own = facts.bind(f"{self.place.variable}.__dict__")
-            facts.require(f"{name!r} not in {own}")
+            guard_lines = self._guard_lines
+            own = guard_lines.bind(f"{self.source.variable}.__dict__")
+            guard_lines.require(f"{name!r} not in {own}")
         self._held.add(name)
 
     def _absent(self, name: str) -> None:
@@ -369,8 +373,8 @@ class Instance:
             self._require_none_of_its_own(name)
         elif name not in self._held:
             self._held.add(name)
-            facts = self._facts
-            facts.require(f"not hasattr({self.place.variable}, {name!r})")
+            guard_lines = self._guard_lines
+            guard_lines.require(f"not hasattr({self.source.variable}, {name!r})")
 
 
 _OF_C = (

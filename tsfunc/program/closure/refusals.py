@@ -14,9 +14,9 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.dispatch.places import condition_of, place_of, source_of
 from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
+from tsfunc.program.closure.updates import Updates
 from tsfunc.program.passes.aliases import written
 from tsfunc.program.passes.effects import writes
-from tsfunc.program.reading.updates import Updates
 from tsfunc.types.signatures import signature_of
 
 

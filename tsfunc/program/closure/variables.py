@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any
 
-from tsfunc.program.reading.changes import MISSING
+from tsfunc.program.closure.side_effects import MISSING
 
 CODE = (
     types.ModuleType, type, property, types.FunctionType, types.BuiltinFunctionType,

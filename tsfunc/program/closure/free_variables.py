@@ -5,7 +5,7 @@ to, except those of installed packages. Further code is scanned when the trace m
 attribute that is a function, a method of an object). Numbers and strings are guarded by value,
 containers by their elements, tensors and all other objects by identity. The program reads a
 tensor's data anew at every call, so writes to it are seen. The attributes of objects: NOTE
-[attributes] in ``holding.py``.
+[attributes] in ``guard_builder.py``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.program.reading.changes import MISSING, Change
-from tsfunc.program.reading.code_reads import Access, code_reads
-from tsfunc.program.reading.holding import Copied, Place, is_instance, put_back
-from tsfunc.program.reading.instances import Instances
-from tsfunc.program.reading.library_reads import LibraryReads
-from tsfunc.program.reading.variables import (
+from tsfunc.program.closure.code_reads import Access, code_reads
+from tsfunc.program.closure.guard_builder import Copied, Source, is_instance, put_back
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.library_reads import LibraryReads
+from tsfunc.program.closure.side_effects import MISSING, SideEffect
+from tsfunc.program.closure.variables import (
     CODE,
     PACKAGE,
     Variable,
@@ -44,7 +44,7 @@ from tsfunc.program.reading.variables import (
     is_installed,
     is_library_code,
 )
-from tsfunc.program.reading.watching import OURS
+from tsfunc.program.closure.watching import OURS
 
 _METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))
@@ -53,7 +53,7 @@ _FILLED = (list, dict, set, deque)
 _NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
 
 
-class Surroundings:
+class FreeVariables:
     """Adds the reads of a function from outside to the guards and watched objects of a trace.
 
     Args:
@@ -64,8 +64,8 @@ class Surroundings:
 
     def __init__(self, instances: Instances, every: bool = False) -> None:
         self.instances, self.every = instances, every
-        self.held = instances.held
-        self.facts = instances.held.facts_of(own=True)
+        self.builder = instances.builder
+        self.guard_lines = instances.builder.lines_of(own=True)
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], Variable] = {}
         self._owners: dict[int, str] = {}
@@ -118,7 +118,7 @@ class Surroundings:
                 # A function that was loaded from a file has no code: it names the state that it
                 # assigns.
                 for text, state in getattr(code, "__assigned_state__", {}).items():
-                    self._value(self.facts.bind(self.facts.name(state)), state, text)
+                    self._value(self.guard_lines.bind(self.guard_lines.name(state)), state, text)
 
     def _function(self, func: types.FunctionType) -> None:
         inner = getattr(func, "__wrapped__", None)
@@ -127,7 +127,9 @@ class Surroundings:
         if is_installed(func):
             self._transformed(func)
             return
-        self.facts.require_same(self.facts.bind(f"{self.facts.name(func)}.__code__"), func.__code__)
+        self.guard_lines.require_same(
+            self.guard_lines.bind(f"{self.guard_lines.name(func)}.__code__"), func.__code__
+        )
         self._defaults(func)
         found = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
@@ -166,20 +168,20 @@ class Surroundings:
         for name in ("__defaults__", "__kwdefaults__"):
             value = getattr(func, name)
             if value:
-                at = at or self.facts.name(func)
+                at = at or self.guard_lines.name(func)
                 text = f"{func.__name__}.{name}"
-                at_value = self.facts.bind(f"{at}.{name}")
+                at_value = self.guard_lines.bind(f"{at}.{name}")
                 if isinstance(value, tuple) and all(type(item) in _PLAIN for item in value):
-                    self.facts.require_same(at_value, value)
+                    self.guard_lines.require_same(at_value, value)
                 else:
                     self._value(at_value, value, text)
 
     def _partial(self, func: functools.partial[Any]) -> None:
-        at = self.facts.name(func)
+        at = self.guard_lines.name(func)
         for name in ("args", "keywords"):
             value = getattr(func, name)
             if value:
-                self._value(self.facts.bind(f"{at}.{name}"), value, f"partial.{name}")
+                self._value(self.guard_lines.bind(f"{at}.{name}"), value, f"partial.{name}")
         self.scan(func.func)
 
     def _class(self, cls: type) -> None:
@@ -219,8 +221,8 @@ class Surroundings:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
-            token = self.facts.name(abc.get_cache_token)
-            self.facts.require(f"{token}() == {abc.get_cache_token()}")
+            token = self.guard_lines.name(abc.get_cache_token)
+            self.guard_lines.require(f"{token}() == {abc.get_cache_token()}")
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
         """Guard an attribute of a class, and that no derived class overrides it.
@@ -230,9 +232,9 @@ class Surroundings:
         if isinstance(value, _METHODS) or not name.startswith("__"):
             for each in derived:
                 if name not in vars(each):
-                    self.facts.require_no_member(each, name)
+                    self.guard_lines.require_no_member(each, name)
         if isinstance(value, _METHODS) and name not in OURS:
-            self.facts.require_member(cls, name, value)
+            self.guard_lines.require_member(cls, name, value)
         for attribute in ("fget", "func", "__func__"):  # of properties and other wrappers
             value = getattr(value, attribute, None) or value
         if isinstance(value, types.FunctionType):
@@ -298,7 +300,7 @@ class Surroundings:
             if isinstance(value, Tracer):
                 variable.put_back()
             elif elements is not None and _has_tracers(value):
-                put_back(Copied(value, elements, Place("", variable.text, variable.text, True)))
+                put_back(Copied(value, elements, Source("", variable.text, variable.text, True)))
             else:
                 continue
             kept = True
@@ -307,10 +309,10 @@ class Surroundings:
     def _of_object(self, owner: Any, name: str, text: str) -> None:
         """Guard the names of functions and classes, and attributes that tensors lack."""
         if name in _TOLD and isinstance(owner, types.FunctionType | type):
-            at = self.facts.bind(f"{self._owner(owner)}.{name}")
-            self.held.take(getattr(owner, name), Place(at, text, text, True))
+            at = self.guard_lines.bind(f"{self._owner(owner)}.{name}")
+            self.builder.guard(getattr(owner, name), Source(at, text, text, True))
         elif isinstance(owner, torch.Tensor) and not hasattr(owner, name):
-            self.facts.require(f"not hasattr({self._owner(owner)}, {name!r})")
+            self.guard_lines.require(f"not hasattr({self._owner(owner)}, {name!r})")
 
     def _variable(self, owner: Any, name: str | None, text: str, line: str) -> Variable:
         key = id(owner), name
@@ -322,14 +324,14 @@ class Surroundings:
 
     def _owner(self, owner: Any) -> str:
         if id(owner) not in self._owners:
-            self._owners[id(owner)] = self.facts.name(owner)
+            self._owners[id(owner)] = self.guard_lines.name(owner)
         return self._owners[id(owner)]
 
     def _read(self, variable: Variable) -> None:
         """Guard the value of a variable."""
         value, way = variable.before, variable.target.format(variable.at)
         if variable.line and value is not MISSING and not isinstance(value, CODE):
-            self.held.refuse_own(variable.text, variable.line)
+            self.builder.refuse_own(variable.text, variable.line)
         if variable.is_read:
             return
         variable.is_read = True
@@ -348,47 +350,49 @@ class Surroundings:
         if isinstance(value, type(os.environ)):
             self._libraries.hold_environment()
             return
-        self._value(self.facts.bind(way), value, variable.text)
+        self._value(self.guard_lines.bind(way), value, variable.text)
 
     def _absent(self, variable: Variable) -> None:
         """Guard that a variable is missing; a new one would hide a builtin of the same name."""
         if isinstance(variable.owner, types.ModuleType):
             self.scan(vars(variable.owner).get("__getattr__"))
         if variable.name is None:
-            self.facts.require(f"{self.facts.name(is_empty)}({variable.at})")
+            self.guard_lines.require(f"{self.guard_lines.name(is_empty)}({variable.at})")
         elif isinstance(variable.owner, dict):
-            self.facts.require(f"{variable.name!r} not in {variable.at}")
+            self.guard_lines.require(f"{variable.name!r} not in {variable.at}")
         else:
             for base in bases_of(variable.owner):
                 if base is not object:
                     way = f"vars({self._owner(base)})"
-                    self.facts.require(f"{variable.name!r} not in {way}")
+                    self.guard_lines.require(f"{variable.name!r} not in {way}")
 
     def _value(self, at: str, value: Any, text: str) -> None:
         if isinstance(value, CODE):
-            self.facts.require_same(at, value)
+            self.guard_lines.require_same(at, value)
             self.scan(value)
         elif is_instance(value):
-            self.facts.require_same(at, value)
+            self.guard_lines.require_same(at, value)
             self._object(text, value)
-            self.held.take(value, Place(at, text, text, True))  # an argument may be the same object
+            self.builder.guard(
+                value, Source(at, text, text, True)
+            )  # an argument may be the same object
             self.scan(value)
         else:
-            self.held.take(value, Place(at, text, text, True))
+            self.builder.guard(value, Source(at, text, text, True))
 
     def _object(self, text: str, value: Any) -> None:
-        if is_instance(value) and not self.held.is_known(value):
+        if is_instance(value) and not self.builder.is_known(value):
             self.instances.add(value, text, None)
 
-    def _changes(self) -> Iterator[Change]:
+    def _changes(self) -> Iterator[SideEffect]:
         """Yield the variables that the function has assigned."""
         for each in self._variables.values():
             after = each.read()
             if after is each.before:
                 continue
-            place = Place(each.at, each.text, each.text, True)
-            yield Change(
-                each.text, place, each.owner, each.target, each.before, after,
+            source = Source(each.at, each.text, each.text, True)
+            yield SideEffect(
+                each.text, source, each.owner, each.target, each.before, after,
                 undo=each.put_back, line=each.line,
             )  # fmt: skip
 

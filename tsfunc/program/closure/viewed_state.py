@@ -36,10 +36,10 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # every enu
 def has_contents(value: Any) -> bool:
     """Return True if an object that is not a pytree container has elements or shows contents."""
     array_like = hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
-    return array_like or isinstance(value, set) or shown(value) is not None
+    return array_like or isinstance(value, set) or viewed_state(value) is not None
 
 
-def shown(value: Any) -> tuple[str, Any] | None:
+def viewed_state(value: Any) -> tuple[str, Any] | None:
     """Return the contents that an object shows.
 
     Returns:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.reading import libraries
-from tsfunc.program.reading.changes import MISSING
-from tsfunc.program.reading.holding import Place
-from tsfunc.program.reading.instances import Instances
-from tsfunc.program.reading.variables import CODE
+from tsfunc.program.closure import libraries
+from tsfunc.program.closure.guard_builder import Source
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.side_effects import MISSING
+from tsfunc.program.closure.variables import CODE
 
 _PLAIN = (int, float, bool, str)
 _HAVE_MEMBERS = (types.ModuleType, type)
@@ -33,8 +33,8 @@ class LibraryReads:
         self, instances: Instances, name: Callable[[Any], str], met: Callable[[type], None]
     ) -> None:
         self.instances = instances
-        self.held = instances.held
-        self.facts = instances.held.facts_of(own=True)
+        self.builder = instances.builder
+        self.guard_lines = instances.builder.lines_of(own=True)
         self._name, self._met = name, met
         self._holds_environment = False
 
@@ -61,8 +61,8 @@ class LibraryReads:
             above, last = last, libraries.reached(last, (attribute,))
             self._look_at_environment(above, attribute, last)
         if libraries.is_setting(value, way):
-            at = self.facts.bind(".".join((self.facts.name(value), *way)))
-            self.held.take(last, Place(at, ".".join(way), "", True))
+            at = self.guard_lines.bind(".".join((self.guard_lines.name(value), *way)))
+            self.builder.guard(last, Source(at, ".".join(way), "", True))
             return
         for question in libraries.settings_of(last):
             self._ask(question)
@@ -83,7 +83,7 @@ class LibraryReads:
             return
         found = vars(above).get(way[-1], MISSING)
         if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
-            self.facts.require_member(above, way[-1], found)
+            self.guard_lines.require_member(above, way[-1], found)
             if isinstance(found, type):
                 self._met(found)
         elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
@@ -91,15 +91,15 @@ class LibraryReads:
             value = libraries.reached(above, way[-1:])
             if isinstance(value, (list, *_PLAIN)):
                 text = f"{above.__name__}.{way[-1]}"
-                at = self.facts.bind(f"{self._name(above)}.{way[-1]}")
-                self.held.take(value, Place(at, text, text, True))
+                at = self.guard_lines.bind(f"{self._name(above)}.{way[-1]}")
+                self.builder.guard(value, Source(at, text, text, True))
 
     def hold_environment(self) -> None:
         """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
-            at = self.facts.name(os.environ)
-            self.facts.require(f"{at} == {self.facts.name(dict(os.environ))}")
+            at = self.guard_lines.name(os.environ)
+            self.guard_lines.require(f"{at} == {self.guard_lines.name(dict(os.environ))}")
 
     def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
         if libraries.asks_environment(owner, name, value):
@@ -107,12 +107,12 @@ class LibraryReads:
 
     def _ask(self, question: Callable[[], Any]) -> None:
         """Guard the answer of a function without arguments."""
-        at = self.facts.bind(f"{self._name(question)}()")
-        self.held.take(question(), Place(at, f"{question.__name__}()", "", True))
+        at = self.guard_lines.bind(f"{self._name(question)}()")
+        self.builder.guard(question(), Source(at, f"{question.__name__}()", "", True))
 
     def _warn(self, function: str, line: str) -> None:
         """Warn of a function that may give another result at another call."""
-        if self.held.closure != "freeze":
+        if self.builder.closure != "freeze":
             place, _, _ = line.rpartition(", in ")
             filename, _, number = place.rpartition(":")
             warnings.warn_explicit(

@@ -3,8 +3,8 @@
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
 reads, each at the place where it reads it. The single traced run is watched (``watching.py``), and
-each attribute of a known object that is read becomes a line of generated Python (``reach.py``)
-that later calls run:
+each attribute of a known object that is read becomes a line of generated Python
+(``guard_codegen.py``) that later calls run:
 
 - a tensor of an argument is an input of the program, read anew at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
@@ -44,10 +44,10 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.program.reading.reach import Facts
-from tsfunc.program.reading.shown import shown
-from tsfunc.program.reading.updates import Outside
-from tsfunc.program.reading.watching import can_watch
+from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.updates import Outside
+from tsfunc.program.closure.viewed_state import viewed_state
+from tsfunc.program.closure.watching import can_watch
 
 _VALUES = (
     int, bool, str, bytes, complex, type(None), torch.dtype, torch.layout, torch.memory_format,
@@ -59,7 +59,7 @@ _MANY = 64  # the elements of longer containers of plain values are compared as 
 
 
 @dataclass(frozen=True)
-class Place:
+class Source:
     """The place at which a value was found.
 
     Attributes:
@@ -80,14 +80,14 @@ class Copied(NamedTuple):
 
     value: Any
     before: Any
-    place: Place
+    source: Source
 
 
 Closure = Literal["guard", "freeze", "error"]
 
 
-class Held:
-    """The values that a trace has read.
+class GuardBuilder:
+    """Makes the guards of the values that a trace has read.
 
     Args:
         name: the name of the specialized function, for errors.
@@ -97,7 +97,7 @@ class Held:
         closure: the treatment of values that belong to the function: NOTE [closures].
 
     Attributes:
-        facts: the guards of later calls.
+        guard_lines: the guards of later calls.
         inputs: the tensors that are read anew at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their places.
@@ -106,33 +106,35 @@ class Held:
     def __init__(
         self,
         name: str,
-        enter: Callable[[Any, Place], None],
+        enter: Callable[[Any, Source], None],
         met: Callable[[Any], None],
         opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
     ) -> None:
         self.name = name
         self.closure = closure
-        self.facts = Facts()
-        self._own = Facts() if closure == "freeze" else self.facts  # not checked
-        self.inputs: list[tuple[torch.Tensor, Place]] = []
+        self.guard_lines = GuardLines()
+        self._own = GuardLines() if closure == "freeze" else self.guard_lines  # not checked
+        self.inputs: list[tuple[torch.Tensor, Source]] = []
         self.containers: list[Copied] = []
         self.read: dict[str, Any] = {}
         self._enter = enter
         self._met = met
         self._opaque = opaque
-        self._known: dict[int, tuple[Any, Place]] = {}  # keeps the objects, and so their ids, alive
+        self._known: dict[
+            int, tuple[Any, Source]
+        ] = {}  # keeps the objects, and so their ids, alive
         self._given: Sequence[Any] = ()
 
-    def facts_of(self, own: bool) -> Facts:
+    def lines_of(self, own: bool) -> GuardLines:
         """Return the guards for values of the function itself (`own`), or of an argument."""
-        return self._own if own else self.facts
+        return self._own if own else self.guard_lines
 
     def is_known(self, value: Any) -> bool:
         """Return True if the trace has met an object from outside."""
         return id(value) in self._known
 
-    def place_of(self, value: Any) -> Place | None:
+    def source_of(self, value: Any) -> Source | None:
         """Return the place at which the trace has met an object, or None."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
@@ -141,13 +143,13 @@ class Held:
     def own_tensors(self) -> dict[int, torch.Tensor]:
         """The tensors that belong to the function itself, by id."""
         known = self._known.items()
-        return {i: x for i, (x, place) in known if place.own and isinstance(x, torch.Tensor)}
+        return {i: x for i, (x, source) in known if source.own and isinstance(x, torch.Tensor)}
 
-    def give(self, flat: Sequence[Any]) -> None:
+    def set_arguments(self, flat: Sequence[Any]) -> None:
         """Set the flattened arguments."""
         self._given = flat
 
-    def again(self, value: Any) -> Any:
+    def placeholder_of(self, value: Any) -> Any:
         """Return the stand-in for an object from outside in a value of the program.
 
         The result is an ``Outside`` for an argument or a guarded object, and None for an object
@@ -156,33 +158,33 @@ class Held:
         for i, given in enumerate(self._given):
             if given is value:
                 return Outside(i)
-        place = self.place_of(value)
-        if place is None:
+        source = self.source_of(value)
+        if source is None:
             return None
-        facts = self.facts_of(place.own)
-        if facts is not self.facts:
+        guard_lines = self.lines_of(source.own)
+        if guard_lines is not self.guard_lines:
             return value
-        return Outside(len(self._given) + facts.result(place.variable, value))
+        return Outside(len(self._given) + guard_lines.result(source.variable, value))
 
-    def take(self, value: Any, place: Place) -> None:
+    def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its place."""
         known = self._known.get(id(value))
-        facts = self.facts_of(place.own)
-        if facts is self.facts:
-            self.read.setdefault(place.text, value)
+        guard_lines = self.lines_of(source.own)
+        if guard_lines is self.guard_lines:
+            self.read.setdefault(source.text, value)
         if known is not None:
-            if facts is not self.facts_of(known[1].own):
-                facts.require_same(place.variable, value)
-            elif place.variable != known[1].variable:
-                facts.require(f"{place.variable} is {known[1].variable}")
+            if guard_lines is not self.lines_of(known[1].own):
+                guard_lines.require_same(source.variable, value)
+            elif source.variable != known[1].variable:
+                guard_lines.require(f"{source.variable} is {known[1].variable}")
         elif isinstance(value, torch.Tensor):
-            self._tensor(value, place)
+            self._tensor(value, source)
         elif type(value) is float:
-            facts.require_float(place.variable, value)
+            guard_lines.require_float(source.variable, value)
         elif isinstance(value, _VALUES) and not isinstance(value, enum.Enum):
-            facts.require_equal(place.variable, value)
+            guard_lines.require_equal(source.variable, value)
         else:
-            self._object(value, place)
+            self._object(value, source)
 
     def loosen(self, value: torch.Tensor) -> None:
         """Turn a tensor of the function into an input, since the function itself replaces it."""
@@ -193,12 +195,14 @@ class Held:
 
     def grad_of(self, value: torch.Tensor) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside, and guard it."""
-        facts = self.facts_of(True)
-        place = self.place_of(value) or Place(facts.name(value), "a tensor", "a tensor", True)
+        guard_lines = self.lines_of(True)
+        source = self.source_of(value) or Source(
+            guard_lines.name(value), "a tensor", "a tensor", True
+        )
         found = value.grad
-        text = f"{place.text}.grad"
-        variable = self.facts_of(place.own).bind(f"{place.variable}.grad")
-        self.take(found, replace(place, variable=variable, text=text, owner=text))
+        text = f"{source.text}.grad"
+        variable = self.lines_of(source.own).bind(f"{source.variable}.grad")
+        self.guard(found, replace(source, variable=variable, text=text, owner=text))
         return found
 
     def refuse_own(self, text: str, at: str) -> None:
@@ -214,53 +218,53 @@ class Held:
                 f'changed, closure="freeze" burns it in.'
             )
 
-    def _tensor(self, value: torch.Tensor, place: Place) -> None:
-        self._known[id(value)] = value, place
-        if place.own:
-            self._own.require_own_tensor(place.variable, value)
+    def _tensor(self, value: torch.Tensor, source: Source) -> None:
+        self._known[id(value)] = value, source
+        if source.own:
+            self._own.require_own_tensor(source.variable, value)
             if vars(value):
-                variable = self._own.bind(f"vars({place.variable})")
-                self.take(dict(vars(value)), replace(place, variable=variable))
+                variable = self._own.bind(f"vars({source.variable})")
+                self.guard(dict(vars(value)), replace(source, variable=variable))
         else:
-            self.facts.require_tensor(place.variable, value)
-            self.inputs.append((value, place))
+            self.guard_lines.require_tensor(source.variable, value)
+            self.inputs.append((value, source))
 
-    def _object(self, value: Any, place: Place) -> None:
-        at, cls = place.variable, type(value)
-        facts = self.facts_of(place.own)
-        inside = shown(value)
+    def _object(self, value: Any, source: Source) -> None:
+        at, cls = source.variable, type(value)
+        guard_lines = self.lines_of(source.own)
+        inside = viewed_state(value)
         if is_container(value):
-            self._container(value, place)
+            self._container(value, source)
         elif inside is not None:
             if isinstance(value, enum.Enum):
-                facts.require_same(at, value)
-                self._known[id(value)] = value, place
-            facts.require_type(at, cls)
+                guard_lines.require_same(at, value)
+                self._known[id(value)] = value, source
+            guard_lines.require_type(at, cls)
             expression, now = inside
-            self.take(now, replace(place, variable=facts.bind(expression.format(at))))
+            self.guard(now, replace(source, variable=guard_lines.bind(expression.format(at))))
         elif isinstance(value, _SETS) or hasattr(cls, "__array__"):
-            facts.require_same_value(at, value)
+            guard_lines.require_same_value(at, value)
             if isinstance(value, set):
-                self._known[id(value)] = value, place
-                self.containers.append(Copied(value, copy.copy(value), place))
+                self._known[id(value)] = value, source
+                self.containers.append(Copied(value, copy.copy(value), source))
             if isinstance(value, _SETS):
-                self._elements(value, place)
+                self._elements(value, source)
             elif str(getattr(value, "dtype", "")) == "object":
                 for i, item in enumerate(value.flat):
-                    variable = facts.bind(f"{at}.flat[{i}]")
-                    self.take(item, replace(place, variable=variable, text=f"{place.text}[{i}]"))
+                    variable = guard_lines.bind(f"{at}.flat[{i}]")
+                    self.guard(item, replace(source, variable=variable, text=f"{source.text}[{i}]"))
         elif is_instance(value):
-            self._known[id(value)] = value, place
-            facts.require_type(at, cls)
-            self._enter(value, place)
+            self._known[id(value)] = value, source
+            guard_lines.require_type(at, cls)
+            self._enter(value, source)
         elif hasattr(cls, "__next__"):
-            self.refuse_iterator(place.owner, f"read at {users_place()}", value)
+            self.refuse_iterator(source.owner, f"read at {users_place()}", value)
         elif has_value(cls):
-            facts.require_equal(at, value)
+            guard_lines.require_equal(at, value)
         else:
-            facts.require_same(at, value)
+            guard_lines.require_same(at, value)
             self._met(value)
-            self._opaque(place.text, value)
+            self._opaque(source.text, value)
 
     def refuse_iterator(self, text: str, how: str, value: Any) -> NoReturn:
         """Refuse an iterator, which returns a different item at each read.
@@ -274,40 +278,43 @@ class Held:
             f"before the call, and pass what it gives."
         )
 
-    def _elements(self, values: Iterable[Any], place: Place) -> None:
+    def _elements(self, values: Iterable[Any], source: Source) -> None:
         """Guard the objects that are elements of a set or keys of a dict, by identity."""
         for each in values:
             if is_instance(each):
-                facts = self.facts_of(place.own)
-                self.take(each, replace(place, variable=facts.bind(facts.name(each))))
+                guard_lines = self.lines_of(source.own)
+                self.guard(each, replace(source, variable=guard_lines.bind(guard_lines.name(each))))
 
-    def _container(self, value: Any, place: Place) -> None:
-        at, items = place.variable, _items(value)
-        facts = self.facts_of(place.own)
-        facts.require_type(at, type(value))
-        self._known[id(value)] = value, place
+    def _container(self, value: Any, source: Source) -> None:
+        at, items = source.variable, _items(value)
+        guard_lines = self.lines_of(source.own)
+        guard_lines.require_type(at, type(value))
+        self._known[id(value)] = value, source
         if not isinstance(value, tuple):
             before = copy.copy(vars(value)) if is_namespace(value) else copy.copy(value)
-            self.containers.append(Copied(value, before, place))
+            self.containers.append(Copied(value, before, source))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
-            facts.require_same_value(at, value)
+            guard_lines.require_same_value(at, value)
             return
         namespace = is_namespace(value)
         if isinstance(value, dict) or namespace:
-            facts.require_keys(f"vars({at})" if namespace else at, list(items))
-            self._elements(items, place)
+            guard_lines.require_keys(f"vars({at})" if namespace else at, list(items))
+            self._elements(items, source)
         else:
-            facts.require(f"len({at}) == {len(items)}")
+            guard_lines.require(f"len({at}) == {len(items)}")
             if isinstance(value, deque):
-                facts.require(f"{at}.maxlen == {value.maxlen}")
+                guard_lines.require(f"{at}.maxlen == {value.maxlen}")
         if isinstance(value, defaultdict):
-            variable, text = facts.bind(f"{at}.default_factory"), f"{place.text}.default_factory"
-            self.take(value.default_factory, replace(place, variable=variable, text=text))
+            variable, text = (
+                guard_lines.bind(f"{at}.default_factory"),
+                f"{source.text}.default_factory",
+            )
+            self.guard(value.default_factory, replace(source, variable=variable, text=text))
         for key, item in items.items():
-            spelled = f"[{facts.spell(key)}]", f"[{key!r}]"
+            spelled = f"[{guard_lines.spell(key)}]", f"[{key!r}]"
             way, text = (f".{key}",) * 2 if namespace else spelled
-            variable = facts.bind(f"{at}{way}")
-            self.take(item, Place(variable, place.text + text, place.owner + text, place.own))
+            variable = guard_lines.bind(f"{at}{way}")
+            self.guard(item, Source(variable, source.text + text, source.owner + text, source.own))
 
 
 def _items(value: Any) -> dict[Any, Any]:

@@ -13,15 +13,21 @@ from typing import Any
 from tsfunc.bridge.trace.tracing import TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import EscapedTracerError, TypeCheckError
-from tsfunc.program.reading.holding import Held, Place, changed, is_namespace, put_back
-from tsfunc.program.reading.updates import NotKept, Update, Updates, Values, replaced, unchanged
+from tsfunc.program.closure.guard_builder import (
+    GuardBuilder,
+    Source,
+    changed,
+    is_namespace,
+    put_back,
+)
+from tsfunc.program.closure.updates import NotKept, Update, Updates, Values, replaced, unchanged
 
 MISSING: Any = object()
 """In the place of a value where there is none."""
 
 
 @dataclass(frozen=True)
-class Change:
+class SideEffect:
     """An assignment of the traced function.
 
     Attributes:
@@ -39,7 +45,7 @@ class Change:
     """
 
     text: str
-    place: Place
+    source: Source
     owner: Any
     target: str
     before: Any
@@ -51,18 +57,18 @@ class Change:
     buffer: str | None = None
 
 
-def changed_containers(held: Held) -> Iterator[Change]:
+def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     """Yield the changes of containers whose elements the function has changed."""
-    for each in held.containers:
+    for each in builder.containers:
         if not changed(each):
             continue
         namespace = is_namespace(each.value)
         elements = vars(each.value) if namespace else each.value
         # A copy, since `undo` restores the container itself.
         after = dict(elements) if isinstance(elements, dict) else type(elements)(elements)
-        yield Change(
-            each.place.text,
-            each.place,
+        yield SideEffect(
+            each.source.text,
+            each.source,
             each.value,
             "vars({})" if namespace else "{}",
             each.before,
@@ -72,19 +78,19 @@ def changed_containers(held: Held) -> Iterator[Change]:
         )
 
 
-def updates_of(changes: Sequence[Change], held: Held) -> Updates:
+def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
     """Return the updates that repeat the changes.
 
     Raises:
         TypeCheckError: a program can't repeat one of the changes.
     """
-    values = Values(held.again)
+    values = Values(builder.placeholder_of)
     updates: list[Update] = []
     problems: list[str] = []
     for change in changes:
         at = f" at {change.line}" if change.line else ""
         problem = change.problem
-        if problem is None and change.place.own and held.closure == "freeze":
+        if problem is None and change.source.own and builder.closure == "freeze":
             problem = 'is burnt in by closure="freeze"'
         kept = None
         if problem is None and change.after is not MISSING:
@@ -98,9 +104,9 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
             problems.append(f"  {change.text}{at}: it {problem}.\n")
             continue
         for tensor in replaced(change.before, change.after):
-            held.loosen(tensor)
-        number = held.facts_of(change.place.own).result(change.place.variable, change.owner)
-        keeps = change.text not in held.read or unchanged(change.before, change.after)
+            builder.loosen(tensor)
+        number = builder.lines_of(change.source.own).result(change.source.variable, change.owner)
+        keeps = change.text not in builder.read or unchanged(change.before, change.after)
         updates.append(
             Update(
                 change.text, number, change.target, kept, change.fills, change.after is MISSING,
@@ -109,8 +115,8 @@ def updates_of(changes: Sequence[Change], held: Held) -> Updates:
         )  # fmt: skip
     if problems:
         raise TypeCheckError(
-            f"specialize({held.name}): the function assigns to what lives on after the call, and "
-            f"a program can't do that for:\n{''.join(problems)}"
+            f"specialize({builder.name}): the function assigns to what lives on after the call, "
+            f"and a program can't do that for:\n{''.join(problems)}"
             f"Return the new value instead, or write it into a tensor that is there "
             f"(x.copy_(value))."
         )

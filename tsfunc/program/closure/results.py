@@ -31,7 +31,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.reading.updates import PLAIN, Outside
+from tsfunc.program.closure.updates import PLAIN, Outside
 
 Known = Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.program.reading.updates import Update
+from tsfunc.program.closure.updates import Update
 
 
 @dataclass(frozen=True)
