@@ -19,7 +19,7 @@ from tsfunc.errors import (
 )
 from tsfunc.program.calling.cache import Entry
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.unanswered import why_unanswered
+from tsfunc.program.calling.no_match import why_unanswered
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import

@@ -151,8 +151,8 @@ class TensorGuards:
         property_guards: the questions about arguments, with their answers.
         of_grad: True if the function read whether a tensor requires grad.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
-        told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
-            identity matters.
+        hashes_tensors: True if tensors were hashed (keys of a dict, elements of a set), so that
+            their identity matters.
     """
 
     def __init__(self, what: str) -> None:
@@ -160,7 +160,7 @@ class TensorGuards:
         self.of_grad = False
         self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
         self.attribute_of: Callable[[Argument, str], Any] = _attribute
-        self.told_apart = False
+        self.hashes_tensors = False
         self._arguments: dict[int, tuple[Any, Argument]] = {}
 
     def add(self, tracer: Any, argument: Argument) -> None:
@@ -492,7 +492,7 @@ def hashed(self: Any) -> int:
     """Implement ``hash(x)`` of a traced tensor."""
     guards = _guards_of(self)
     if guards is not None:
-        guards.told_apart = True
+        guards.hashes_tensors = True
     return id(self)
 
 

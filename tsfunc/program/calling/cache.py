@@ -19,9 +19,9 @@ from tsfunc.program.closure.arg_codegen import Build, Enter, builder, key_orders
 from tsfunc.program.closure.guard_codegen import ClosureGuard
 from tsfunc.program.closure.guard_codegen import GuardLines as Reads
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.cache_miss import Facts
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.inputs import short_text
-from tsfunc.program.guarding.reasons import Facts
 
 
 class EntryInfo(NamedTuple):
@@ -97,7 +97,7 @@ class Entry:
     closure_guard: ClosureGuard
     reason: str
     signature: Any
-    form: CallForm
+    form: CallSpec
     given: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
@@ -118,7 +118,7 @@ class Entry:
     def of_form(
         cls,
         program: Program,
-        form: CallForm,
+        form: CallSpec,
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> Entry:
@@ -154,7 +154,7 @@ class Entry:
         return None if reached is None else [*flat, *reached]
 
 
-class TracedAgain(Exception):
+class NeedsInlining(Exception):
     """Internal: a program is called inside a trace that can't record its operations."""
 
 
@@ -167,7 +167,7 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(values: Sequence[Any]) -> Any:
         if tracing_here():
-            raise TracedAgain
+            raise NeedsInlining
         return run(values)
 
     return checked
@@ -191,7 +191,7 @@ class Cache:
 
     Args:
         limit: the maximum number of entries.
-        auto_widen: whether sizes that vary become named dims: NOTE [widening].
+        auto_widen: whether sizes that vary become named dims: NOTE [automatic dynamic sizes].
 
     Attributes:
         lock: held while a program is made or the entries are changed.

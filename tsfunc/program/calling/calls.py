@@ -21,14 +21,16 @@ from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
-from tsfunc.program.closure.instances import Instances, KeepsTensors
+from tsfunc.program.closure.instances import Instances, RetraceForStoredTensors
 from tsfunc.program.closure.module_state import state_of
 from tsfunc.program.closure.variables import CODE
-from tsfunc.program.dims.edges import AtTheEdge
+from tsfunc.program.dims.small_sizes import RetraceForSmallSizes
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.equal import same_program
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import form_of_call
+from tsfunc.program.guarding.automatic_dynamic import size_names, varying_sizes, widened
+from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
+from tsfunc.program.guarding.call_spec import form_of_call
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
 from tsfunc.program.guarding.inputs import (
     InputSpec,
@@ -40,9 +42,7 @@ from tsfunc.program.guarding.inputs import (
     with_sizes_fixed,
 )
 from tsfunc.program.guarding.opaque_arguments import opaque_arguments
-from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
-from tsfunc.program.guarding.same_tensors import ToldApart
-from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
+from tsfunc.program.guarding.tensor_aliasing import RetraceForAliasing
 from tsfunc.types import Dim
 from tsfunc.types.runs import place_text
 
@@ -113,8 +113,8 @@ class FirstCall:
                 # error.
                 small = {name: size for name, size in sizes.items() if name in bounds}
         if small:
-            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [sizes at the edge] in
-            # program/dims/edges
+            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [small sizes] in
+            # program/dims/small_sizes
             if known is None and made is not None:
                 cache.keep(made[0])
             if known is not None or self.reason in (UNSEEN, dropped):
@@ -173,7 +173,7 @@ class FirstCall:
     def _widened(
         self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> tuple[Entry, Sequence[Any]] | None:
-        """Return a program for any size in place of a size that has varied; NOTE [widening]."""
+        """Return a program with named dims for sizes that vary: NOTE [automatic dynamic sizes]."""
         if not cache.auto_widen:
             return None
         names = {i: place_text(path, self.arguments) for i, path in self.places.items()}
@@ -291,16 +291,16 @@ class FirstCall:
             apart: whether the function is known to compare its tensors by identity.
         """
         instances = self._instances(every)
-        instances.tells_apart = instances.tells_apart or apart
+        instances.compares_identity = instances.compares_identity or apart
         try:
             return capture(request, instances), instances
-        except KeepsTensors:
+        except RetraceForStoredTensors:
             return self._captured(request, True, apart)
-        except ToldApart as told:
+        except RetraceForAliasing as told:
             return self._captured(dataclasses.replace(request, own=told.own), every, True)
-        except AtTheEdge as edge:
+        except RetraceForSmallSizes as edge:
             instances = self._instances(every)
-            instances.tells_apart = instances.tells_apart or apart
+            instances.compares_identity = instances.compares_identity or apart
             request = dataclasses.replace(request, retraced=edge.names)
             try:
                 return capture(request, instances), instances

@@ -48,7 +48,13 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.opaque_arguments import Hide
-from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
+from tsfunc.program.guarding.tensor_aliasing import (
+    Groups,
+    RetraceForAliasing,
+    as_one,
+    groups_of,
+    hold,
+)
 from tsfunc.program.passes import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -70,8 +76,8 @@ class TraceRequest:
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
         own: tensors that the function has from elsewhere, and gets as arguments, too.
-        retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
-            in ``edges``); they are traced with other hints.
+        retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
+            sizes] in ``small_sizes``); they are traced with other hints.
     """
 
     what: str
@@ -101,7 +107,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge, ToldApart: it has to be traced again.
+        RetraceForSmallSizes, RetraceForAliasing: it has to be traced again.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
@@ -179,7 +185,7 @@ class _Trace:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
         self._own = {**request.own, **instances.builder.own_tensors}
-        self._as_one = instances.tells_apart
+        self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
@@ -223,17 +229,17 @@ class _Trace:
         check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
-    def _told_apart(self) -> Groups:
-        """Guard the identities of the function's tensors: NOTE [one tensor twice]."""
+    def _alias_groups(self) -> Groups:
+        """Guard the identities of the function's tensors: NOTE [tensor aliasing]."""
         instances, inputs = self.instances, self.request.inputs
-        if not instances.tells_apart and not self.level.tensor_guards.told_apart:
+        if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return ()
         own = {**self._own, **instances.builder.own_tensors}
         given = self._own if self._as_one else {}
         groups = groups_of(inputs)
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise ToldApart(own)
+            raise RetraceForAliasing(own)
         hold(instances.builder.guard_lines, inputs, own)
         return groups if len(inputs) > 1 else ()
 
@@ -270,7 +276,7 @@ class _Trace:
         property_guards = tuple(level.tensor_guards.property_guards.values())
         return replace(
             program, conditions=tuple(conditions), property_guards=property_guards,
-            groups=self._told_apart(), attributes=tuple(self._attributes), raised=raised,
+            groups=self._alias_groups(), attributes=tuple(self._attributes), raised=raised,
             looks_at_grad=level.tensor_guards.of_grad,
         )  # fmt: skip
 

@@ -147,7 +147,7 @@ class FreeVariables:
             else:
                 self._count(func, access)
         if any(self._may_be_tensor(func, access) for access in found.compared):
-            self.instances.tells_apart = True
+            self.instances.compares_identity = True
         for text in found.texts & func.__globals__.keys():
             self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
         for name in found.names - self._names:

@@ -41,7 +41,7 @@ _TORCH_LOOKUPS = {
 }  # fmt: skip
 
 
-class KeepsTensors(Exception):
+class RetraceForStoredTensors(Exception):
     """Internal: a function puts tensors into an object that it only changes: trace it again."""
 
 
@@ -59,8 +59,9 @@ class Instances:
         others: yields the changes to variables, which are not attributes of a watched object.
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
-        tells_apart: whether the function compares objects by identity (``x is y``) that may be
-            tensors: NOTE [one tensor twice] in ``same_tensors.py``.
+        compares_identity: whether the function compares objects by identity (``x is y``) that may
+            be
+            tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
     """
 
     def __init__(self, name: str, closure: Closure = "guard") -> None:
@@ -69,7 +70,7 @@ class Instances:
         self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
         self._counted_tensors = False
-        self.tells_apart = False
+        self.compares_identity = False
         self.generators = Generators(f"specialize({name})")
         self.builder = GuardBuilder(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure
@@ -187,7 +188,7 @@ class Instances:
             self.builder.lines_of(own).require_distinct(variables)
         changes = self.put_back()
         if self._counted_tensors:
-            raise KeepsTensors
+            raise RetraceForStoredTensors
         if self.builder.closure != "freeze":
             self.generators.refuse_moved()
         return updates_of(changes, self.builder)

@@ -23,7 +23,7 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.leaves import described, places_of
-from tsfunc.program.calling.unanswered import guards_of_form
+from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.context import Context
 from tsfunc.program.files.control import version_of
@@ -35,7 +35,7 @@ from tsfunc.program.files.state import State, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 
@@ -58,7 +58,7 @@ class Answer:
     """A program of a function, and a kind of call that it answers."""
 
     program: Program
-    form: CallForm
+    form: CallSpec
     reason: str
 
 
@@ -185,7 +185,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _places(form: CallForm) -> Callable[[int], str]:
+def _places(form: CallSpec) -> Callable[[int], str]:
     """Return a function from the index of a flattened argument to its name in errors."""
     paths = form.tree.paths()
 
@@ -286,7 +286,7 @@ class _Call:
     field: Field
     program: int
     reason: str
-    form: CallForm
+    form: CallSpec
 
 
 def _read_calls(field: Field, count: int, forms: FormReader) -> list[_Call]:
@@ -338,7 +338,7 @@ def _read_answers(
 
 
 def _of_form(
-    field: Field, program: Program, form: CallForm, signature: inspect.Signature
+    field: Field, program: Program, form: CallSpec, signature: inspect.Signature
 ) -> Program:
     try:
         return dataclasses.replace(
@@ -354,7 +354,7 @@ def _of_form(
         field.fail(f"it is no call of the function: {error}")
 
 
-def _open(form: CallForm) -> list[Any]:
+def _open(form: CallSpec) -> list[Any]:
     """Return the leaves of a form, with types in the places of the numbers that may vary."""
     leaves = list(form.leaves)
     for spec in form.scalars:
@@ -362,7 +362,7 @@ def _open(form: CallForm) -> list[Any]:
     return leaves
 
 
-def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answer:
+def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Answer:
     count = len(form.leaves)
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)

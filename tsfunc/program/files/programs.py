@@ -28,7 +28,7 @@ from tsfunc.program.files.trees import Trees, encode_tree
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.inputs import sizes_of_call
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -95,7 +95,7 @@ def encode_program(
     }
 
 
-def _require_settings(form: CallForm) -> None:
+def _require_settings(form: CallSpec) -> None:
     """Refuse to trace functions with rules under settings that differ from those of their calls."""
     for setting, then, now in zip(SETTINGS[1:], form.ambient[1:], settings()[1:], strict=True):
         if then != now:
@@ -166,7 +166,7 @@ def _dims_in(names: Mapping[Any, Any]) -> list[str]:
     return [form if isinstance(form, str) else form[1] for form in names.values()]
 
 
-def decode_program(field: Field, context: Context, form: CallForm) -> Program:
+def decode_program(field: Field, context: Context, form: CallSpec) -> Program:
     """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
@@ -243,7 +243,7 @@ def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
     return found
 
 
-def _symbols(field: Field, numbers: Field | None, form: CallForm) -> Symbols:
+def _symbols(field: Field, numbers: Field | None, form: CallSpec) -> Symbols:
     """Return the symbols of a program, with the sizes of its own call as hints."""
     dims = {name: read_dim(text, name) for name, text in field.mapping().items()}
     called = sizes_of_call(form.inputs)

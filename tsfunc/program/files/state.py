@@ -24,7 +24,7 @@ from tsfunc.program.files.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, Values, encode, printable
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import Watched
+from tsfunc.program.guarding.call_spec import Watched
 
 Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20

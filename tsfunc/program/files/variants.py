@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.calling.cache import Cache, Entry
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import Target
-from tsfunc.program.guarding.forms import CallForm, example_call
+from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 
 _FEW = 4  # the number of arguments up to which all subsets are tried
@@ -46,7 +46,7 @@ def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list
     return found
 
 
-def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
+def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
     """Return the positions of the differentiable tensors of each argument."""
     paths = form.tree.paths()
     found: dict[Any, set[int]] = {}
@@ -98,7 +98,7 @@ def _is_smooth(spec: InputSpec) -> bool:
     return spec.example.is_floating_point() or spec.example.is_complex()
 
 
-def _small_sizes(form: CallForm) -> Iterator[Mapping[str, int]]:
+def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
     """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
     dims = form.bounds.values()
     for dim, size in itertools.product(dims, (0, 1)):

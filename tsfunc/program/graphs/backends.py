@@ -44,7 +44,7 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim
@@ -236,7 +236,7 @@ def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any]
     return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
 
 
-def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
+def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
     """Return the place of the size of each named dim that is a dim itself."""
     found: dict[str, tuple[int, int]] = {}
     for spec in form.inputs if form is not None else ():

@@ -25,7 +25,7 @@ from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.printing import printed
 from tsfunc.program.graphs.properties import ProgramProperties, properties_of
 from tsfunc.program.graphs.torch_operators import in_torch_operators
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guard_texts import Guards
 from tsfunc.program.passes.verify import verify
 from tsfunc.types import Dim
@@ -69,7 +69,7 @@ class Program:
         state: the module's names of the tensors that it reads from outside.
         guard_lines: the guards of later calls beyond their arguments, and the values read from
             outside; None if they were not recorded.
-        raised: the named dims with a larger minimum in it: NOTE [sizes at the edge] in ``edges``.
+        raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``small_sizes``.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Program:
     run: Callable[[Sequence[Any]], Sequence[Any]]
     constants: frozenset[str] = frozenset()
     updates: tuple[Update, ...] = ()
-    form: CallForm | None = None
+    form: CallSpec | None = None
     descriptors: Mapping[str, Any] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)

@@ -20,16 +20,16 @@ from tsfunc.program.dims.solutions import (
 from tsfunc.types import Dim
 from tsfunc.types.dims import DimSpec
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.mending import as_python, with_dims
+from tsfunc.types.suggestions import as_python, with_dims
 
 
-def advice(mended: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
+def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
     """Return the descriptors for which the facts hold, as Python code."""
     items = ", ".join(
-        f"{parameter!r}: {as_python(with_dims(descriptor, mended))}"
+        f"{parameter!r}: {as_python(with_dims(descriptor, suggested))}"
         for parameter, descriptor in described.items()
     )
-    opened = sorted(name for name, dim in mended.items() if dim is None)
+    opened = sorted(name for name, dim in suggested.items() if dim is None)
     also = (
         f"\n(No descriptor says it of {', '.join(opened)}: left open, None, each size has a "
         f"program of its own.)"
@@ -39,19 +39,19 @@ def advice(mended: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -
     return f"These descriptors promise it:\n  {{{items}}}{also}"
 
 
-def mended_dims(
+def suggested_dims(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
     """Return for each dim in the needs a dim that promises them; None: the dim is left open."""
     facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
     for with_new in (True, False):
-        mending = _Mending(dims, sizes, with_new)
-        for fact in [fact for fact in facts if not mending.take(fact)]:
-            mending.take_or_open(fact)  # more dims are known by now
-        mending.open_beside_open(facts)
-        if mending.can_be_said():
+        suggestion = _Suggestion(dims, sizes, with_new)
+        for fact in [fact for fact in facts if not suggestion.satisfy(fact)]:
+            suggestion.satisfy_or_open(fact)  # more dims are known by now
+        suggestion.open_beside_open(facts)
+        if suggestion.is_expressible():
             break
-    return mending.result()
+    return suggestion.result()
 
 
 def _rank(fact: Any) -> int:
@@ -67,7 +67,7 @@ def _rank(fact: Any) -> int:
     return 0 if is_number else 2
 
 
-class _Mending:
+class _Suggestion:
     """The changes of dims that make facts hold, one fact after the other."""
 
     def __init__(self, dims: Mapping[str, Dim], sizes: Mapping[str, int], with_new: bool) -> None:
@@ -77,9 +77,9 @@ class _Mending:
         self.solved: dict[str, Any] = {}  # dims that are expressions of others, or fixed
         self.opened: set[str] = set()
 
-    def take_or_open(self, fact: Any) -> None:
+    def satisfy_or_open(self, fact: Any) -> None:
         """Make a fact hold, or leave its dims open."""
-        if not self.take(fact):
+        if not self.satisfy(fact):
             self.opened.update(map(str, self._in_terms_of_others(fact).free_symbols))
 
     def open_beside_open(self, facts: Sequence[Any]) -> None:
@@ -96,38 +96,38 @@ class _Mending:
                 if not self.opened.isdisjoint(names) and not holds(fact, dims):
                     self.opened |= names
 
-    def take(self, fact: Any) -> bool:
+    def satisfy(self, fact: Any) -> bool:
         """Make a fact hold; return False if descriptors can't express it."""
         fact = self._in_terms_of_others(fact)
         names = sorted((str(symbol) for symbol in fact.free_symbols), key=list(self.dims).index)
         if not self.opened.isdisjoint(names) or holds(fact, self.dims):
             return True
         if len(names) == 1:
-            return self._take_bounds(fact, names[0])
-        said = equated(fact, names, self.dims, self.sizes)
-        steps = None if said is not None else stepped(fact, names, self.dims, self.sizes)
+            return self._satisfy_by_bounds(fact, names[0])
+        solution = equated(fact, names, self.dims, self.sizes)
+        steps = None if solution is not None else stepped(fact, names, self.dims, self.sizes)
         if steps is not None:
             self._bound(*steps)
             return True
-        if said is None and self.with_new:
-            said = ordered(fact, names, self.dims, self.sizes)
-        return said is not None and self._take_solution(said)
+        if solution is None and self.with_new:
+            solution = ordered(fact, names, self.dims, self.sizes)
+        return solution is not None and self._satisfy_by_solution(solution)
 
-    def _take_solution(self, said: Solution) -> bool:
+    def _satisfy_by_solution(self, solution: Solution) -> bool:
         """Replace a dim by an expression of others; these have to keep its promises."""
-        self._bound(*said.others)
-        self.sizes.update(said.sizes)
-        self._solve(said.name, said.value)
-        for promise in (*self._is_size(said.value), *promises_of(self.dims[said.name])):
-            if not self.take(promise) and not self._take_above_call(promise):
-                self.take_or_open(promise)
+        self._bound(*solution.others)
+        self.sizes.update(solution.sizes)
+        self._solve(solution.name, solution.value)
+        for promise in (*self._is_size(solution.value), *promises_of(self.dims[solution.name])):
+            if not self.satisfy(promise) and not self._satisfy_above_call(promise):
+                self.satisfy_or_open(promise)
         return True
 
     def _is_size(self, value: Any) -> list[Any]:
         """Return the facts that make an expression a valid size.
 
         The expression must not be negative. If raising the minima of its dims can't guarantee
-        this, its minimum is the size in the call, up to 2: NOTE [sizes at the edge] covers the
+        this, its minimum is the size in the call, up to 2: NOTE [small sizes] covers the
         sizes 0 and 1.
         """
         from sympy import Ge
@@ -141,7 +141,7 @@ class _Mending:
             return [Ge(value, min(size, 2))]
         return [fact]
 
-    def _take_above_call(self, fact: Any) -> bool:
+    def _satisfy_above_call(self, fact: Any) -> bool:
         """Make a fact hold by the sizes of the call as minima; return False if they do not."""
         fact = self._in_terms_of_others(fact)
         about = {str(symbol): self.dims[str(symbol)] for symbol in fact.free_symbols}
@@ -154,31 +154,37 @@ class _Mending:
         self._bound(*raised.values())
         return True
 
-    def _take_bounds(self, fact: Any, name: str) -> bool:
+    def _satisfy_by_bounds(self, fact: Any, name: str) -> bool:
         from sympy import Integer
 
         dim, size = self.dims[name], self.sizes.get(name, 0)
-        mended = bounded(fact, dim, size)
-        is_range = isinstance(mended, Dim) and (mended.max is None or mended.max == dim.max)
+        suggested = bounded(fact, dim, size)
+        is_range = isinstance(suggested, Dim) and (
+            suggested.max is None or suggested.max == dim.max
+        )
         if self.with_new and not is_range:
-            said = leaving_remainder(fact, dim, size, {*self.dims, *self.sizes})
-            if said is not None:
-                return self._take_solution(said)
-        if isinstance(mended, Dim) and mended.max is not None and mended.min == mended.max:
-            mended = mended.max
-        if isinstance(mended, Dim):
-            self._bound(mended)
-        elif mended is not None:
-            self._solve(name, Integer(mended))
-        return mended is not None
+            solution = leaving_remainder(fact, dim, size, {*self.dims, *self.sizes})
+            if solution is not None:
+                return self._satisfy_by_solution(solution)
+        if (
+            isinstance(suggested, Dim)
+            and suggested.max is not None
+            and suggested.min == suggested.max
+        ):
+            suggested = suggested.max
+        if isinstance(suggested, Dim):
+            self._bound(suggested)
+        elif suggested is not None:
+            self._solve(name, Integer(suggested))
+        return suggested is not None
 
     def _in_terms_of_others(self, expr: Any) -> Any:
         from sympy import Symbol
 
         return expr.xreplace({Symbol(name): value for name, value in self.solved.items()})
 
-    def _bound(self, *mended: Dim) -> None:
-        found = {dim.name: dim for dim in mended}
+    def _bound(self, *suggested: Dim) -> None:
+        found = {dim.name: dim for dim in suggested}
         self.dims.update(found)
         self.bounded.update(found)
 
@@ -189,7 +195,7 @@ class _Mending:
             self.solved[each] = known.xreplace({Symbol(name): value})
         self.solved[name] = value
 
-    def can_be_said(self) -> bool:
+    def is_expressible(self) -> bool:
         """Return True if no new name has bounds, since a new name is not a dim of any shape."""
         return not any(dim.is_bounded for name, dim in self.bounded.items()
                        if name not in self.given)  # fmt: skip

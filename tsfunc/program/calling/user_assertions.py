@@ -1,6 +1,6 @@
 """Errors of the function's own checks of data, raised if the check fails in its program.
 
-NOTE [own errors]
+NOTE [user assertions]
 For ``if (x < 0).any(): raise ValueError(...)`` and for
 ``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
 exception or the message (NOTE [checks of arguments] in ``dispatch/refusals.py``). If such a check
@@ -22,7 +22,7 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.passes.effects import writes
 
 
-def raise_own(
+def raise_user_assertion(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -21,12 +21,12 @@ from tsfunc.program.closure.arg_codegen import key_orders
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import guard_lines, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
-from tsfunc.program.guarding.same_tensors import Groups, condition
+from tsfunc.program.guarding.tensor_aliasing import Groups, condition
 from tsfunc.types import Dim
 
 
 @dataclass(frozen=True, eq=False)
-class CallForm:
+class CallSpec:
     """The common part of all calls that pass one guard; it holds no tensors of a call.
 
     Attributes:
@@ -104,19 +104,19 @@ def form_of_call(
     property_guards: tuple[PropertyGuard, ...] = (),
     groups: Groups = (),
     scalars: Sequence[ScalarSpec] = (),
-) -> CallForm:
+) -> CallSpec:
     """Return the form of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
-    return CallForm(
+    return CallSpec(
         tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, property_guards,
         groups, tuple(scalars),
     )  # fmt: skip
 
 
 def example_call(
-    form: CallForm, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
+    form: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
 ) -> list[Any]:
     """Return the flattened arguments of a call similar to those of a form, without data.
 

@@ -1,6 +1,6 @@
 """Automatic named dims for sizes that differ from call to call.
 
-NOTE [widening]
+NOTE [automatic dynamic sizes]
 If three programs differ from a call only in one size, the program of the call is made for any such
 size: it is traced with a symbol for the size. Sizes that have been equal in all of these calls
 (the rows of a batch and of its labels) share one symbol. If the function relies on more than a
@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from tsfunc.errors import ConstraintViolation
+from tsfunc.program.guarding.cache_miss import Facts, differing
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.guarding.reasons import Facts, differing
 from tsfunc.types import Dim
 
 AFTER = 3  # number of programs that differ in a size

@@ -11,10 +11,10 @@ import optree
 from tsfunc.program.calling.cache import Entry
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.leaves import places_of
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.cache_miss import differing, facts_of_call, passed_text, reason_for
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
-from tsfunc.program.guarding.reasons import differing, facts_of_call, passed_text, reason_for
 
 _MOST_LISTED = 12
 
@@ -43,7 +43,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
     return f"{unlike}. It has programs for:\n{listed}"
 
 
-def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
+def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
     """Return the guards of a program that was read from a file, for people."""
     places, arguments = _named(form, signature)
     return guard_texts(
@@ -52,7 +52,7 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
     )  # fmt: skip
 
 
-def _facts(form: CallForm, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the facts of a program's calls; a fact that may vary is taken from the call.
 
     Args:
@@ -77,7 +77,7 @@ def _facts(form: CallForm, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
 
 
 def _named(
-    form: CallForm, signature: inspect.Signature
+    form: CallSpec, signature: inspect.Signature
 ) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
     """Return the paths of a form's leaves, and the arguments by parameter."""
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)

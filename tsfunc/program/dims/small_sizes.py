@@ -1,6 +1,6 @@
-"""Sizes at the edge: those for which a size computed from them is 0 or 1.
+"""Small sizes: those for which a size computed from them is 0 or 1.
 
-NOTE [sizes at the edge]
+NOTE [small sizes]
 Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1] in ``equal``). This includes
 sizes that are computed from named dims, such as the size ``h - 2`` that a convolution leaves of
 ``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
@@ -21,8 +21,8 @@ from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 
 
-class AtTheEdge(Exception):
-    """A trace may have been made with sizes at the edge, and then is not valid for other sizes.
+class RetraceForSmallSizes(Exception):
+    """A trace may have been made with small sizes, and then is not valid for other sizes.
 
     Args:
         names: the named dims that may have them.
@@ -35,7 +35,7 @@ class AtTheEdge(Exception):
 
 
 def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:
-    """Return larger minima for named dims that satisfy the needs about sizes at the edge.
+    """Return larger minima for named dims that satisfy the needs about small sizes.
 
     Args:
         needs: the facts that a trace relies on, beyond those that the dims promise.

@@ -1,4 +1,4 @@
-"""Sizes at the edge: NOTE [sizes at the edge] in ``program/dims/edges``."""
+"""Sizes that make a derived size 0 or 1: NOTE [small sizes] in ``program/dims/small_sizes``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Arguments that are the same tensor, or a tensor that the function also has from elsewhere.
 
-NOTE [one tensor twice]
+NOTE [tensor aliasing]
 A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
 it is in most calls. If the function's code has an identity comparison of objects that may be
 tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
@@ -21,7 +21,7 @@ from tsfunc.program.guarding.inputs import InputSpec
 Groups = tuple[tuple[int, ...], ...]
 
 
-class ToldApart(Exception):
+class RetraceForAliasing(Exception):
     """Internal: two of a function's tensors are the same, and it may compare them; trace it again.
 
     Args:
