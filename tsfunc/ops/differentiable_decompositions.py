@@ -170,6 +170,65 @@ def batch_norm_backward(
     )
 
 
+def _weights(
+    query: Tensor, key: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, float]:
+    """Return the weights of attention, the log-sum-exp of the scores, and the scale."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = _wide(query) @ _wide(key).mT * scale
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    if is_causal:
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~kept, float("-inf"))
+    # A row without a score that counts has weights of 0, as in torch's kernels.
+    return torch.ops.aten._safe_softmax(scores, -1), scores.logsumexp(-1), scale
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``."""
+    if dropout_p:
+        return NotImplemented
+    weights, norm, _ = _weights(query, key, is_causal, attn_mask, scale)
+    return (weights @ _wide(value)).to(query.dtype), norm.detach()
+
+
+def attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
+    """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``; recomputes the weights."""
+    if dropout_p:
+        return NotImplemented
+    weights, _, scale = _weights(query, key, is_causal, attn_mask, scale)
+    cotangent = _wide(grad)
+    pulled = cotangent @ _wide(value).mT
+    scores = weights * (pulled - (pulled * weights).sum(-1, keepdim=True)) * scale
+    return (
+        (scores @ _wide(key)).to(query.dtype),
+        (scores.mT @ _wide(query)).to(key.dtype),
+        (weights.mT @ cotangent).to(value.dtype),
+    )
+
+
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
@@ -182,10 +241,18 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
-PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {"aten::fill_.Tensor": Tensor.copy_}
+# The fused kernels of attention have no formula for tangents.
+PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::fill_.Tensor": Tensor.copy_,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": attention,
+}
 # torch's formulas of these backward operators are correct for one derivative only: they treat the
 # statistics as constants.
 BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
+}
+# Backward operators that have no derivative at all.
+UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
 }

@@ -39,6 +39,7 @@ from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
     DECOMPOSED,
     PUSHED_DECOMPOSED,
+    UNDIFFERENTIABLE_DECOMPOSED,
 )
 
 # Operators whose pullbacks can be differentiated any number of times.
@@ -69,10 +70,12 @@ def install() -> None:
             if overload is not None:
                 kernel = _kernel(overload, part, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-        for name, decomposition in BACKWARD_DECOMPOSED.items():
+        formulas = [(*item, _differentiated_twice) for item in BACKWARD_DECOMPOSED.items()]
+        formulas += [(*item, _pushed_forward) for item in UNDIFFERENTIABLE_DECOMPOSED.items()]
+        for name, decomposition, met in formulas:
             overload = overload_of(name)
             if overload is not None:
-                kernel = _backward_kernel(overload, decomposition)
+                kernel = _backward_kernel(overload, decomposition, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
 
 
@@ -108,13 +111,15 @@ def _kernel(
     return operator
 
 
-def _backward_kernel(overload: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_kernel(
+    overload: Any, decomposition: Callable[..., Any], met: Callable[[Sequence[Any]], bool]
+) -> Callable[..., Any]:
     """Return the kernel of a backward formula (NOTE [derivatives of backward formulas])."""
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if not below_autograd() and (_recorded(values) or _differentiated_twice(values)):
+        if not below_autograd() and (_recorded(values) or met(values)):
             out = decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
