@@ -41,13 +41,13 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     views,
     weight_norm,
 )
-from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
+from tsfunc.ops.registry import Category, Row, RuleLevel, all_rows, find, row, rows
 
 __all__ = [
-    "BatchLevel",
     "Category",
     "OperatorEntry",
     "Row",
+    "RuleLevel",
     "all_rows",
     "category_of",
     "census",

@@ -18,14 +18,14 @@ from torch import Tensor
 from tsfunc.ops.catalogue.classify import dim_arguments
 from tsfunc.ops.dims import front
 from tsfunc.ops.identity import same_shape
-from tsfunc.ops.registry import BatchLevel, Category, Dims, Rule
+from tsfunc.ops.registry import Category, Dims, Rule, RuleLevel
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 if TYPE_CHECKING:
-    from tsfunc.ops.catalogue.signature import Signature
+    from tsfunc.ops.catalogue.signature import OperatorSignature
 
 
-def rule_of_category(category: Category, signature: Signature) -> Rule | None:
+def rule_of_category(category: Category, signature: OperatorSignature) -> Rule | None:
     """Return the rule of an operator's category, or None if the category has no rule."""
     if any(a.out or a.keyword for a in signature.tensors) or signature.form in ("out", "writing"):
         return None
@@ -42,7 +42,7 @@ def rule_of_category(category: Category, signature: Signature) -> Rule | None:
 
 
 def batch_first(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch an operator on one tensor whose leading dims are a batch."""
     return op(front(args[0], dims[0]), *args[1:], **kwargs), 0
@@ -63,7 +63,7 @@ class Confirmed:
     def __call__(
         self,
         op: Any,
-        level: BatchLevel,
+        level: RuleLevel,
         dims: Dims,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -80,7 +80,7 @@ class Confirmed:
     def _agrees(
         self,
         op: Any,
-        level: BatchLevel,
+        level: RuleLevel,
         dims: Dims,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],

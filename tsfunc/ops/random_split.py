@@ -1,6 +1,6 @@
 """Rules of random operators for ``randomness="split"``: each example draws as if it ran alone.
 
-See NOTE [draws of an example] in ``philox``. The rules have the arguments of the rules in
+See NOTE [random numbers of an example] in ``philox``. The rules have the arguments of the rules in
 ``random``, which call them.
 """
 
@@ -17,12 +17,12 @@ from torch.autograd import forward_ad
 from tsfunc.ops import distributions
 from tsfunc.ops.dims import align, front, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Draw
-from tsfunc.ops.registry import BatchLevel, Dims
+from tsfunc.ops.registry import Dims, RuleLevel
 
 Sampler = Callable[..., Tensor]
 
 
-def draw_for(level: BatchLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
+def draw_for(level: RuleLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
     """Return the source of random words for a call with these keyword arguments."""
     return Draw(level, torch.device(device), kwargs.get("generator"))
 
@@ -120,7 +120,7 @@ def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
 
 
 def _sampled(
-    op: Any, level: BatchLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
+    op: Any, level: RuleLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
     params: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
     """Return numbers of a shape for each example, with the batch dim first."""
@@ -140,7 +140,7 @@ def _sampled(
 
 
 def sized(
-    op: Any, level: BatchLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Rule of a factory whose size is ``args[place]``, after the distribution's parameters."""
     default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
@@ -149,7 +149,7 @@ def sized(
     return _sampled(op, level, args[place], dtype, device, args[:place], kwargs), 0
 
 
-def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def randperm(op: Any, level: RuleLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Draw a permutation for each example."""
     draw = draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
     order = distributions.permutation(draw, args[0])
@@ -157,7 +157,7 @@ def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[st
 
 
 def drawn_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     x, at = args[0], dims[0]
@@ -169,7 +169,7 @@ def drawn_like(
 
 
 def drawn_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Overwrite the first argument, which is batched."""
     x, *params = args
@@ -182,7 +182,7 @@ def drawn_inplace(
 
 
 def randint_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw integers below a separate bound for each example."""
     x, high = args
@@ -218,7 +218,7 @@ def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
 
 
 def bernoulli(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Draw in the shape and dtype of the first argument, with the batch dim first.
 
@@ -231,7 +231,7 @@ def bernoulli(
 
 
 def normal(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw standard normal numbers for each example, then scale and shift them."""
     params, where = (*args, 1.0)[:2], [*dims, None][:2]
@@ -249,7 +249,7 @@ def normal(
 
 
 def multinomial(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw by search in the cumulative weights.
 
@@ -294,7 +294,7 @@ def _sample_rows(
 
 
 def drawn_from(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw from a distribution with tensor parameters: poisson, binomial, gamma, dirichlet."""
     tensors = [x for x in args if isinstance(x, Tensor)]
@@ -324,7 +324,7 @@ def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tenso
     return out + (alpha - fixed) * slope
 
 
-def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
+def keep_mask(level: RuleLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
     """Return ones with probability ``keep``, else zeros, with the batch dim first."""
     shape = logical_shape(x, at)
     if features:
@@ -335,7 +335,7 @@ def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, feature
     return _in_shape(distributions.below(draw, math.prod(shape), keep).to(x.dtype), shape)
 
 
-def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+def slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Return uniform slopes that broadcast with ``x``."""
     shape = logical_shape(x, at)
     draw = draw_for(level, x.device, {})

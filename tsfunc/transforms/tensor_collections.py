@@ -1,6 +1,6 @@
 """TensorDict and similar classes under ``vmap``: collections with batch dims of their own.
 
-NOTE [collections of tensors]
+NOTE [tensor collections]
 A TensorDict, a tensorclass or a lazy stack is mapped over one of its own batch dims, as
 ``torch.func.vmap`` does once ``tensordict.nn`` is imported. The function receives a collection
 without that dim, and a returned collection gets one more dim. The batch size, the names and nested

@@ -71,7 +71,7 @@ class CacheInfo(NamedTuple):
 
 
 @dataclass(eq=False)
-class Entry:
+class CachedProgram:
     """A program and the calls that it may answer.
 
     Attributes:
@@ -121,7 +121,7 @@ class Entry:
         form: CallSpec,
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
-    ) -> Entry:
+    ) -> CachedProgram:
         """Return a program for calls of a form, with a guard that is generated from the form."""
         guard_lines = program.guard_lines or Reads()
         lines, scope = form.guard()
@@ -203,7 +203,7 @@ class Cache:
         self.limit = limit
         self.auto_widen = auto_widen
         self.lock = threading.RLock()
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[CachedProgram, ...] = ()
         self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
         self.misses = self._former_hits = 0
@@ -213,14 +213,14 @@ class Cache:
         """The number of calls that found a program."""
         return self._former_hits + sum(entry.hits for entry in self.entries)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedProgram | None:
         """Return the entry that may answer a call, or None."""
         for entry in self.entries:
             if entry.enter(args, kwargs) is not None:
                 return entry
         return None
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: CachedProgram) -> None:
         """Move an entry to the front."""
         with self.lock:
             if entry in self.entries:
@@ -228,7 +228,7 @@ class Cache:
 
     def known(
         self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
-    ) -> tuple[Entry, Sequence[Any]] | None:
+    ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             # A program with guards on values of its own call can't be shared.
@@ -239,7 +239,7 @@ class Cache:
                     return entry, reached
         return None
 
-    def keep(self, entry: Entry) -> None:
+    def keep(self, entry: CachedProgram) -> None:
         """Put a program first among the entries."""
         if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
             return  # it belongs to an active outer transform, and ends with it

@@ -14,7 +14,7 @@ from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, TsfuncError
-from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.leaves import described, places_of, spelled
 from tsfunc.program.calling.target import Target
@@ -32,6 +32,7 @@ from tsfunc.program.guarding.automatic_dynamic import size_names, varying_sizes,
 from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.guarding.call_spec import form_of_call
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
+from tsfunc.program.guarding.guards import guard_lines
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
@@ -44,7 +45,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.guarding.opaque_arguments import opaque_arguments
 from tsfunc.program.guarding.tensor_aliasing import RetraceForAliasing
 from tsfunc.types import Dim
-from tsfunc.types.runs import place_text
+from tsfunc.types.check_context import place_text
 
 
 class FirstCall:
@@ -127,12 +128,12 @@ class FirstCall:
 
     def _with_fixed(
         self,
-        made: tuple[Entry, Sequence[Any]] | None,
+        made: tuple[CachedProgram, Sequence[Any]] | None,
         small: Mapping[str, int],
         inputs: Sequence[InputSpec],
         bounds: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         """Return a program for calls with some sizes fixed; the general program if it is the same.
 
         Args:
@@ -155,7 +156,7 @@ class FirstCall:
 
     def _traced(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
-    ) -> tuple[Entry, Sequence[Any]] | None:
+    ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return ``trace(...)``; None if the function refuses the hint for a size below 2."""
         try:
             return self.trace(inputs, bounds)
@@ -172,7 +173,7 @@ class FirstCall:
 
     def _widened(
         self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
-    ) -> tuple[Entry, Sequence[Any]] | None:
+    ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return a program with named dims for sizes that vary: NOTE [automatic dynamic sizes]."""
         if not cache.auto_widen:
             return None
@@ -196,7 +197,7 @@ class FirstCall:
 
     def trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         """Return a program for such calls, and the tensors that it reads from argument objects."""
         scalars = self.scalars(inputs, bounds)
         if scalars:
@@ -224,7 +225,7 @@ class FirstCall:
 
     def _trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         start = time.perf_counter()
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
@@ -239,16 +240,16 @@ class FirstCall:
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
-        guard_lines = instances.builder.guard_lines
+        closure_lines = instances.builder.guard_lines
         program = dataclasses.replace(
             program,
             form=form,
-            guard_lines=guard_lines,
+            guard_lines=closure_lines,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
             guards=self.guards(inputs, bounds, scalars, instances.builder.read, program),
             state=state_of(
-                self.func, program.lifted, program.updates, len(self.flat), guard_lines.values,
+                self.func, program.lifted, program.updates, len(self.flat), closure_lines.values,
                 instances.builder.read,
             ),
         )  # fmt: skip
@@ -257,28 +258,28 @@ class FirstCall:
                 program,
                 self.target.backend,
                 self.target.backend_name,
-                [*self.flat, *guard_lines.values],
+                [*self.flat, *closure_lines.values],
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
         lines += form.more(scope)
         opening = opening_lines(self.tree, scope, self.target.sees_keywords)
-        entry = Entry(
+        entry = CachedProgram(
             program,
             self.tree,
-            guard_lines.function(self.ambient, lines, scope, late=opening is not None),
-            guard_lines.function(self.ambient, late=True),
+            closure_lines.function(self.ambient, lines, scope, late=opening is not None),
+            closure_lines.function(self.ambient, late=True),
             self.reason,
             signature,
             form,
             None
             if opening is None
-            else guard_lines.entry_code(self.ambient, opening, lines, scope),
+            else closure_lines.entry_code(self.ambient, opening, lines, scope),
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
         self._record(entry)
-        return entry, guard_lines.values
+        return entry, closure_lines.values
 
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
@@ -307,7 +308,7 @@ class FirstCall:
             except Exception:
                 raise edge.refusal from None
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: CachedProgram) -> None:
         """Record a new program in the log of ``rage``."""
         program = entry.program
         rage.record(
@@ -377,10 +378,10 @@ class FirstCall:
 
 
 def _one_of(
-    symbolic: tuple[Entry, Sequence[Any]],
-    fixed: tuple[Entry, Sequence[Any]],
+    symbolic: tuple[CachedProgram, Sequence[Any]],
+    fixed: tuple[CachedProgram, Sequence[Any]],
     sizes: Mapping[str, Any],
-) -> tuple[Entry, Sequence[Any]]:
+) -> tuple[CachedProgram, Sequence[Any]]:
     """Return the entry for fixed sizes, with the symbolic program if it does the same there."""
     (one, reached), (other, same_reached) = symbolic, fixed
     alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
@@ -389,7 +390,7 @@ def _one_of(
     return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
 
 
-def _is_small(entry: Entry, name: str, size: int) -> bool:
+def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """Return True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))

@@ -21,7 +21,7 @@ from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
 from tsfunc.bridge.trace.seeding import no_seeding
-from tsfunc.bridge.trace.tensor_guards import Argument
+from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
@@ -173,7 +173,7 @@ class _Trace:
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
             level.tensor_guards.add(
-                tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
+                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
             )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
@@ -191,7 +191,7 @@ class _Trace:
             traced[spec.position] = value
         return traced
 
-    def _attribute_of(self, argument: Argument, name: str) -> Any:
+    def _attribute_of(self, argument: TracedArgument, name: str) -> Any:
         """Return the value of a Python attribute of a tensor among the arguments, and guard it."""
         builder, way = self.instances.builder, f"args[{argument.position}].{name}"
         text = f"{argument.name}.{name}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import optree
 
-from tsfunc.program.calling.cache import Entry
+from tsfunc.program.calling.cache import CachedProgram
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.leaves import places_of
 from tsfunc.program.guarding.cache_miss import differing, facts_of_call, passed_text, reason_for
@@ -19,7 +19,7 @@ from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 _MOST_LISTED = 12
 
 
-def why_unanswered(call: FirstCall, entries: Sequence[Entry]) -> str:
+def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     """Return the difference of a call from the nearest program's calls, and a list of programs."""
     inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
     facts = call.facts(inputs)

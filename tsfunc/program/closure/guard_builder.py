@@ -45,7 +45,7 @@ import torch
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import GuardLines
-from tsfunc.program.closure.updates import Outside
+from tsfunc.program.closure.updates import OutsideRef
 from tsfunc.program.closure.viewed_state import viewed_state
 from tsfunc.program.closure.watching import can_watch
 
@@ -157,14 +157,14 @@ class GuardBuilder:
         """
         for i, given in enumerate(self._given):
             if given is value:
-                return Outside(i)
+                return OutsideRef(i)
         source = self.source_of(value)
         if source is None:
             return None
         guard_lines = self.lines_of(source.own)
         if guard_lines is not self.guard_lines:
             return value
-        return Outside(len(self._given) + guard_lines.result(source.variable, value))
+        return OutsideRef(len(self._given) + guard_lines.result(source.variable, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its place."""

@@ -22,7 +22,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
 from tsfunc.program.closure.guard_codegen import GuardLines
-from tsfunc.program.closure.randomness import Generators
+from tsfunc.program.closure.randomness import TracedGenerators
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
 from tsfunc.program.closure.updates import Updates, has_tensor
 from tsfunc.program.closure.watching import Watching
@@ -71,11 +71,11 @@ class Instances:
         self.free_counters: Callable[[], bool] = lambda: False
         self._counted_tensors = False
         self.compares_identity = False
-        self.generators = Generators(f"specialize({name})")
+        self.generators = TracedGenerators(f"specialize({name})")
         self.builder = GuardBuilder(
             name, self._enter, lambda value: self.met(value), self.generators.add, closure
         )
-        self._instances: dict[int, Instance] = {}
+        self._instances: dict[int, WatchedObject] = {}
         self._watching = Watching(self)
         self._paused = self._met_modules = False
 
@@ -105,7 +105,7 @@ class Instances:
     def _enter(self, value: Any, source: Source) -> None:
         if isinstance(value, torch.nn.Module):
             self._hooks_of_all_modules()
-        self._instances[id(value)] = Instance(self, value, source)
+        self._instances[id(value)] = WatchedObject(self, value, source)
         self._watching.add(type(value))
         self.met(type(value))
 
@@ -194,7 +194,7 @@ class Instances:
         return updates_of(changes, self.builder)
 
 
-class Instance:
+class WatchedObject:
     """A watched object: its contents when it was first met, and the reads of it.
 
     Attributes:

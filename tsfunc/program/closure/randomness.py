@@ -26,7 +26,7 @@ _SHARED = ("random", "numpy.random")
 _State = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
-class Generators:
+class TracedGenerators:
     """The generators that a traced function may draw from, and their states before the trace.
 
     Args:

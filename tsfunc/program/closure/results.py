@@ -31,7 +31,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.closure.updates import PLAIN, Outside
+from tsfunc.program.closure.updates import PLAIN, OutsideRef
 
 Known = Callable[[Any], Any]
 
@@ -125,7 +125,7 @@ class _Results:
 
     def _is_from_outside(self, value: Any) -> bool:
         """Return True if a list or dict from outside is a result itself."""
-        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), Outside)
+        return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), OutsideRef)
 
     def _leaf(self, value: Any) -> Any:
         outside = self.known(value)

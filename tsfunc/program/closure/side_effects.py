@@ -20,10 +20,17 @@ from tsfunc.program.closure.guard_builder import (
     is_namespace,
     put_back,
 )
-from tsfunc.program.closure.updates import NotKept, Update, Updates, Values, replaced, unchanged
+from tsfunc.program.closure.updates import (
+    NotKept,
+    Update,
+    Updates,
+    UpdateValues,
+    replaced,
+    unchanged,
+)
 
 MISSING: Any = object()
-"""In the place of a value where there is none."""
+"""Stands for a value that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
     Raises:
         TypeCheckError: a program can't repeat one of the changes.
     """
-    values = Values(builder.placeholder_of)
+    values = UpdateValues(builder.placeholder_of)
     updates: list[Update] = []
     problems: list[str] = []
     for change in changes:

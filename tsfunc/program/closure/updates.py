@@ -37,7 +37,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideRef:
     """Stand-in for an object from outside in a value that a program returns or assigns.
 
     Each call replaces it with its own object.
@@ -137,7 +137,7 @@ class NotKept(Exception):
     """A value that a program can't make anew at every call; the message describes the value."""
 
 
-class Values:
+class UpdateValues:
     """The values of a program's updates, and the tensors among them.
 
     Args:

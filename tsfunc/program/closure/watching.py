@@ -19,7 +19,7 @@ _GET, _SET, _DELETE = "__getattribute__", "__setattr__", "__delattr__"
 _ABSENT: Any = object()
 
 OURS = frozenset({_GET, _SET, _DELETE})
-"""What a watched class has others of meanwhile."""
+"""The methods that a class has replaced while it is watched."""
 
 
 class Watcher(Protocol):
@@ -41,7 +41,7 @@ class _Here(threading.local):
 _here = _Here()
 _lock = threading.Lock()
 _watched: dict[type, tuple[int, dict[str, Any]]] = {}
-"""How many watch a class, and what it has of its own under the names that are ours meanwhile."""
+"""By class: the number of its watchers, and its own methods under these names."""
 
 
 def can_watch(cls: type) -> bool:

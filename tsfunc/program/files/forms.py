@@ -18,10 +18,10 @@ from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.errors import DescriptorError
-from tsfunc.program.files.context import Context
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.trees import Trees, encode_tree
-from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode
+from tsfunc.program.files.values import NoFileForm, ValueReader, dtype_of, encode
 from tsfunc.program.guarding.call_spec import CallSpec, Watched
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
@@ -139,9 +139,9 @@ class FormReader:
         of_keywords: whether the function sees the order of its keyword arguments.
     """
 
-    def __init__(self, context: Context, of_keywords: bool) -> None:
+    def __init__(self, context: FileContext, of_keywords: bool) -> None:
         self._of_keywords, self._version = of_keywords, context.version
-        self._values = Values(device=context.device)
+        self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
@@ -188,7 +188,7 @@ class FormReader:
             if name not in _SETTINGS:
                 value.fail("there is no such setting")
         return tuple(
-            Values().decode(given[setting.name]) if setting.name in given else setting.read()
+            ValueReader().decode(given[setting.name]) if setting.name in given else setting.read()
             for setting in SETTINGS
         )
 

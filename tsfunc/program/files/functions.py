@@ -25,15 +25,15 @@ from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.leaves import described, places_of
 from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
-from tsfunc.program.files.context import Context
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.control import version_of
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.forms import FormReader, encode_form, facts_of
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import decode_program, encode_program, has_key, what_it_does
-from tsfunc.program.files.state import State, StateWriter, read_state
+from tsfunc.program.files.state import CellState, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.types import parse_descriptor
@@ -82,7 +82,7 @@ class SavedFunction:
     limit: int
     answers: tuple[Answer, ...]
     made_with: str = torch.__version__
-    state: State = field(default_factory=State)
+    state: CellState = field(default_factory=CellState)
 
 
 class Unsaved(ValueError):
@@ -236,7 +236,7 @@ def read_function(
     """
     archive = Archive(file, what)
     made_with, version = _read_head(archive)
-    values = Values(device=device)
+    values = ValueReader(device=device)
     tensors = TensorReader(
         archive.json("tensors.json"),
         archive.read("tensors.safetensors"),
@@ -248,7 +248,7 @@ def read_function(
     function.require_keys(keys, ("state",) if version > 1 else ())
     name, parameters, described, limit, calls = map(function.at, keys)
     state = read_state(function.get("state"), tensors, values)
-    context = Context(tensors, classes, device, made_with, state, version)
+    context = FileContext(tensors, classes, device, made_with, state, version)
     signature = _read_signature(parameters)
     answers = _read_answers(archive, calls, context, signature)
     return SavedFunction(
@@ -310,7 +310,7 @@ def _count_of_programs(archive: Archive) -> int:
 
 
 def _read_answers(
-    archive: Archive, calls: Field, context: Context, signature: inspect.Signature
+    archive: Archive, calls: Field, context: FileContext, signature: inspect.Signature
 ) -> tuple[Answer, ...]:
     """Return the programs with the calls that they answer."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
@@ -413,7 +413,7 @@ class _UnknownDefault:
 def _default(field: Field | None) -> Any:
     if field is None:
         return inspect.Parameter.empty
-    return _UnknownDefault() if field.value == {"unknown": True} else Values().decode(field)
+    return _UnknownDefault() if field.value == {"unknown": True} else ValueReader().decode(field)
 
 
 def _read_descriptors(

@@ -51,7 +51,7 @@ from tsfunc.program.files.operators import (
     operator_named,
 )
 from tsfunc.program.files.tensors import TensorReader
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.printing import line_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
@@ -65,7 +65,7 @@ _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideValues:
     """The values that a graph has from outside, by their names in the file.
 
     Attributes:
@@ -78,9 +78,9 @@ class Outside:
     generator: Callable[[torch.Generator], str]
     container: Callable[[Any], Any] | None = None
 
-    def of_body(self) -> Outside:
+    def of_body(self) -> OutsideValues:
         """Return the same for a control-flow body, which takes its tensors as arguments."""
-        return Outside(_none, self.generator)
+        return OutsideValues(_none, self.generator)
 
     def encode(self, value: Any) -> Any:
         """Return an argument of a node as JSON."""
@@ -94,7 +94,7 @@ class Outside:
 
 def encode_graph(
     graph: torch.fx.Graph,
-    outside: Outside,
+    outside: OutsideValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
@@ -170,7 +170,7 @@ def _kind_of_input(node: torch.fx.Node) -> str:
 
 def _encode_node(
     node: torch.fx.Node,
-    outside: Outside,
+    outside: OutsideValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
 ) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class GraphReader:
         self._device = device
         self._types = types
         self._made_with = made_with
-        self._values = Values(self._known, device)
+        self._values = ValueReader(self._known, device)
         if version >= _SINCE_GENERATORS:
             self._values = self._values.with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}

@@ -14,7 +14,7 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.values import Values, dtype_of, printable
+from tsfunc.program.files.values import ValueReader, dtype_of, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
 _MOST_PARTS = 1000  # the maximum number of operators and operands of one size
@@ -63,7 +63,7 @@ class NodeTypes:
         values: reads devices.
     """
 
-    def __init__(self, symbols: Symbols, values: Values) -> None:
+    def __init__(self, symbols: Symbols, values: ValueReader) -> None:
         self._symbols = symbols
         self._named = {**symbols.sizes, **symbols.scalars}
         self._values = values

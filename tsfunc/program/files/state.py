@@ -22,7 +22,7 @@ from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.updates import Slot, Update
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import Watched
 
@@ -158,7 +158,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]
             yield from _tensors(item, (*path, i))
 
 
-class State:
+class CellState:
     """The cells of a loaded function.
 
     Attributes:
@@ -177,7 +177,7 @@ class State:
         return dict(zip(self.names, self.values, strict=True))
 
 
-def read_state(field: Field | None, tensors: TensorReader, values: Values) -> State:
+def read_state(field: Field | None, tensors: TensorReader, values: ValueReader) -> CellState:
     """Return the cells of a file."""
     names, found = [], []
     reader = values.with_other({"tensor": tensors.tensor})
@@ -185,7 +185,7 @@ def read_state(field: Field | None, tensors: TensorReader, values: Values) -> St
         name, value = each.record("name", "value")
         names.append(name.line())
         found.append(reader.decode(value))
-    return State(names, found)
+    return CellState(names, found)
 
 
 class ProgramState:
@@ -203,7 +203,9 @@ class ProgramState:
         arguments: the number of flattened arguments; None if any number is possible.
     """
 
-    def __init__(self, field: Field | None, state: State, results: int, values: Values) -> None:
+    def __init__(
+        self, field: Field | None, state: CellState, results: int, values: ValueReader
+    ) -> None:
         self.guard_lines = GuardLines()
         self.inputs: list[int] = []
         self.updates: tuple[Update, ...] = ()
@@ -238,12 +240,12 @@ class ProgramState:
             self.guard_lines.result(cells, state.values)
         self.updates = tuple(found)
 
-    def _read(self, field: Field, state: State, cells: str) -> None:
+    def _read(self, field: Field, state: CellState, cells: str) -> None:
         cell_field, path = field.record("cell", "path")
         cell = cell_field.integer(0, len(state) - 1)
         variable, value = f"{cells}[{cell}]", state.values[cell]
         for key_field in path.items():
-            key = Values().decode(key_field)
+            key = ValueReader().decode(key_field)
             try:
                 value = value[key]
             except (LookupError, TypeError):

@@ -39,7 +39,7 @@ from tsfunc.bridge.trace.backends import (
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
-from tsfunc.program.closure.updates import Outside
+from tsfunc.program.closure.updates import OutsideRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
@@ -132,7 +132,7 @@ class Compiled:
             tensors[out.at]
             if type(out) is _At
             else values[out.index]
-            if type(out) is Outside
+            if type(out) is OutsideRef
             else out
             for out in self._outputs
         )

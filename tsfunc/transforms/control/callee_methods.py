@@ -11,7 +11,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.mapped_function import Context, differentiable, has_setup, torch_jvp
+from tsfunc.bridge.grad.mapped_function import FunctionContext, differentiable, has_setup, torch_jvp
 from tsfunc.bridge.grad.once_differentiable import is_marked
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.transforms.control.callee_parts import (
@@ -76,7 +76,7 @@ class Methods:
         return [isinstance(x, torch.Tensor) and differentiable(x) for x in args]
 
     def _forward(self, values: list[Any]) -> Values:
-        cls, made, ctx = self.cls, self.made, Context(self._needs(values))
+        cls, made, ctx = self.cls, self.made, FunctionContext(self._needs(values))
         args = self.callee.filled(values)
         if has_setup(cls):
             out = cls.forward(*args)
@@ -107,8 +107,8 @@ class Methods:
         made.kept = places
         return *results, *others
 
-    def _context(self, values: list[Any], method: str) -> Context:
-        ctx = Context()
+    def _context(self, values: list[Any], method: str) -> FunctionContext:
+        ctx = FunctionContext()
         vars(ctx).update(self.kept.filled(values[: self.first], self.tracing.names))
         return ctx.seen_by(method)
 

@@ -20,7 +20,7 @@ from tsfunc.errors import (
     UndefinedDerivativeError,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
-from tsfunc.program.files.callees import Part
+from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
@@ -28,7 +28,7 @@ from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
 from tsfunc.transforms.control.callees import Batched
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
-from tsfunc.transforms.custom_rules import Call
+from tsfunc.transforms.custom_rules import RuleCall
 from tsfunc.transforms.equations import TENSOR
 from tsfunc.types import Dim, DimExpr, DimForm
 from tsfunc.types.dims import parse_dim
@@ -62,7 +62,7 @@ class Tracing:
         names: the named dims of the part that is being traced.
     """
 
-    names: Names
+    names: DimNames
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Tracing:
         self.callee, self.bounds = callee, bounds
         self.sizes, self.described = sizes, described
         first = callee.leaves[0] if callee.leaves else None
-        self.name: str = first.rule.name if isinstance(first, Call) else callee.name
+        self.name: str = first.rule.name if isinstance(first, RuleCall) else callee.name
         self.operands: list[OperandType | Number] = [
             *callee.types, *map(Number, callee.numbers)
         ]  # fmt: skip
@@ -86,7 +86,7 @@ class Tracing:
     def part(
         self, what: str, func: Callable[[list[Any]], Values],
         given: Sequence[OperandType | Number], last: int = 0,
-    ) -> Part:  # fmt: skip
+    ) -> CalleeGraph:  # fmt: skip
         """Return a function of flat values as a graph.
 
         Args:
@@ -98,7 +98,7 @@ class Tracing:
         Raises:
             NoFileForm: the function can't be traced.
         """
-        self.names = names = Names(self.bounds)
+        self.names = names = DimNames(self.bounds)
         dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
         found = [names.number(x.text) if isinstance(x, Number) else None for x in given]
         numbers = {i: form for i, form in enumerate(found) if form is not None}
@@ -150,7 +150,7 @@ class Tracing:
                 what, f"it asks for more of tensors than types and sizes: {property_guards}"
             )
         used = _without_unused(program.graph, program.inputs)
-        return Part(what, program.graph, used, program.lifted, names.used, program.run)
+        return CalleeGraph(what, program.graph, used, program.lifted, names.used, program.run)
 
     def _sizes_of_call(self, names: Iterable[str]) -> dict[str, int]:
         """Return the call's sizes of some dims, except sizes 0 and 1: NOTE [sizes 0 and 1]."""
@@ -170,7 +170,7 @@ class Tracing:
         return text.rstrip()
 
 
-class Names:
+class DimNames:
     """The named dims of a part's inputs.
 
     A size that is computed from the dims in a form that descriptors lack gets its own name.
@@ -247,7 +247,7 @@ def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, 
     return tuple(kept)
 
 
-def types_of(part: Part) -> list[OperandType]:
+def types_of(part: CalleeGraph) -> list[OperandType]:
     """Return the types of the tensors that a part returns."""
     found = []
     for node in part.results:
@@ -285,7 +285,7 @@ class Kept:
         """Replace the tensors, which belong to an ended trace, by placeholders."""
         self._leaves = [TENSOR if isinstance(x, torch.Tensor) else x for x in self._leaves]
 
-    def filled(self, tensors: Sequence[torch.Tensor], names: Names) -> Any:
+    def filled(self, tensors: Sequence[torch.Tensor], names: DimNames) -> Any:
         rest = iter(tensors)
         leaves = []
         for leaf in self._leaves:

@@ -10,10 +10,10 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.program.files.callees import Part
+from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.transforms.control.callee_parts import (
+    DimNames,
     Kept,
-    Names,
     Tracing,
     Values,
     batches_of,
@@ -29,7 +29,7 @@ from tsfunc.transforms.control.callees import (
     WithVmap,
 )
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
-from tsfunc.transforms.custom_rules import Call, Result
+from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
 from tsfunc.transforms.custom_vjp import pulled_by_rule
 from tsfunc.transforms.equations import Linear
 
@@ -38,7 +38,7 @@ from tsfunc.transforms.equations import Linear
 class _RuleCall:
     """A call of a function with a rule, in the trace of one of its parts."""
 
-    call: Call
+    call: RuleCall
     sizes: Values
     operands: Values
 
@@ -46,12 +46,12 @@ class _RuleCall:
     def arguments(self) -> tuple[Any, Any]:
         return self.call.arguments(self.sizes, self.operands)
 
-    def knowing(self, other: Call, types: Sequence[OperandType], names: Names) -> None:
+    def knowing(self, other: RuleCall, types: Sequence[OperandType], names: DimNames) -> None:
         """Copy the result structure of the call, which was found in another trace."""
         self.call.out_tree, self.call.out_places = other.out_tree, other.out_places
         self.call.out_leaves = other.out_leaves
         self.call.results = tuple(
-            Result(tuple(map(size_of, names.dims(x))), x.dtype, x.device) for x in types
+            ResultMetadata(tuple(map(size_of, names.dims(x))), x.dtype, x.device) for x in types
         )
 
 
@@ -62,7 +62,7 @@ def _rule_call(callee: PythonCallee, values: Sequence[Any]) -> _RuleCall:
     return _RuleCall(call, sizes, operands)
 
 
-def _primal(tracing: Tracing, calls: list[Call]) -> Part:
+def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     """Trace the function itself as a part; its call is appended to ``calls``."""
     callee = tracing.callee
 
@@ -77,7 +77,7 @@ def _primal(tracing: Tracing, calls: list[Call]) -> Part:
 
 def with_vjp(tracing: Tracing) -> WithVjp:
     callee, given = tracing.callee, tracing.operands
-    calls: list[Call] = []
+    calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results = types_of(primal)
     smooth = smooth_of(results)
@@ -121,7 +121,7 @@ def with_vjp(tracing: Tracing) -> WithVjp:
 
 def with_jvp(tracing: Tracing) -> WithJvp:
     callee, given = tracing.callee, tracing.operands
-    calls: list[Call] = []
+    calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
     results, count = types_of(primal), calls[-1].count
     by = [i for i in smooth_of(callee.types) if i < count]
@@ -146,7 +146,7 @@ def with_jvp(tracing: Tracing) -> WithJvp:
 
 def with_vmap(tracing: Tracing, batched: bool) -> WithVmap:
     callee = tracing.callee
-    calls: list[Call] = []
+    calls: list[RuleCall] = []
     made_primal = _primal(tracing, calls)
     results = len(made_primal.results)
     own = len(calls[-1].places)  # the operands after these are closed over by the rule

@@ -20,7 +20,7 @@ from tsfunc.transforms.control.callee_parts import Tracing
 from tsfunc.transforms.control.callee_rules import solution, with_jvp, with_vjp, with_vmap
 from tsfunc.transforms.control.functions import PythonCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
-from tsfunc.transforms.custom_rules import Call
+from tsfunc.transforms.custom_rules import RuleCall
 from tsfunc.transforms.custom_vjp import custom_vjp
 from tsfunc.transforms.custom_vmap import custom_vmap
 from tsfunc.transforms.equations import Solved
@@ -53,7 +53,7 @@ def key_of(callee: PythonCallee) -> Any:
     """Return a key that identifies a function with its static arguments within a program."""
     function, leaves = callee.function, [*callee.leaves]
     tree: Any = callee.tree
-    if leaves and isinstance(leaves[0], Call):
+    if leaves and isinstance(leaves[0], RuleCall):
         call = leaves.pop(0)
         function = function, call.rule, tuple(call.places), call.count, tuple(call.sized)
         leaves += call.leaves

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import UndefinedDerivativeError
-from tsfunc.program.files.callees import Part, TracedCallee
+from tsfunc.program.files.callees import CalleeGraph, TracedCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import apply
 from tsfunc.transforms.custom_vjp import custom_vjp
@@ -41,13 +41,13 @@ class WithVjp(TracedCallee):
     """
 
     count: int
-    primal: Part
-    forward: Part
-    backward: Part
+    primal: CalleeGraph
+    forward: CalleeGraph
+    backward: CalleeGraph
     smooth: Sequence[int]
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         return self.primal, self.forward, self.backward
 
     @functools.cached_property
@@ -83,12 +83,12 @@ class WithJvp(TracedCallee):
     """
 
     count: int
-    primal: Part
-    push: Part
+    primal: CalleeGraph
+    push: CalleeGraph
     by: Sequence[int]
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         return self.primal, self.push
 
     @functools.cached_property
@@ -122,7 +122,7 @@ class Batched:
 
     given: tuple[bool, ...]
     returned: tuple[bool, ...]
-    part: Part
+    part: CalleeGraph
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,11 @@ class WithVmap(TracedCallee):
         batches: the batching rule, for choices of batched tensors.
     """
 
-    primal: Part
+    primal: CalleeGraph
     batches: Sequence[Batched]
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         return self.primal, *(each.part for each in self.batches)
 
     @functools.cached_property
@@ -227,20 +227,20 @@ class WithMethods(TracedCallee):
         batches: the ``vmap`` method, for choices of batched tensors.
     """
 
-    forward: Part
+    forward: CalleeGraph
     kept: Sequence[int]
     dirty: Sequence[int]
     inert: Sequence[int]
     smooth: Sequence[int]
     by: Sequence[int]
-    backward: Part | None
+    backward: CalleeGraph | None
     once: bool
     refusal: str | None
-    push: Part | None
+    push: CalleeGraph | None
     batches: Sequence[Batched]
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         others = [x for x in (self.backward, self.push) if x is not None]
         return self.forward, *others, *(each.part for each in self.batches)
 
@@ -327,12 +327,12 @@ class LinearSolution(TracedCallee):
     """
 
     count: int
-    solve: Part
-    product: Part
-    transposed: Part
+    solve: CalleeGraph
+    product: CalleeGraph
+    transposed: CalleeGraph
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         return self.solve, self.product, self.transposed
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
@@ -351,12 +351,12 @@ class RootSolution(TracedCallee):
     """
 
     count: int
-    solve: Part
-    residual: Part
-    tangent: Part
+    solve: CalleeGraph
+    residual: CalleeGraph
+    tangent: CalleeGraph
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         return self.solve, self.residual, self.tangent
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
@@ -365,11 +365,11 @@ class RootSolution(TracedCallee):
         return solved(equation, operands[: self.count], operands[self.count :])
 
 
-def _closed(part: Part) -> Closed:
+def _closed(part: CalleeGraph) -> Closed:
     return lambda values, closed: part(*values, *closed)
 
 
-def _named(name: str, part: Part) -> Callable[..., Any]:
+def _named(name: str, part: CalleeGraph) -> Callable[..., Any]:
     """Return a part as a function that has the user's name in error messages."""
 
     def function(*args: Any) -> Any:

@@ -4,7 +4,7 @@ If the choice is known, the branch is called as Python would call it. If it diff
 example of a vmap, each branch runs on the active subset of examples that take it: NOTE [active
 subsets] in ``bridge/control/subsets``.
 
-NOTE [choices that can't be read]
+NOTE [unreadable choices]
 The choice of a vmap's examples may itself be a batch of an outer vmap, or traced while the vmap
 can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that draw random
 numbers. Then a branch runs on a guarded subset: all examples, where those that do not take the
@@ -285,7 +285,7 @@ class _Call:
         return found
 
     def unseen(self, choice: ByExample) -> Any:
-        """Run the branches on guarded subsets: NOTE [choices that can't be read]."""
+        """Run the branches on guarded subsets: NOTE [unreadable choices]."""
         level, values = choice.level, choice.values
         first = values[0]
         found = switch(
@@ -300,7 +300,7 @@ class _Call:
         return found
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
-        """Run a branch on a guarded subset: NOTE [choices that can't be read]."""
+        """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         subset = guarded_subset(level, values == i)
         out = run_in_subset(subset, self.what, self.branches[i], self.operands)
         return pytrees.tree_map(lambda leaf: retag(leaf, subset, level), out)

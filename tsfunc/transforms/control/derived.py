@@ -26,7 +26,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _ROOM: Final = 1 << 20  # the most numbers to copy in order to merge two batches into one
 
 
-class Operator(ControlFlow):
+class ControlFlowOperator(ControlFlow):
     """Control flow of a program; its derivatives are operators of a program too."""
 
     # True if a batch of calls runs each body only on the examples that choose it.
@@ -39,7 +39,7 @@ class Operator(ControlFlow):
         return Pushforward(self, count, by)
 
     def mapped(self, batched: Sequence[bool]) -> ControlFlow:
-        return Mapped(self, batched)
+        return MappedOperator(self, batched)
 
     def of_batch(
         self, operands: Sequence[Any], batched: Sequence[bool]
@@ -51,10 +51,12 @@ class Operator(ControlFlow):
         return Replayed(self, count, devices)
 
 
-class Pullback(Operator):
+class Pullback(ControlFlowOperator):
     """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
 
-    def __init__(self, of_op: Operator, count: int, by: Sequence[int], of: Sequence[int]) -> None:
+    def __init__(
+        self, of_op: ControlFlowOperator, count: int, by: Sequence[int], of: Sequence[int]
+    ) -> None:
         super().__init__(f"{of_op.name}_pullback", of_op.bodies)
         self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
 
@@ -91,10 +93,10 @@ class Pullback(Operator):
         return run
 
 
-class Mapped(Operator):
+class MappedOperator(ControlFlowOperator):
     """A batch of calls of an operator: see ``ControlFlow.mapped``."""
 
-    def __init__(self, of_op: Operator, batched: Sequence[bool]) -> None:
+    def __init__(self, of_op: ControlFlowOperator, batched: Sequence[bool]) -> None:
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
         self.on_subsets = of_op.on_subsets
@@ -103,11 +105,17 @@ class Mapped(Operator):
         return self.op.steps(self._ones(operands))
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        if self.on_subsets and isinstance(self.op, Mapped) and self._is_cheap_as_one(operands):
+        if (
+            self.on_subsets
+            and isinstance(self.op, MappedOperator)
+            and self._is_cheap_as_one(operands)
+        ):
             # Use one batch of all examples, since the lanes of an inner batch could not be read.
             inner = self.op
             either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
-            return flattened(Mapped(inner.op, either), self.batched, inner.batched)(*operands)
+            return flattened(MappedOperator(inner.op, either), self.batched, inner.batched)(
+                *operands
+            )
         physical = self.op.of_batch(operands, self.batched)
         if physical is not None:
             return tuple(physical)
@@ -122,7 +130,7 @@ class Mapped(Operator):
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
         """True if merging two vmaps does not expand the operands by much."""
-        assert isinstance(self.op, Mapped)
+        assert isinstance(self.op, MappedOperator)
         pairs = list(zip(operands, self.batched, self.op.batched, strict=False))
         if not all(type(x) in _PLAIN for x, _, _ in pairs):
             return False
@@ -150,17 +158,19 @@ class Mapped(Operator):
         if found is None:
             return None
         tensors = [i for i in found.operands if i < len(self.batched)]
-        assert isinstance(found.op, Operator)
+        assert isinstance(found.op, ControlFlowOperator)
         batched = [self.batched[i] for i in tensors]
         if not any(batched):  # the number of calls would be unknown
             return None
-        return Narrowed(Mapped(found.op, batched), found.operands, found.results)
+        return Narrowed(MappedOperator(found.op, batched), found.operands, found.results)
 
 
-class Replayed(Operator):
+class Replayed(ControlFlowOperator):
     """A repetition of an operator with earlier random numbers: see ``ControlFlow.replayed``."""
 
-    def __init__(self, of_op: Operator, count: int, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, of_op: ControlFlowOperator, count: int, devices: Sequence[torch.device]
+    ) -> None:
         super().__init__(of_op.name, of_op.bodies)
         self.op, self.count, self.devices = of_op, count, tuple(devices)
 
@@ -197,10 +207,10 @@ class Replayed(Operator):
                 torch.get_device_module(device).set_rng_state(read(state), device)
 
 
-class Pushforward(Operator):
+class Pushforward(ControlFlowOperator):
     """The pushforward of an operator: see ``ControlFlow.pushforward``."""
 
-    def __init__(self, of_op: Operator, count: int, by: Sequence[int]) -> None:
+    def __init__(self, of_op: ControlFlowOperator, count: int, by: Sequence[int]) -> None:
         super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
         self.op, self.count, self.by = of_op, count, tuple(by)
 

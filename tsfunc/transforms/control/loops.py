@@ -392,7 +392,7 @@ class Loop:
                 return carry, made, True
 
     def unseen(self, carry: Any, value: Any, level: BatchLevel) -> Any:
-        """Run the loop at the outer level: NOTE [choices that can't be read] in ``cond``."""
+        """Run the loop at the outer level: NOTE [unreadable choices] in ``cond``."""
         active = values_at(value, level)
 
         def body(state: Any) -> Any:

@@ -24,7 +24,13 @@ from tsfunc.program.files.values import NoFileForm
 from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.derived import Mapped, Operator, Pullback, Pushforward, Replayed
+from tsfunc.transforms.control.derived import (
+    ControlFlowOperator,
+    MappedOperator,
+    Pullback,
+    Pushforward,
+    Replayed,
+)
 from tsfunc.transforms.control.functions import FunctionCall
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
@@ -126,17 +132,19 @@ def _count(field: Field, kinds: Kinds, more: int) -> int:
     return count
 
 
-def _inner(field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int) -> Operator:
+def _inner(
+    field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int
+) -> ControlFlowOperator:
     numbers = list(kinds[count + more :])
     if any(kind != NUMBER for kind in numbers):
         field.fail("numbers come after all tensors")
     return _operator(field, graph, [*kinds[:count], *numbers])
 
 
-def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> Operator:
+def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> ControlFlowOperator:
     """Return the operator that another one is derived from."""
     op = decode_control(field, graph, kinds)
-    if not isinstance(op, Operator):
+    if not isinstance(op, ControlFlowOperator):
         field.fail("it has no derivative")
     return op
 
@@ -145,7 +153,7 @@ def _places(field: Field, count: int) -> list[int]:
     return [at.integer(0, count - 1) for at in field.items()]
 
 
-def _encode_mapped(op: Mapped, graph: EncodeGraph) -> dict[str, Any]:
+def _encode_mapped(op: MappedOperator, graph: EncodeGraph) -> dict[str, Any]:
     return {"of": encode_control(op.op, graph), "batched": list(op.batched)}
 
 
@@ -154,7 +162,7 @@ def _decode_mapped(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) ->
     batched = [each.flag() for each in batched_field.items()]
     if len(batched) > len(kinds):
         batched_field.fail("there are fewer operands than that")
-    return Mapped(_operator(of, graph, kinds), batched)
+    return MappedOperator(_operator(of, graph, kinds), batched)
 
 
 def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
@@ -264,7 +272,7 @@ def register_all() -> None:
         ControlKind("prefixes", AssociativeScan, _encode_prefixes, _decode_prefixes),
         ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
         ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
-        ControlKind("mapped", Mapped, _encode_mapped, _decode_mapped),
+        ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
         ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint, 3),
         ControlKind("once", OnceCall, _encode_once, _decode_once, 3),
         ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed, 3),

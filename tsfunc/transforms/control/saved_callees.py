@@ -17,7 +17,7 @@ from tsfunc.program.files.callees import (
 from tsfunc.program.files.control import DecodeGraph, EncodeGraph
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.transforms.control.callee_tracing import key_of, traced_callee
 from tsfunc.transforms.control.callees import (
     Batched,
@@ -28,7 +28,7 @@ from tsfunc.transforms.control.callees import (
     WithVjp,
     WithVmap,
 )
-from tsfunc.transforms.control.functions import FunctionCall, Mapped, PythonCallee
+from tsfunc.transforms.control.functions import EnclosingVmap, FunctionCall, PythonCallee
 
 Kinds = Sequence[Any]
 _RANDOMNESS = {name: name for name in ("error", "different", "same", "split")}
@@ -83,14 +83,14 @@ def decode_call(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> Co
     return op
 
 
-def _decode_map(field: Field, callee: TracedCallee, graph: DecodeGraph) -> Mapped:
+def _decode_map(field: Field, callee: TracedCallee, graph: DecodeGraph) -> EnclosingVmap:
     ins, outs, randomness, axis_name, size = field.record(
         "in_dims", "out_dims", "randomness", "axis_name", "axis_size"
     )
-    axis = Values().decode(axis_name)
+    axis = ValueReader().decode(axis_name)
     if isinstance(axis, list | dict | slice):
         axis_name.expected("the name of an axis")
-    return Mapped(
+    return EnclosingVmap(
         _dims(ins, callee.tensors),
         _dims(outs, callee.results),
         randomness.one_of(_RANDOMNESS, "what becomes of random numbers"),

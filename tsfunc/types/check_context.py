@@ -1,9 +1,9 @@
-"""Runs: the state of the check of one call.
+"""The state of the check of one call.
 
 NOTE [one check, one report]
-A check does not stop at the first mismatch. It adds mismatches to the `Run` that it is given, so
-that one error lists all of them. Text is made only for mismatches, so a call that fits costs only
-the comparisons.
+A check does not stop at the first mismatch. It adds mismatches to the `CheckContext` that it is
+given, so that one error lists all of them. Text is made only for mismatches, so a call that fits
+costs only the comparisons.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.values import Attribute, entry_text
 
 Path: TypeAlias = tuple[Any, ...]
-"""The parameter's name, then optree's entries down to the leaf."""
+"""The path of a value: the name of the parameter, then optree's entries down to the leaf."""
 
 
 class Failure(NamedTuple):
@@ -27,7 +27,7 @@ class Failure(NamedTuple):
     line: str
 
 
-class Run:
+class CheckContext:
     """The mismatches and the named sizes that the check of one call has found so far."""
 
     __slots__ = ("arguments", "failures", "leaves", "pending", "places", "sizes")
@@ -50,22 +50,22 @@ class Run:
         path, part = self.places[name]
         return f"{name} is {self.sizes[name]} at {place_text(path, self.arguments)}{part}"
 
-    def fork(self) -> Run:
-        """Return a run with the same state, for an alternative that may not fit."""
-        run = Run(self.arguments)
-        run.sizes.update(self.sizes)
-        run.places.update(self.places)
-        run.leaves.update(self.leaves)
-        run.pending.extend(self.pending)
-        return run
+    def fork(self) -> CheckContext:
+        """Return a context with the same state, for an alternative that may not fit."""
+        context = CheckContext(self.arguments)
+        context.sizes.update(self.sizes)
+        context.places.update(self.places)
+        context.leaves.update(self.leaves)
+        context.pending.extend(self.pending)
+        return context
 
-    def adopt(self, other: Run) -> None:
-        """Take over the state of a fork of this run, without its failures."""
+    def adopt(self, other: CheckContext) -> None:
+        """Take over the state of a fork of this context, without its failures."""
         self.sizes, self.places = other.sizes, other.places
         self.leaves, self.pending = other.leaves, other.pending
 
 
-Check: TypeAlias = Callable[[Any, Path, Run], None]
+Check: TypeAlias = Callable[[Any, Path, CheckContext], None]
 
 
 def place_text(path: Path, arguments: Mapping[str, object]) -> str:
