@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tsfunc.late import late
+from tsfunc._lazy import lazy_exports
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
     attention,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from tsfunc.ops.catalogue.custom import register
     from tsfunc.ops.catalogue.lookup import OperatorEntry, category_of, lookup
 else:
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "catalogue.counts": "census operators",

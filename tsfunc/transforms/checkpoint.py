@@ -29,7 +29,7 @@ from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.derived import ControlFlowOperator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
 
 

@@ -30,7 +30,7 @@ from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
-from tsfunc.transforms.closed_over import closed_over
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 from tsfunc.transforms.vmap_spec import name_of
 
@@ -424,7 +424,7 @@ class Rule:
         tensors, sizes = [leaves[i] for i in places], [leaves[i] for i in sized]
         for i in (*places, *sized):
             leaves[i] = None
-        closed = closed_over((*self.functions(), *leaves))
+        closed = consts_of((*self.functions(), *leaves))
         count = sum(i < tree.num_leaves for i in places)
         call = RuleCall(self, leaves, (tree, fixed_tree), places, count, sized, closed)
         return call, tuple(sizes), (*tensors, *map(as_seen_by_current_level, closed))

@@ -34,7 +34,7 @@ from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.program.guarding.guard_texts import Guards
-from tsfunc.transforms.control.saved import register_all
+from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors

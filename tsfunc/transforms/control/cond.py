@@ -31,7 +31,6 @@ from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
-from tsfunc.transforms.control.agreed import agreed_index, agreed_predicate, exchanging
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -51,6 +50,7 @@ from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together
 from tsfunc.transforms.control.programs import record_switch
+from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
 
 Branch = Callable[..., Any]
 

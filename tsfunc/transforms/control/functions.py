@@ -22,7 +22,7 @@ from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
-from tsfunc.transforms.control.derived import ControlFlowOperator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 

@@ -33,7 +33,6 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
-from tsfunc.transforms.control.agreed import agreed_loop, exchanging
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
@@ -48,6 +47,7 @@ from tsfunc.transforms.control.choice import (
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
+from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
 _ADVICE = (

@@ -16,13 +16,13 @@ from tsfunc.bridge.control.control_flow import Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
+from tsfunc.transforms.abstract_eval import looks_of
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
-from tsfunc.transforms.control.derived import ControlFlowOperator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.masked_batching import MaskedBatch
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
-from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 Checkpoint = Literal["sqrt", "log"] | None

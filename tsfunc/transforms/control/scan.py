@@ -16,6 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.transforms.abstract_eval import looks_of
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (
@@ -27,7 +28,6 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
-from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 P = ParamSpec("P")

@@ -21,7 +21,7 @@ from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.passes.effects import is_random, writes
-from tsfunc.transforms.control.derived import ControlFlowOperator, MappedOperator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 from tsfunc.transforms.control.operators import While
 
 

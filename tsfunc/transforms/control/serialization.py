@@ -24,7 +24,12 @@ from tsfunc.program.files.values import NoFileForm
 from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.derived import (
+from tsfunc.transforms.control.custom_function_serialization import (
+    decode_call,
+    encode_call,
+    register_callees,
+)
+from tsfunc.transforms.control.derived_operators import (
     ControlFlowOperator,
     MappedOperator,
     Pullback,
@@ -39,7 +44,6 @@ from tsfunc.transforms.control.operators import (
     Switch,
     While,
 )
-from tsfunc.transforms.control.saved_callees import decode_call, encode_call, register_callees
 
 Kinds = Sequence[Any]
 _BATCHING = {name: name for name in get_args(Batching)}

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from tsfunc.program.files.callees import CalleeWriter, TracedCallee
-from tsfunc.transforms.control.callee_methods import Methods
-from tsfunc.transforms.control.callee_parts import Tracing
-from tsfunc.transforms.control.callee_rules import solution, with_jvp, with_vjp, with_vmap
+from tsfunc.transforms.control.custom_function_graphs import Tracing
+from tsfunc.transforms.control.custom_function_methods import Methods
+from tsfunc.transforms.control.custom_function_rules import solution, with_jvp, with_vjp, with_vmap
 from tsfunc.transforms.control.functions import PythonCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import RuleCall

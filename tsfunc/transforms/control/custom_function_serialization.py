@@ -18,15 +18,15 @@ from tsfunc.program.files.control import DecodeGraph, EncodeGraph
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
-from tsfunc.transforms.control.callee_tracing import key_of, traced_callee
-from tsfunc.transforms.control.callees import (
+from tsfunc.transforms.control.custom_function_tracing import key_of, traced_callee
+from tsfunc.transforms.control.custom_functions import (
     Batched,
+    CustomAutogradFunction,
+    CustomJvp,
+    CustomVjp,
+    CustomVmap,
     LinearSolution,
     RootSolution,
-    WithJvp,
-    WithMethods,
-    WithVjp,
-    WithVmap,
 )
 from tsfunc.transforms.control.functions import EnclosingVmap, FunctionCall, PythonCallee
 
@@ -131,7 +131,7 @@ def _results(field: Field, part: Any, count: int, *, nothing: bool = False) -> A
     return part
 
 
-def _encode_vjp(callee: WithVjp, to: CalleeWriter) -> dict[str, Any]:
+def _encode_vjp(callee: CustomVjp, to: CalleeWriter) -> dict[str, Any]:
     return {
         "count": callee.count,
         "smooth": list(callee.smooth),
@@ -141,7 +141,7 @@ def _encode_vjp(callee: WithVjp, to: CalleeWriter) -> dict[str, Any]:
     }
 
 
-def _decode_vjp(callee: WithVjp, field: Field, part: DecodePart) -> None:
+def _decode_vjp(callee: CustomVjp, field: Field, part: DecodePart) -> None:
     count, smooth, primal, forward, backward = _require(
         field, "count", "smooth", "primal", "forward", "backward"
     )
@@ -158,7 +158,7 @@ def _decode_vjp(callee: WithVjp, field: Field, part: DecodePart) -> None:
     )  # fmt: skip
 
 
-def _encode_jvp(callee: WithJvp, to: CalleeWriter) -> dict[str, Any]:
+def _encode_jvp(callee: CustomJvp, to: CalleeWriter) -> dict[str, Any]:
     return {
         "count": callee.count,
         "by": list(callee.by),
@@ -167,7 +167,7 @@ def _encode_jvp(callee: WithJvp, to: CalleeWriter) -> dict[str, Any]:
     }
 
 
-def _decode_jvp(callee: WithJvp, field: Field, part: DecodePart) -> None:
+def _decode_jvp(callee: CustomJvp, field: Field, part: DecodePart) -> None:
     count, by, primal, push = _require(field, "count", "by", "primal", "push")
     own, results = _own(callee), callee.results
     callee.count = count.integer(0, callee.tensors)
@@ -177,11 +177,11 @@ def _decode_jvp(callee: WithJvp, field: Field, part: DecodePart) -> None:
     callee.push = _results(push, part(push, given), results, nothing=True)
 
 
-def _encode_vmap(callee: WithVmap, to: CalleeWriter) -> dict[str, Any]:
+def _encode_vmap(callee: CustomVmap, to: CalleeWriter) -> dict[str, Any]:
     return {"primal": to.part(callee.primal), "batches": _encode_batches(callee.batches, to)}
 
 
-def _decode_vmap(callee: WithVmap, field: Field, part: DecodePart) -> None:
+def _decode_vmap(callee: CustomVmap, field: Field, part: DecodePart) -> None:
     primal, batches = _require(field, "primal", "batches")
     callee.primal = _results(primal, part(primal, _own(callee)), callee.results)
     callee.batches = _decode_batches(callee, batches, part)
@@ -208,7 +208,7 @@ def _decode_batches(callee: TracedCallee, field: Field, part: DecodePart) -> lis
 _METHODS = ("kept", "dirty", "inert", "smooth", "by")
 
 
-def _encode_methods(callee: WithMethods, to: CalleeWriter) -> dict[str, Any]:
+def _encode_methods(callee: CustomAutogradFunction, to: CalleeWriter) -> dict[str, Any]:
     return {
         **{name: list(getattr(callee, name)) for name in _METHODS},
         "once": callee.once,
@@ -220,7 +220,7 @@ def _encode_methods(callee: WithMethods, to: CalleeWriter) -> dict[str, Any]:
     }
 
 
-def _decode_methods(callee: WithMethods, field: Field, part: DecodePart) -> None:
+def _decode_methods(callee: CustomAutogradFunction, field: Field, part: DecodePart) -> None:
     *places, once, refusal, forward, backward, push, batches = _require(
         field, *_METHODS, "once", "refusal", "forward", "backward", "push", "batches"
     )
@@ -287,10 +287,10 @@ def _at_least(field: Field, part: Any, count: int) -> None:
 def register_callees() -> None:
     """Register every kind of function for files."""
     for kind in (
-        CalleeKind("vjp", WithVjp, _encode_vjp, _decode_vjp),
-        CalleeKind("jvp", WithJvp, _encode_jvp, _decode_jvp),
-        CalleeKind("vmap", WithVmap, _encode_vmap, _decode_vmap),
-        CalleeKind("methods", WithMethods, _encode_methods, _decode_methods),
+        CalleeKind("vjp", CustomVjp, _encode_vjp, _decode_vjp),
+        CalleeKind("jvp", CustomJvp, _encode_jvp, _decode_jvp),
+        CalleeKind("vmap", CustomVmap, _encode_vmap, _decode_vmap),
+        CalleeKind("methods", CustomAutogradFunction, _encode_methods, _decode_methods),
         CalleeKind("linear", LinearSolution, _encode_linear, _decode_linear),
         CalleeKind("root", RootSolution, _encode_root, _decode_root),
     ):

@@ -19,8 +19,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
+from tsfunc.transforms.abstract_eval import looks_of
 from tsfunc.transforms.collectives import pmax, pmin, psum
-from tsfunc.transforms.outlines import looks_of
 
 Branch = Callable[..., Any]
 

@@ -14,7 +14,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import FunctionContext, differentiable, has_setup, torch_jvp
 from tsfunc.bridge.grad.once_differentiable import is_marked
 from tsfunc.errors import UndefinedDerivativeError
-from tsfunc.transforms.control.callee_parts import (
+from tsfunc.transforms.control.custom_function_graphs import (
     Kept,
     Tracing,
     Values,
@@ -22,8 +22,8 @@ from tsfunc.transforms.control.callee_parts import (
     smooth_of,
     types_of,
 )
-from tsfunc.transforms.control.callees import (
-    WithMethods,
+from tsfunc.transforms.control.custom_functions import (
+    CustomAutogradFunction,
 )
 
 
@@ -38,11 +38,11 @@ class Methods:
     def __init__(self, tracing: Tracing) -> None:
         self.tracing, self.callee = tracing, tracing.callee
         self.cls = tracing.callee.function
-        self.made = WithMethods(*tracing.head(0))
+        self.made = CustomAutogradFunction(*tracing.head(0))
         self.outputs: list[int | None] = []
         self.materialize = True
 
-    def traced(self, batched: bool) -> WithMethods:
+    def traced(self, batched: bool) -> CustomAutogradFunction:
         made, tracing, cls = self.made, self.tracing, self.cls
         made.forward = tracing.part("forward", self._forward, tracing.operands)
         self.kept.forget()

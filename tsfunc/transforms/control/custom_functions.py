@@ -28,7 +28,7 @@ from tsfunc.transforms.symbolic_zeros import SymbolicZero
 from tsfunc.transforms.vmap import vmap
 
 
-class WithVjp(TracedCallee):
+class CustomVjp(TracedCallee):
     """A function with a ``custom_vjp``.
 
     Attributes:
@@ -72,7 +72,7 @@ class WithVjp(TracedCallee):
         return found
 
 
-class WithJvp(TracedCallee):
+class CustomJvp(TracedCallee):
     """A function with a ``custom_jvp``.
 
     Attributes:
@@ -172,7 +172,7 @@ class Batches:
         return max(self._rules.values(), key=lambda rule: sum(rule.given))
 
 
-class WithVmap(TracedCallee):
+class CustomVmap(TracedCallee):
     """A function with a ``custom_vmap``.
 
     Attributes:
@@ -206,7 +206,7 @@ class WithVmap(TracedCallee):
         return found
 
 
-class WithMethods(TracedCallee):
+class CustomAutogradFunction(TracedCallee):
     """An ``autograd.Function``.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.program.files.callees import CalleeGraph
-from tsfunc.transforms.control.callee_parts import (
+from tsfunc.transforms.control.custom_function_graphs import (
     DimNames,
     Kept,
     Tracing,
@@ -21,12 +21,12 @@ from tsfunc.transforms.control.callee_parts import (
     smooth_of,
     types_of,
 )
-from tsfunc.transforms.control.callees import (
+from tsfunc.transforms.control.custom_functions import (
+    CustomJvp,
+    CustomVjp,
+    CustomVmap,
     LinearSolution,
     RootSolution,
-    WithJvp,
-    WithVjp,
-    WithVmap,
 )
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
@@ -75,7 +75,7 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     return tracing.part("the function itself", run, tracing.operands)
 
 
-def with_vjp(tracing: Tracing) -> WithVjp:
+def with_vjp(tracing: Tracing) -> CustomVjp:
     callee, given = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
@@ -113,13 +113,13 @@ def with_vjp(tracing: Tracing) -> WithVjp:
 
     cotangents = [results[j] for j in smooth]
     last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
-    made = WithVjp(*tracing.head(len(results)))
+    made = CustomVjp(*tracing.head(len(results)))
     made.count, made.smooth = calls[-1].count, smooth
     made.primal, made.forward, made.backward = primal, first, last
     return made
 
 
-def with_jvp(tracing: Tracing) -> WithJvp:
+def with_jvp(tracing: Tracing) -> CustomJvp:
     callee, given = tracing.callee, tracing.operands
     calls: list[RuleCall] = []
     primal = _primal(tracing, calls)
@@ -138,13 +138,13 @@ def with_jvp(tracing: Tracing) -> WithJvp:
         return found
 
     tangents = [callee.types[i] for i in by]
-    made = WithJvp(*tracing.head(len(results)))
+    made = CustomJvp(*tracing.head(len(results)))
     made.count, made.by, made.primal = count, by, primal
     made.push = tracing.part("the rule", push, [*given, *tangents])
     return made
 
 
-def with_vmap(tracing: Tracing, batched: bool) -> WithVmap:
+def with_vmap(tracing: Tracing, batched: bool) -> CustomVmap:
     callee = tracing.callee
     calls: list[RuleCall] = []
     made_primal = _primal(tracing, calls)
@@ -163,7 +163,7 @@ def with_vmap(tracing: Tracing, batched: bool) -> WithVmap:
         kept = [(x, flag) for x, flag in pairs if isinstance(x, torch.Tensor)]
         return [x for x, _ in kept], [flag for _, flag in kept]
 
-    made = WithVmap(*tracing.head(results))
+    made = CustomVmap(*tracing.head(results))
     made.primal = made_primal
     made.batches = batches_of(tracing, rule, own) if batched else ()
     return made

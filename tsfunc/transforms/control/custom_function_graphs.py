@@ -1,4 +1,4 @@
-"""The parts of functions with rules, traced: NOTE [functions in files] in ``callee_tracing``."""
+"""The graphs of functions with rules: NOTE [functions in files] in ``custom_function_tracing``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
-from tsfunc.transforms.control.callees import Batched
+from tsfunc.transforms.control.custom_functions import Batched
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import RuleCall
 from tsfunc.transforms.equations import TENSOR

@@ -22,7 +22,7 @@ _SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, 
 _LIBRARIES = ("torch.", "tsfunc.", "numpy.", "functools.", "optree.")
 
 
-def closed_over(values: Iterable[Any]) -> list[torch.Tensor]:
+def consts_of(values: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors that functions and objects close over, each tensor once."""
     search = _Search()
     for value in values:

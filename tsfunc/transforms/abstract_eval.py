@@ -54,7 +54,7 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Look:
+class AbstractTensor:
     """The shape, dtype and device of a tensor; in a trace its sizes may be symbolic."""
 
     shape: tuple[Any, ...]
@@ -166,11 +166,11 @@ def _request(
 def _look_of(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return Look(tuple(leaf.shape), leaf.dtype, leaf.device)
+    return AbstractTensor(tuple(leaf.shape), leaf.dtype, leaf.device)
 
 
 def _type_of(leaf: Any) -> Any:
-    if not isinstance(leaf, Look):
+    if not isinstance(leaf, AbstractTensor):
         return leaf
     shape = [size if isinstance(size, int) else None for size in leaf.shape]
     return MetaTensorType(shape, dtype=leaf.dtype, device=leaf.device)

@@ -38,7 +38,7 @@ def rule_of_category(category: Category, signature: OperatorSignature) -> Rule |
         and not dim_arguments(signature)  # such dims need a rule
     ):
         rule = _OF_ONE_TENSOR.get(category)
-    return Confirmed(rule) if rule is not None else None
+    return VerifiedRule(rule) if rule is not None else None
 
 
 def batch_first(
@@ -52,7 +52,7 @@ _MOST = 1000  # the maximum number of confirmed calls in the cache
 _OF_ONE_TENSOR = {Category.IDENTITY: same_shape, Category.BATCHED: batch_first}
 
 
-class Confirmed:
+class VerifiedRule:
     """A category's rule, used only for calls that an operator's fake kernel agrees with."""
 
     def __init__(self, rule: Rule) -> None:
