@@ -68,7 +68,7 @@ def _column(words: Sequence[int], like: Tensor) -> Tensor:
     return pair.view(2, *[1] * (like.dim() - 1))
 
 
-class Draw:
+class Philox:
     """The random words of one call of a random operator, separate for each example.
 
     Args:
@@ -120,11 +120,11 @@ class Attempts:
     """The random words of several attempts, which are the first dim.
 
     Attributes:
-        examples: the indices of the examples, as in ``Draw``.
+        examples: the indices of the examples, as in ``Philox``.
         device: the device of the words.
     """
 
-    def __init__(self, draw: Draw, stage: int, first: int, number: int) -> None:
+    def __init__(self, draw: Philox, stage: int, first: int, number: int) -> None:
         self.draw, self.number = draw, number
         self.examples, self.device = draw.examples, draw.device
         self._next = (stage << 16) + (first << 4)

@@ -16,15 +16,15 @@ from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
 from tsfunc.ops.dims import align, front, logical_shape, op_name, unit_dims
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Dims, RuleLevel
 
 Sampler = Callable[..., Tensor]
 
 
-def draw_for(level: RuleLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
+def draw_for(level: RuleLevel, device: Any, kwargs: Mapping[str, Any]) -> Philox:
     """Return the source of random words for a call with these keyword arguments."""
-    return Draw(level, torch.device(device), kwargs.get("generator"))
+    return Philox(level, torch.device(device), kwargs.get("generator"))
 
 
 def _require(condition: bool, op: Any, message: str) -> None:
@@ -33,7 +33,7 @@ def _require(condition: bool, op: Any, message: str) -> None:
 
 
 def _uniform(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
     _require(low <= high, op, f"from <= to, got from={low} > to={high}")
     u = distributions.uniform(draw, count, dtype)
@@ -41,7 +41,7 @@ def _uniform(
 
 
 def _normal(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
     _require(std >= 0.0, op, f"std >= 0.0, but found std {std}")
     z = distributions.normal(draw, count, dtype)
@@ -49,30 +49,34 @@ def _normal(
 
 
 def _log_normal(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
 ) -> Tensor:
     _require(std > 0.0, op, f"std > 0.0, but found std={std}")
     return (distributions.normal(draw, count, dtype) * std + mean).exp()
 
 
-def _exponential(op: Any, draw: Draw, count: Any, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
+def _exponential(
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, rate: float = 1.0
+) -> Tensor:
     _require(rate > 0.0, op, f"lambda > 0.0, but found lambda={rate}")
     return distributions.exponential(draw, count, dtype) / rate
 
 
 def _cauchy(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
 ) -> Tensor:
     _require(scale > 0.0, op, f"sigma > 0.0, but found sigma={scale}")
     return distributions.cauchy(draw, count, dtype) * scale + median
 
 
-def _geometric(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
+def _geometric(op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
     _require(0 < chance <= 1, op, f"p to be in (0, 1], but got p={chance}")
     return distributions.geometric(draw, count, chance)
 
 
-def _bernoulli(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float = 0.5) -> Tensor:
+def _bernoulli(
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float = 0.5
+) -> Tensor:
     _require(0 <= chance <= 1, op, f"p to be in [0, 1], but got p={chance}")
     return distributions.below(draw, count, chance)
 
@@ -86,17 +90,17 @@ def _greatest(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-def _between(op: Any, draw: Draw, count: Any, low: int, high: int) -> Tensor:
+def _between(op: Any, draw: Philox, count: Any, low: int, high: int) -> Tensor:
     _require(low < high, op, f"from < to, got from={low} >= to={high}")
     return distributions.integers(draw, count, low, high - low)
 
 
-def _random(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
+def _random(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
     low, high = (0, *bounds)[-2:] if bounds else (0, None)
     return _between(op, draw, count, low or 0, _greatest(dtype) + 1 if high is None else high)
 
 
-def _randint(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
+def _randint(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
     low, high = (0, *bounds)[-2:]
     return _between(op, draw, count, low, high)
 
@@ -283,7 +287,7 @@ def multinomial(
 
 
 def _sample_rows(
-    draw: Draw, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
+    draw: Philox, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
 ) -> Tensor:
     params = [_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
     if name == "aten::poisson":

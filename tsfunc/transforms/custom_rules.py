@@ -276,7 +276,7 @@ def is_differentiated(call: RuleCall) -> bool:
     return any(call.hidden) and differentiates_here() and not _watched.depth
 
 
-class _Watched(threading.local):
+class _DependencySearches(threading.local):
     """The number of functions on this thread that run in order to find hidden dependencies.
 
     Meanwhile, a function with a rule that they call is differentiated by autograd if only its
@@ -286,7 +286,7 @@ class _Watched(threading.local):
     depth = 0
 
 
-_watched = _Watched()
+_watched = _DependencySearches()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.compressed import is_compressed, stacked
 from tsfunc.ops.dims import refuse_inplace
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
 
@@ -249,7 +249,7 @@ def _beginning(
     generator = kwargs.get("generator")
     seeds: list[list[int]] = []
     if level.randomness == "split":
-        seeds = Draw(level, torch.device("cpu"), generator).words(2).tolist()
+        seeds = Philox(level, torch.device("cpu"), generator).words(2).tolist()
     generators = GeneratorStates()
     generators.draws(generator)
 

@@ -280,7 +280,7 @@ def _read_head(archive: Archive) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallKind:
     """A kind of call, and the number of the program that answers it."""
 
     field: Field
@@ -289,12 +289,12 @@ class _Call:
     form: CallSpec
 
 
-def _read_calls(field: Field, count: int, forms: FormReader) -> list[_Call]:
+def _read_calls(field: Field, count: int, forms: FormReader) -> list[_CallKind]:
     found = []
     for call in field.items():
         number, reason, form = call.record("program", "reason", "form")
         program = number.integer(0, count - 1)
-        found.append(_Call(call, program, reason.line(), forms.decode(form)))
+        found.append(_CallKind(call, program, reason.line(), forms.decode(form)))
     return found
 
 
@@ -317,7 +317,7 @@ def _read_answers(
     forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
     found = _read_calls(calls, count, forms)
-    made_for: dict[int, _Call] = {}
+    made_for: dict[int, _CallKind] = {}
     for call in found:
         # A program was made for its call with the most named dims; its other calls are special
         # cases.

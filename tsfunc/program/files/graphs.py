@@ -37,7 +37,7 @@ from tsfunc.program.files.control import (
     encode_control,
 )
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.node_types import NodeTypes, encode_told, encode_type
+from tsfunc.program.files.node_types import NodeTypes, encode_display_meta, encode_type
 from tsfunc.program.files.operators import (
     NAMES_OF_FUNCTIONS,
     NOTHING,
@@ -60,7 +60,7 @@ _RESERVED = frozenset({"args"})
 # The operator in a file that checks a size that depends on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_SINCE_GENERATORS, _SINCE_TOLD = 4, 5  # the first versions of the format that have them
+_SINCE_GENERATORS, _SINCE_DISPLAY_META = 4, 5  # the first versions of the format that have them
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
@@ -157,7 +157,7 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    told = None if facts else encode_told(node)
+    told = None if facts else encode_display_meta(node)
     return facts if told is None else {"told": told}
 
 
@@ -234,7 +234,7 @@ class GraphReader:
     ) -> None:
         self._callees, self._is_body = callees, is_body
         self._version = version
-        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_TOLD else _OPTIONAL
+        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_DISPLAY_META else _OPTIONAL
         self._tensors = tensors
         self._device = device
         self._types = types
@@ -302,7 +302,7 @@ class GraphReader:
             self._types.read_number(number, node)
         told = field.get("told")
         if told is not None:
-            self._types.read_told(told, node)
+            self._types.read_display_meta(told, node)
         for key, name in _FLAGS.items():
             flag = field.get(key)
             if flag is not None:

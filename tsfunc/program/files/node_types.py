@@ -39,7 +39,7 @@ def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
 _KINDS_OF_NUMBERS = {"int": int, "float": float}
 
 
-def encode_told(node: torch.fx.Node) -> Any | None:
+def encode_display_meta(node: torch.fx.Node) -> Any | None:
     """Return the displayed properties of a value as JSON, if `encode_type` can't write it."""
     known = properties_of_node(node)
     if known is None:
@@ -96,18 +96,18 @@ class NodeTypes:
             except (RuntimeError, OverflowError, ValueError, TypeError) as error:
                 field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
 
-    def read_told(self, field: Field, node: torch.fx.Node) -> None:
-        """Set the properties that `encode_told` wrote on a node; they are for display only."""
+    def read_display_meta(self, field: Field, node: torch.fx.Node) -> None:
+        """Set the properties that `encode_display_meta` wrote on a node, for display."""
         if field.get("number") is not None:
             number, text = field.record("number", "text")
             kind = number.one_of(_KINDS_OF_NUMBERS, "int or float")
-            node.meta["told"] = Properties(kind, expression=text.line())
+            node.meta["display_meta"] = Properties(kind, expression=text.line())
             return
         dtype, shape, device = field.record("dtype", "shape", "device")
         dims = [
             dim.integer(0) if isinstance(dim.value, int) else dim.line() for dim in shape.items()
         ]
-        node.meta["told"] = Properties(
+        node.meta["display_meta"] = Properties(
             dtype_of(dtype), tuple(dims), self._values.device(device), torch.strided
         )
 

@@ -130,7 +130,7 @@ class Compiled:
     def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
         found = tuple(
             tensors[out.at]
-            if type(out) is _At
+            if type(out) is _ResultIndex
             else values[out.index]
             if type(out) is OutsideRef
             else out
@@ -174,7 +174,7 @@ def _never(sizes: Mapping[str, int]) -> bool:
     return False
 
 
-class _At:
+class _ResultIndex:
     """Stand-in for a result of the module, the one of index `at`."""
 
     def __init__(self, at: int) -> None:
@@ -213,7 +213,7 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
     outputs: list[Any] = []
     for result in results:
         if isinstance(result, torch.fx.Node):
-            outputs.append(_At(len(computed)))
+            outputs.append(_ResultIndex(len(computed)))
             computed.append(result)
         else:
             outputs.append(result)

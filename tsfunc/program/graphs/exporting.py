@@ -135,14 +135,14 @@ def _shapes(
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in form.inputs:
         shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(form.tree, [_Shape(each) for each in shapes])
+    args, kwargs = pytrees.unflatten(form.tree, [_ExportShape(each) for each in shapes])
     return {
         **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
         **{name: _as_given(arg) for name, arg in kwargs.items()},
     }
 
 
-class _Shape:
+class _ExportShape:
     """The dynamic dims of one leaf, while the containers around it are built."""
 
     def __init__(self, value: Any) -> None:
@@ -151,7 +151,7 @@ class _Shape:
 
 def _as_given(tree: Any) -> Any:
     """Return containers of dynamic dims as torch.export takes them: objects as lists of entries."""
-    if isinstance(tree, _Shape):
+    if isinstance(tree, _ExportShape):
         return tree.value
     if isinstance(tree, dict):
         return {key: _as_given(item) for key, item in tree.items()}

@@ -120,8 +120,8 @@ def cond(
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
-        return _Call("switch", branches, names, operands, batching).by_user(index)
-    return _Call(
+        return _SwitchCall("switch", branches, names, operands, batching).by_user(index)
+    return _SwitchCall(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
 
@@ -195,7 +195,7 @@ def switch(
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    return _Call("switch", tuple(branches), names, operands, batching).by_user(index)
+    return _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
 
 
 def _is_static(choice: Any) -> bool:
@@ -206,11 +206,11 @@ def _is_static(choice: Any) -> bool:
 @run_by(Switch)
 def _run(op: Switch, index: Any, *operands: Any) -> Any:
     """Run a traced call."""
-    call = _OfProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
+    call = _SwitchInProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
 
-class _Call:
+class _SwitchCall:
     """A call of ``switch``, or of ``cond`` with the branches (false_fun, true_fun)."""
 
     def __init__(
@@ -320,7 +320,7 @@ class _Call:
             )
 
 
-class _OfProgram(_Call):
+class _SwitchInProgram(_SwitchCall):
     """A call of a program, whose branches are graphs."""
 
     branches: tuple[Body, ...]

@@ -128,8 +128,11 @@ class Methods:
     def _arguments(self) -> list[int | None]:
         """Return for each argument the index of its tensor; None for other arguments."""
         made = self.made
-        args = self.callee.filled([_At(i) for i in range(made.tensors + made.numbers)])
-        return [x.number if isinstance(x, _At) and x.number < made.tensors else None for x in args]
+        args = self.callee.filled([_ArgumentIndex(i) for i in range(made.tensors + made.numbers)])
+        return [
+            x.number if isinstance(x, _ArgumentIndex) and x.number < made.tensors else None
+            for x in args
+        ]
 
     def _push(self, values: list[Any]) -> Values:
         made = self.made
@@ -160,7 +163,7 @@ class Methods:
 
 
 @dataclass(frozen=True)
-class _At:
+class _ArgumentIndex:
     """Placeholder of a value among the arguments."""
 
     number: int

@@ -486,7 +486,7 @@ class _Counted(Loop):
         return left if isinstance(left, int) else 1
 
 
-class _OfProgram(Loop):
+class _LoopInProgram(Loop):
     """A loop of a program, whose bodies are graphs."""
 
     bodies: tuple[Body, Body]
@@ -506,7 +506,7 @@ def _run(op: While, *operands: Any) -> Any:
     """Run a traced loop."""
     condition, body = op.bodies
     rest = operands[op.carried :]
-    loop = _OfProgram(
+    loop = _LoopInProgram(
         op.name,
         lambda carry: condition(*carry, *rest)[0],
         lambda carry: body(*carry, *rest),
