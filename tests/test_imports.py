@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 ROOMS = (
-    "late",
+    "_lazy",
     "rage",
     "config",
     "errors",
@@ -51,7 +51,7 @@ INNER_ROOMS = {
         "control",
         "private_names",
     ),
-    "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
+    "program": ("passes", "dims", "closure", "guarding", "graphs", "calling", "files"),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.
 ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save
@@ -438,7 +438,7 @@ def late_tables() -> Iterator[tuple[str, str]]:
     """The packages with names that are loaded late, and their sources."""
     for module, file in modules():
         source = file.read_text()
-        if module.endswith("__init__") and "= late(" in source:
+        if module.endswith("__init__") and "= lazy_exports(" in source:
             yield module.removesuffix(".__init__"), source
 
 

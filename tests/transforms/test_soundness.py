@@ -529,7 +529,7 @@ class TestUpdates:
 
 
 def test_the_modes_are_the_documented_ones() -> None:
-    from tsfunc.program.reading.holding import Closure
+    from tsfunc.program.closure.guard_builder import Closure
 
     assert Closure == Literal["guard", "freeze", "error"]
 

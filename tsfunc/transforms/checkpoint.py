@@ -1,7 +1,7 @@
 """``checkpoint``: recompute the values that a derivative needs instead of keeping them.
 
 Reverse mode saves values through torch's hooks, and a checkpoint is torch's non-reentrant one:
-NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` explains why it is correct
+NOTE [recomputation] in ``bridge/grad/checkpoints`` explains why it is correct
 inside of every transform. In a trace a checkpoint is a node of the program, which does the same
 when the program runs.
 """
@@ -29,7 +29,7 @@ from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.derived import Operator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
 
 
@@ -140,7 +140,7 @@ def run(
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
-class CheckpointCall(Operator):
+class CheckpointCall(ControlFlowOperator):
     """A checkpoint in a program; its operands are the values that the body uses."""
 
     def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
@@ -161,7 +161,7 @@ class CheckpointCall(Operator):
         return OnceCall(self.name, self.bodies).pullback(count, by, of)
 
 
-class OnceCall(Operator):
+class OnceCall(ControlFlowOperator):
     """The body of a checkpoint as an operator."""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:

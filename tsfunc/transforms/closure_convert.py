@@ -10,7 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
-from tsfunc.transforms.closed_over import closed_over
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.vmap_spec import name_of
 
 
@@ -43,7 +43,7 @@ def closure_convert(
     Similar to ``jax.closure_convert``. It serves functions with custom rules, such as solvers and
     integrators, whose closed-over tensors must be among the differentiable arguments.
     """
-    originals = closed_over([func])
+    originals = consts_of([func])
     closed = [as_seen_by_current_level(x) for x in originals]
     tree = pytrees.structure_of(example_args)
     name = name_of(func)

@@ -141,7 +141,7 @@ def call_whole(
         x if isinstance(x, BatchTracer) and x.dispatch_level is level else level.lift(x)
         for x in tensors
     ]
-    outs = torch_apply(_Recorded, plan, torch.is_grad_enabled(), *lifted)
+    outs = torch_apply(_RecordedBatchCall, plan, torch.is_grad_enabled(), *lifted)
     return plan.filled(outs)
 
 
@@ -215,7 +215,7 @@ class _Plan:
         return [next(rest) if x is None else x for x in self.others]
 
 
-class _Recorded(Function):
+class _RecordedBatchCall(Function):
     """A recorded call in the autograd graph of the vmap's own level."""
 
     @staticmethod

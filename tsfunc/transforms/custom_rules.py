@@ -30,13 +30,13 @@ from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
-from tsfunc.transforms.closed_over import closed_over
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 from tsfunc.transforms.vmap_spec import name_of
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultMetadata:
     """The metadata of a result tensor, as known when a rule computes its derivative."""
 
     shape: tuple[Any, ...]
@@ -63,7 +63,7 @@ def _both(
 
 
 @dataclass(eq=False)
-class Call:
+class RuleCall:
     """A call of a function with a rule: its operands' positions and its results' form.
 
     Attributes:
@@ -91,7 +91,7 @@ class Call:
     out_tree: Any = None
     out_places: tuple[int, ...] = ()
     out_leaves: tuple[Any, ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[ResultMetadata, ...] = ()
     axes: MeshAxes = field(default_factory=MeshAxes)
 
     @property
@@ -157,7 +157,7 @@ class Call:
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
         )
         tensors = tuple(unaliased(leaves[i], operands) for i in self.out_places)
-        self.results = tuple(Result(x.shape, x.dtype, x.device) for x in tensors)
+        self.results = tuple(ResultMetadata(x.shape, x.dtype, x.device) for x in tensors)
         self.out_leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         return tensors
 
@@ -178,10 +178,10 @@ class Call:
         raise UndefinedDerivativeError(_undefined(self))
 
 
-pytrees.add_leaf(Call)  # not a container of its tensors
+pytrees.add_leaf(RuleCall)  # not a container of its tensors
 
 
-def _undefined(call: Call) -> str:
+def _undefined(call: RuleCall) -> str:
     rule = call.rule
     return (
         f"{rule.what}: the result of {rule.name} depends on a tensor by which it is to be "
@@ -195,7 +195,7 @@ class _Undefined(Function):
     """A guard tensor that depends on hidden operands; its derivative is an error."""
 
     @staticmethod
-    def forward(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(call: RuleCall, *tensors: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
@@ -218,7 +218,7 @@ class RuleFunction(Function):
     """The call of a function with a rule, as an ``autograd.Function`` of the operands."""
 
     @classmethod
-    def outline(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def outline(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """Return the result without a derivative: for traces, which do not call the rule yet."""
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
@@ -226,7 +226,7 @@ class RuleFunction(Function):
             return call.kept(pytrees.tree_map(as_seen_by_current_level, out), operands)
 
     @classmethod
-    def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """Run a call of a program, when the program runs."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
@@ -240,7 +240,7 @@ class RuleFunction(Function):
         return found
 
     @classmethod
-    def run(cls, call: Call, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
+    def run(cls, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run the call on tensors; in a trace, record it."""
         found: tuple[Any, ...]
         if trace_of(operands) is not None:
@@ -257,7 +257,7 @@ class RuleFunction(Function):
         return found
 
     @staticmethod
-    def others(call: Call, operands: Sequence[Any], depends: bool) -> list[Any]:
+    def others(call: RuleCall, operands: Sequence[Any], depends: bool) -> list[Any]:
         """Return the cotangents of the hidden operands; the guard's cotangent raises the error."""
         found: list[Any] = [None] * (len(operands) - call.count)
         if depends:
@@ -265,7 +265,7 @@ class RuleFunction(Function):
         return found
 
 
-def is_differentiated(call: Call) -> bool:
+def is_differentiated(call: RuleCall) -> bool:
     """True if a derivative by an operand is requested, so that the rule is needed.
 
     Without a tsfunc transform that differentiates, closed-over tensors are parameters. If only
@@ -276,7 +276,7 @@ def is_differentiated(call: Call) -> bool:
     return any(call.hidden) and differentiates_here() and not _watched.depth
 
 
-class _Watched(threading.local):
+class _DependencySearches(threading.local):
     """The number of functions on this thread that run in order to find hidden dependencies.
 
     Meanwhile, a function with a rule that they call is differentiated by autograd if only its
@@ -286,7 +286,7 @@ class _Watched(threading.local):
     depth = 0
 
 
-_watched = _Watched()
+_watched = _DependencySearches()
 
 
 @contextmanager
@@ -413,7 +413,7 @@ class Rule:
                 return self.func(*args)
         return call.result(self.kind.run(call, sizes, operands))
 
-    def prepared(self, args: tuple[Any, ...]) -> tuple[Call, Sequence[Any], Sequence[Any]]:
+    def prepared(self, args: tuple[Any, ...]) -> tuple[RuleCall, Sequence[Any], Sequence[Any]]:
         """Return a call, the symbolic sizes among its arguments, and its operands."""
         fixed, rest = self.fixed(args)
         leaves, tree = pytrees.flatten(rest)
@@ -424,9 +424,9 @@ class Rule:
         tensors, sizes = [leaves[i] for i in places], [leaves[i] for i in sized]
         for i in (*places, *sized):
             leaves[i] = None
-        closed = closed_over((*self.functions(), *leaves))
+        closed = consts_of((*self.functions(), *leaves))
         count = sum(i < tree.num_leaves for i in places)
-        call = Call(self, leaves, (tree, fixed_tree), places, count, sized, closed)
+        call = RuleCall(self, leaves, (tree, fixed_tree), places, count, sized, closed)
         return call, tuple(sizes), (*tensors, *map(as_seen_by_current_level, closed))
 
 
@@ -456,7 +456,7 @@ def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
     if value is None:
         return None
     if isinstance(value, int | float | complex) and not like.shape:
-        return Result(like.shape, like.dtype, like.device).zero() + value
+        return ResultMetadata(like.shape, like.dtype, like.device).zero() + value
     if not isinstance(value, torch.Tensor | SymbolicZero):
         raise CustomRuleError(f"{what} must be a tensor, or None for zeros; got {value!r}.")
     if value.shape != like.shape or value.dtype != like.dtype:

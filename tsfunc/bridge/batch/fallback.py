@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.decompositions import (
     own_decomposition,
     run_decomposition,
 )
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     functional_form,
@@ -36,7 +36,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.compressed import is_compressed, stacked
 from tsfunc.ops.dims import refuse_inplace
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
 
@@ -241,16 +241,16 @@ def _beginning(
     """Return the function to call before each example of a loop, and with None after the last.
 
     An operator that draws its own random numbers starts from one generator state for all
-    examples (randomness "same"), or from a seed for each example ("split"). See NOTE [draws of
-    an example] in ``ops/philox``.
+    examples (randomness "same"), or from a seed for each example ("split"). See NOTE [random
+    numbers of an example] in ``ops/philox``.
     """
     if not (isinstance(op, TorchOperator) and op.random) or level.randomness == "different":
         return lambda i: None
     generator = kwargs.get("generator")
     seeds: list[list[int]] = []
     if level.randomness == "split":
-        seeds = Draw(level, torch.device("cpu"), generator).words(2).tolist()
-    generators = Generators()
+        seeds = Philox(level, torch.device("cpu"), generator).words(2).tolist()
+    generators = GeneratorStates()
     generators.draws(generator)
 
     def begin(i: int | None) -> None:

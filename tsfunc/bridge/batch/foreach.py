@@ -3,7 +3,7 @@
 On the CPU torch does the same. Broadcasting, type promotion and writes are left to the rules of
 the single operators.
 
-NOTE [a number that is added]
+NOTE [added numbers]
 If ``_foreach_add`` adds a tensor without dims that does not require a gradient, torch's parser
 reads the tensor as a number and loses its tangent. The parser does not read tracers. A batched call
 must give the result of the loop over examples, so the tangent of such a tracer is dropped here.
@@ -135,7 +135,7 @@ def _with_factors(each: Single) -> Single:
 
 
 def _reading_a_number(method: Method) -> Method:
-    """Drop the tangent of an added tensor without dims: NOTE [a number that is added]."""
+    """Drop the tangent of an added tensor without dims: NOTE [added numbers]."""
 
     def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 2 and not kwargs and isinstance(args[1], Tracer) and not args[1].dim():

@@ -16,7 +16,7 @@ import torch
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.ops.dims import front, logical_rank
-from tsfunc.ops.registry import BatchLevel, Dims, Rule
+from tsfunc.ops.registry import Dims, Rule, RuleLevel
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -47,7 +47,7 @@ def over_dims(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         found = _positional(args, kwargs, ("dim", "keepdim"))
         if found is None or len(found) > 3:
@@ -69,7 +69,7 @@ def along_dim(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, dim)``."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         found = _positional(args, kwargs, ("dim",))
         if found is None or len(found) != 2 or type(found[1]) is not int:
@@ -83,7 +83,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
     """Return the rule of ``f(x, i, j)`` with ``least`` to ``most`` ints, which returns a view."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
             return NotImplemented
@@ -96,7 +96,7 @@ def with_sizes(rule: Rule) -> Rule:
     """Return the function rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if kwargs or len(args) < 2:
             return NotImplemented
@@ -123,7 +123,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, index = args
         items = (index,) if type(index) not in _SEVERAL else index
@@ -178,7 +178,7 @@ def _tensor_indices(
 
 
 def transposed_matrix(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Transpose, as the function rule of ``x.T`` for matrices, and of ``x.mT``."""
     (x,) = args
@@ -194,7 +194,7 @@ def chosen(rule: Rule) -> Rule:
     """Return the function rule of ``torch.where`` with a mask and two tensors or numbers."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if len(args) != 3 or not isinstance(args[0], torch.Tensor):
             return NotImplemented
@@ -207,7 +207,7 @@ def part(rule: Rule) -> Rule:
     """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         return (
             _view(rule(op, level, dims, args, NO_KWARGS))
@@ -225,7 +225,7 @@ def cast(dtype: torch.dtype) -> Rule:
     """
 
     def rule_of_call(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         (x, *rest) = args
         if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:

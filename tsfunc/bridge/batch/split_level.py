@@ -17,7 +17,7 @@ tracer is narrowed at the next access: its ``value`` is a property that selects 
 examples, under the state that the level captured, so that the graphs of outer levels include the
 selection.
 
-NOTE [memory that examples left]
+NOTE [memory of finished examples]
 Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
 them is written to. If another one is still alive at that time, the level's own examples start anew:
 their answers agree up to here, so the new run narrows nothing. If the function writes into an
@@ -36,7 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.fast_handlers import KINDS, FastBatchTracer
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.creation_tracking import take_place
 from tsfunc.ops.splitting import groups_of, take_examples
@@ -89,7 +89,7 @@ class SplitLevel(BatchLevel):
         randomness: str,
         name: str,
         strict: bool,
-        generators: Generators | None,
+        generators: GeneratorStates | None,
         copying: bool,
     ) -> None:
         super().__init__(len(lanes), randomness, name, strict, generators=generators)
@@ -153,7 +153,7 @@ class SplitLevel(BatchLevel):
         The condition is at least three splits with at most two examples per split on average. The
         remaining examples are then expected to part as well, as in a loop that ends at a different
         step for each example, and each split would rerun all that leave. They run one by one
-        instead, as plain tensors (NOTE [one example] in ``transforms/split``), as a loop would.
+        instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop would.
         """
         gone = len(self._past[0]) - len(self.lanes)
         often = self.generation

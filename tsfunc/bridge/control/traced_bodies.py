@@ -28,7 +28,7 @@ from tsfunc.errors import DataDependentError
 
 
 @dataclass(frozen=True)
-class Result:
+class TracedResult:
     """The type of a result: a fake value, and the tracers around it."""
 
     value: torch.Tensor
@@ -78,13 +78,13 @@ class TracedBody:
             for leaf in self.leaves
         ]
 
-    def end(self, stacks: Sequence[TracerStack | None]) -> list[Result | None]:
+    def end(self, stacks: Sequence[TracerStack | None]) -> list[TracedResult | None]:
         """Give the results the layouts ``stacks``, and end the graph with them.
 
         The stack, and the returned result, of a leaf that is not a tensor is None.
         """
         nodes = []
-        results: list[Result | None] = []
+        results: list[TracedResult | None] = []
         with in_body(self.level):
             for leaf, stack in zip(self.leaves, stacks, strict=True):
                 if stack is None:
@@ -93,7 +93,7 @@ class TracedBody:
                 inner, _ = unwrap_all(rewrap_as(leaf, stack))
                 inner = self.level.remap(inner)
                 nodes.append(inner.node)
-                results.append(Result(inner.value, stack))
+                results.append(TracedResult(inner.value, stack))
         self.level.graph.output(tuple(nodes))
         _inputs_first(self.level.graph)
         return results

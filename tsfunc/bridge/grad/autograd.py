@@ -1,6 +1,6 @@
 """torch's autograd at one level: fresh inputs, backward passes, tangents, and detached results.
 
-NOTE [whose autograd]
+NOTE [autograd levels]
 A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level.
 Without tracers these are plain tensors (no wrapper, no cost), otherwise they are tracers of that
 level. Tensors of other levels are lifted to it first, so that the graphs of two levels never share

@@ -1,6 +1,6 @@
 """``torch.utils.checkpoint``: functions that a backward pass runs again.
 
-NOTE [run again in a backward pass]
+NOTE [recomputation]
 A checkpoint saves its function's inputs. A backward pass runs the function again to recompute the
 tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the
 vmap has ended, and maybe on another thread; but the inputs are values of the vmap, and random

@@ -45,7 +45,7 @@ def _enter(self: saved_tensors_hooks) -> None:
         self.pack_hook, self.unpack_hook = pack, unpack
 
 
-class _Kept:
+class _UnhookedTensor:
     """A saved tensor that bypasses the hooks."""
 
     __slots__ = ("tensor",)
@@ -62,7 +62,7 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
             return pack(tensor)
         alone = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
-            return _Kept(alone)
+            return _UnhookedTensor(alone)
         with torch.enable_grad():
             return pack(alone)
 
@@ -73,7 +73,7 @@ def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.T
     state = tls.state
 
     def unpacked(packed: Any) -> torch.Tensor:
-        if type(packed) is _Kept:
+        if type(packed) is _UnhookedTensor:
             return packed.tensor
         if not any_ended(state):
             return unpack(packed)

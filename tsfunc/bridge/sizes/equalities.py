@@ -1,6 +1,6 @@
 """Finds pairs of sizes that an operator requires to be equal.
 
-Among the questions of an operator (NOTE [questions of operators] in ``fake_results``), equalities
+Among the questions of an operator (NOTE [guards of operators] in ``fake_results``), equalities
 of two sizes are special: two names mean two sizes, and a function that needs them equal needs
 descriptors that say so. An equality is needed if the operator raises whenever it is broken: it
 raises at all tried sizes that satisfy the other equalities but not this one. Sizes 0 and 1, which

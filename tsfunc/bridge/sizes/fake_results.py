@@ -1,6 +1,6 @@
 """Results of operators on fake tensors with symbolic sizes, with few guards.
 
-NOTE [questions of operators]
+NOTE [guards of operators]
 torch's fake-tensor rules ask about sizes: whether a kernel is no longer than its input, whether
 sizes are equal, how strides are ordered. Most questions only check arguments, which the operator
 checks again when the program runs, or choose between ways to the same result; few determine the
@@ -57,7 +57,7 @@ def results_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the results of an operator on fake values: NOTE [questions of operators].
+    """Return the results of an operator on fake values: NOTE [guards of operators].
 
     Args:
         fake: the mode that computes the results.

@@ -2,7 +2,7 @@
 
 Some torch kernels check data (``cov``), or read a number from a tensor that does not affect the
 shape (``ctc_loss``); the rules of other operators do not support symbolic sizes. This module
-defines their results. NOTE [questions of operators] in ``fake_results`` describes operators
+defines their results. NOTE [guards of operators] in ``fake_results`` describes operators
 without a rule here.
 """
 

@@ -52,7 +52,7 @@ def environment_class() -> Any:
         """
 
         def __init__(self, symbols: Any) -> None:
-            self.kept = {name: _Kept(self, method) for name, method in cached.items()}
+            self.kept = {name: _CachedMethod(self, method) for name, method in cached.items()}
             own = vars(Environment)  # the methods defined here call the cached ones
             self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
             super().__init__(
@@ -98,7 +98,7 @@ def environment_class() -> Any:
     return Environment
 
 
-class _Kept:
+class _CachedMethod:
     """A method of one environment, with a cache of its own.
 
     torch has one cache per method for all environments. That cache holds each environment, and so

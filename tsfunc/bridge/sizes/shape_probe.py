@@ -1,6 +1,6 @@
 """An operator's call at sizes other than those of the trace, on fake tensors of fixed sizes.
 
-NOTE [questions of operators] in ``fake_results`` describes the purpose.
+NOTE [guards of operators] in ``fake_results`` describes the purpose.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
 ``FakeTensorMode``, ``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and

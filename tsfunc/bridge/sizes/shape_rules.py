@@ -1,6 +1,6 @@
 """Result shapes for symbolic sizes that replace torch's fake-tensor rules.
 
-NOTE [slices of named sizes]
+NOTE [slices of named dims]
 ``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule asks which case applies, and
 the answer would violate a descriptor that promises neither. Here the size is the smaller one,
 ``min(5, n)``, as an expression. Only the sign of a bound is asked if it is not known, because a

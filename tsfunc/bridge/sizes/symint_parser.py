@@ -1,10 +1,10 @@
 """Symbolic ints as arguments that operator schemas declare as plain ints.
 
-NOTE [plain ints]
+NOTE [symbolic ints as plain ints]
 Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
 offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser asks a symbolic int for
 its value there, which adds a guard on the value. The operator is therefore called without the
-parser, and its result follows from NOTE [questions of operators] in ``fake_results``. If that
+parser, and its result follows from NOTE [guards of operators] in ``fake_results``. If that
 fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
 schema, and becomes ``torch.full``.
 
@@ -44,7 +44,7 @@ def _any(values: Any) -> bool:
 def call_past_parser(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call an operator with symbolic numbers: NOTE [plain ints]; else return NotImplemented."""
+    """Call an operator with symbolic numbers, or return NotImplemented."""
     if func in (torch.tensor, torch.as_tensor):
         return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
     packet = func if isinstance(func, OpOverloadPacket) else _packet(func)

@@ -125,7 +125,7 @@ class PropertyGuard:
 
 
 @dataclass(frozen=True)
-class Argument:
+class TracedArgument:
     """A tensor among the arguments of a trace.
 
     Attributes:
@@ -151,28 +151,28 @@ class TensorGuards:
         property_guards: the questions about arguments, with their answers.
         of_grad: True if the function read whether a tensor requires grad.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
-        told_apart: True if tensors were hashed (keys of a dict, elements of a set), so that their
-            identity matters.
+        hashes_tensors: True if tensors were hashed (keys of a dict, elements of a set), so that
+            their identity matters.
     """
 
     def __init__(self, what: str) -> None:
         self.what = what
         self.of_grad = False
         self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
-        self.attribute_of: Callable[[Argument, str], Any] = _attribute
-        self.told_apart = False
-        self._arguments: dict[int, tuple[Any, Argument]] = {}
+        self.attribute_of: Callable[[TracedArgument, str], Any] = _attribute
+        self.hashes_tensors = False
+        self._arguments: dict[int, tuple[Any, TracedArgument]] = {}
 
-    def add(self, tracer: Any, argument: Argument) -> None:
+    def add(self, tracer: Any, argument: TracedArgument) -> None:
         """Register the argument of a tracer."""
         self._arguments[id(tracer)] = tracer, argument
 
     @property
-    def arguments(self) -> Iterator[tuple[Any, Argument]]:
+    def arguments(self) -> Iterator[tuple[Any, TracedArgument]]:
         """The tracers of arguments, each with its argument."""
         return iter(self._arguments.values())
 
-    def argument(self, tracer: Any) -> Argument | None:
+    def argument(self, tracer: Any) -> TracedArgument | None:
         """Return the argument of a tracer, or None for a computed value."""
         level = tracer.dispatch_level
         while (taken := getattr(level, "taken", None)) is not None:  # a body of control flow
@@ -183,7 +183,7 @@ class TensorGuards:
         found = self._arguments.get(id(tracer))
         return None if found is None else found[1]
 
-    def ask(self, argument: Argument, fact: str) -> Any:
+    def ask(self, argument: TracedArgument, fact: str) -> Any:
         """Return the answer for an argument, and make it a guard."""
         key = argument.position, fact
         if key not in self.property_guards:
@@ -242,7 +242,7 @@ class TensorGuards:
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
 
 
-def _attribute(argument: Argument, name: str) -> Any:
+def _attribute(argument: TracedArgument, name: str) -> Any:
     return getattr(argument.example, name)
 
 
@@ -492,7 +492,7 @@ def hashed(self: Any) -> int:
     """Implement ``hash(x)`` of a traced tensor."""
     guards = _guards_of(self)
     if guards is not None:
-        guards.told_apart = True
+        guards.hashes_tensors = True
     return id(self)
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.replay import may_be_replayed
@@ -65,7 +65,7 @@ class BatchLevel(TracerLevel):
         name: str,
         strict: bool = False,
         first: int = 0,
-        generators: Generators | None = None,
+        generators: GeneratorStates | None = None,
     ) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
@@ -107,7 +107,7 @@ class BatchLevel(TracerLevel):
         return _Twin(self, name)
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """Return one key for the batch, or one for each example (NOTE [streams of draws])."""
+        """Return one key for the batch, or one for each example (NOTE [random streams])."""
         streams = self.whole.rng_streams
         if streams is None:
             if not may_be_replayed():

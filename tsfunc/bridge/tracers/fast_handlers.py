@@ -469,7 +469,7 @@ def _dispatch_to_rule(
     return rewrap(op, level, args, kwargs, found, dims)
 
 
-# NOTE [what autograd asks]
+# NOTE [queries of autograd]
 # Each step of forward mode asks whether tangents have the sizes of their primals, and makes
 # aliases of both. Tracers answer these calls directly: the sizes are in the tracer, and an alias
 # at a level is another tracer of the same value.

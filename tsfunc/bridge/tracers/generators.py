@@ -1,6 +1,6 @@
 """The states of torch's random generators, for a vmapped call that runs in parts.
 
-NOTE [the same numbers in every part]
+NOTE [random numbers in chunks]
 With ``randomness="same"`` or ``"split"`` each part of the batch must start with the generator
 state of the first part. The states of the default generators are saved when the call begins. The
 state of a generator that the function names (``generator=``) is saved before its first draw. After
@@ -15,14 +15,14 @@ import torch
 from tsfunc.bridge.tracers.rng_streams import RngStreamStates, vmaps_here
 
 
-class Generators:
+class GeneratorStates:
     """The generator states at the start of a vmapped call, or of an attempt.
 
     Args:
         outside: an outer instance that is told of the draws too.
     """
 
-    def __init__(self, outside: Generators | None = None) -> None:
+    def __init__(self, outside: GeneratorStates | None = None) -> None:
         self._outside = outside
         self._streams = _Streams()
         self.drawn = 0
@@ -99,6 +99,6 @@ class _Streams:
                 level.rng_streams[generator].return_to(state)
 
 
-def rewindable(randomness: str) -> Generators | None:
+def rewindable(randomness: str) -> GeneratorStates | None:
     """Return the generators that a call in parts needs for this randomness, or None."""
-    return Generators() if randomness in ("same", "split") else None
+    return GeneratorStates() if randomness in ("same", "split") else None

@@ -148,7 +148,7 @@ class TorchOperator(Operator):
         # kernel is registered.
         self.special = self.writes or self.random or self.name == "aten::detach"
         self.direct_rule = self.row.rule if self.row is not None and not self.special else None
-        # Answers calls on batched tensors directly (NOTE [what autograd asks]), or None.
+        # Answers calls on batched tensors directly (NOTE [queries of autograd]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # Runs the operator on values alone, faster than the overload (NOTE [direct calls]).
         self.function = self._function()

@@ -3,7 +3,7 @@
 NOTE [replayed subsets]
 The graph that a checkpoint recorded belongs to the levels of its first run, and tensors that a
 rerun computes for the graph must belong to the same levels. The active levels of the first run are
-activated again (NOTE [run again in a backward pass] in ``checkpoints``). Active subsets, which the
+activated again (NOTE [recomputation] in ``checkpoints``). Active subsets, which the
 function makes itself, are reused in the order in which they were made. A checkpoint inside a
 checkpoint is made again in each run of the outer one: its objects are recorded for the inner
 checkpoint, and come from the record of the outer one.

@@ -1,11 +1,11 @@
 """Random draws of a vmap whose examples do not all run together.
 
-NOTE [streams of draws]
-An example that draws as if alone (NOTE [draws of an example] in ``ops/philox``) must get the first
-nonce at its first draw and the second nonce at its second draw, whatever other examples draw in
-between. While all examples run the same operators, this holds by itself. If control flow runs a
-subset of them (``subsets``), the other examples miss the nonces of that run. From then on the
-nonces are stored, and each example's key is the one that it would have got alone.
+NOTE [random streams]
+An example that draws as if alone (NOTE [random numbers of an example] in ``ops/philox``) must get
+the first nonce at its first draw and the second nonce at its second draw, whatever other examples
+draw in between. While all examples run the same operators, this holds by itself. If control flow
+runs a subset of them (``subsets``), the other examples miss the nonces of that run. From then on
+the nonces are stored, and each example's key is the one that it would have got alone.
 
 Inside other vmaps a nonce is one number per outer example, and outer examples that run separately
 draw without the others. A stream therefore has a row for each outer example: the nonces of the

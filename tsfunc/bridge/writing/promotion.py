@@ -86,7 +86,7 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 @dataclass
-class Aliases:
+class TensorAliases:
     """The tensors through which a write to a tensor is visible.
 
     Attributes:
@@ -98,7 +98,7 @@ class Aliases:
     lifted: list[Any]
 
 
-def aliases_of(subject: torch.Tensor, level: TracerLevel) -> Aliases:
+def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     """Return the tensors that must become tracers of the level together with the subject.
 
     Raises:
@@ -111,7 +111,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> Aliases:
     inside, relatives = relatives_of(plain, memory, level)
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
-    aliases = Aliases([], []) if depth else Aliases(relatives, [])
+    aliases = TensorAliases([], []) if depth else TensorAliases(relatives, [])
     others: list[Tracer] = []
     for tensor in inside.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
@@ -274,7 +274,7 @@ def _hint(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint
 
 
-def promote(aliases: Aliases, level: TracerLevel, *, batched: bool) -> None:
+def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> None:
     """Make each of the aliases a tracer of the level, in place.
 
     Args:

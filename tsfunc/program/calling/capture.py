@@ -21,7 +21,7 @@ from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
 from tsfunc.bridge.trace.seeding import no_seeding
-from tsfunc.bridge.trace.tensor_guards import Argument
+from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
@@ -30,26 +30,32 @@ from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import TsfuncError
-from tsfunc.program.dims.constraints import check_needs
-from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.opaque_arguments import Hide
-from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
-from tsfunc.program.passes import simplify
-from tsfunc.program.reading.collecting import collecting_seldom
-from tsfunc.program.reading.holding import Place
-from tsfunc.program.reading.instances import Instances
-from tsfunc.program.reading.refusals import (
+from tsfunc.program.closure.collecting import collecting_seldom
+from tsfunc.program.closure.guard_builder import Source
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.refusals import (
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.reading.results import with_objects_apart
-from tsfunc.program.reading.updates import Update
+from tsfunc.program.closure.results import with_objects_apart
+from tsfunc.program.closure.updates import Update
+from tsfunc.program.dims.constraints import check_needs
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.guards import variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.opaque_arguments import Hide
+from tsfunc.program.guarding.tensor_aliasing import (
+    Groups,
+    RetraceForAliasing,
+    as_one,
+    groups_of,
+    hold,
+)
+from tsfunc.program.passes import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -70,8 +76,8 @@ class TraceRequest:
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
         own: tensors that the function has from elsewhere, and gets as arguments, too.
-        retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
-            in ``edges``); they are traced with other hints.
+        retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
+            sizes] in ``small_sizes``); they are traced with other hints.
     """
 
     what: str
@@ -101,7 +107,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge, ToldApart: it has to be traced again.
+        RetraceForSmallSizes, RetraceForAliasing: it has to be traced again.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
@@ -132,7 +138,7 @@ class _Trace:
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
-        instances.held.give(request.flat)
+        instances.builder.set_arguments(request.flat)
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
@@ -167,7 +173,7 @@ class _Trace:
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
             level.tensor_guards.add(
-                tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
+                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
             )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
@@ -178,25 +184,25 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
-        self._own = {**request.own, **instances.held.own_tensors}
-        self._as_one = instances.tells_apart
+        self._own = {**request.own, **instances.builder.own_tensors}
+        self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
         return traced
 
-    def _attribute_of(self, argument: Argument, name: str) -> Any:
+    def _attribute_of(self, argument: TracedArgument, name: str) -> Any:
         """Return the value of a Python attribute of a tensor among the arguments, and guard it."""
-        held, way = self.instances.held, f"args[{argument.position}].{name}"
+        builder, way = self.instances.builder, f"args[{argument.position}].{name}"
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
             value = getattr(argument.example, name)
-            held.take(value, Place(held.facts.bind(way), text, text, False))
+            builder.guard(value, Source(builder.guard_lines.bind(way), text, text, False))
         return value
 
     def _call(self, traced: list[Any]) -> Any:
-        request, held = self.request, self.instances.held
+        request, builder = self.request, self.instances.builder
         args, kwargs = pytrees.unflatten(request.tree, traced)
         tree = request.tree
         if request.hide_any is not None:
@@ -204,7 +210,12 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
+            with (
+                mode,
+                Lifting(self.level, builder.grad_of),
+                self.instances,
+                no_seeding(request.what),
+            ):
                 out = request.func(*args, **kwargs)
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
@@ -218,18 +229,18 @@ class _Trace:
         check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
-    def _told_apart(self) -> Groups:
-        """Guard the identities of the function's tensors: NOTE [one tensor twice]."""
+    def _alias_groups(self) -> Groups:
+        """Guard the identities of the function's tensors: NOTE [tensor aliasing]."""
         instances, inputs = self.instances, self.request.inputs
-        if not instances.tells_apart and not self.level.tensor_guards.told_apart:
+        if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return ()
-        own = {**self._own, **instances.held.own_tensors}
+        own = {**self._own, **instances.builder.own_tensors}
         given = self._own if self._as_one else {}
         groups = groups_of(inputs)
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise ToldApart(own)
-        hold(instances.held.facts, inputs, own)
+            raise RetraceForAliasing(own)
+        hold(instances.builder.guard_lines, inputs, own)
         return groups if len(inputs) > 1 else ()
 
     def fake_value(self, leaf: Any) -> Any:
@@ -246,7 +257,7 @@ class _Trace:
         updates = self.instances.finish()
         level.tensor_guards.refuse_assignments()
         apart = with_objects_apart(
-            request.what, without_opaque_values(out), self.instances.held.again
+            request.what, without_opaque_values(out), self.instances.builder.placeholder_of
         )
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
@@ -265,7 +276,7 @@ class _Trace:
         property_guards = tuple(level.tensor_guards.property_guards.values())
         return replace(
             program, conditions=tuple(conditions), property_guards=property_guards,
-            groups=self._told_apart(), attributes=tuple(self._attributes), raised=raised,
+            groups=self._alias_groups(), attributes=tuple(self._attributes), raised=raised,
             looks_at_grad=level.tensor_guards.of_grad,
         )  # fmt: skip
 
@@ -273,9 +284,9 @@ class _Trace:
         """Return the program of the simplified graph."""
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.
-        held = self.instances.held
-        reached = {id(x): len(request.flat) + i for i, x in enumerate(held.facts.values)}
-        frozen = held.closure == "freeze"
+        builder = self.instances.builder
+        reached = {id(x): len(request.flat) + i for i, x in enumerate(builder.guard_lines.values)}
+        frozen = builder.closure == "freeze"
         if frozen:
             check_frozen(request.name, level, reached)
         positions = [spec.position for spec in request.inputs]

@@ -18,11 +18,11 @@ from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.errors import DescriptorError
-from tsfunc.program.files.context import Context
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.trees import Trees, encode_tree
-from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode
-from tsfunc.program.guarding.forms import CallForm, Watched
+from tsfunc.program.files.values import NoFileForm, ValueReader, dtype_of, encode
+from tsfunc.program.guarding.call_spec import CallSpec, Watched
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
@@ -30,7 +30,7 @@ from tsfunc.types.dims import parse_dim
 from tsfunc.types.facts import fact_code
 
 
-def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
+def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
     """Return the assumptions about a kind of call as JSON.
 
     Args:
@@ -78,12 +78,12 @@ def _encode_property_guard(guard: PropertyGuard) -> Any:
     }
 
 
-def facts_of(form: CallForm) -> list[str]:
+def facts_of(form: CallSpec) -> list[str]:
     """Return the conditions of a form on named dims and on numbers that may vary."""
     return [condition.fact for condition in form.conditions]
 
 
-def storable(form: CallForm) -> CallForm:
+def storable(form: CallSpec) -> CallSpec:
     """Return a form that a file can hold.
 
     If a condition of the form can't be written, the numbers are fixed to those of the call.
@@ -139,13 +139,13 @@ class FormReader:
         of_keywords: whether the function sees the order of its keyword arguments.
     """
 
-    def __init__(self, context: Context, of_keywords: bool) -> None:
+    def __init__(self, context: FileContext, of_keywords: bool) -> None:
         self._of_keywords, self._version = of_keywords, context.version
-        self._values = Values(device=context.device)
+        self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
-    def decode(self, field: Field) -> CallForm:
+    def decode(self, field: Field) -> CallSpec:
         """Return the form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
         since = {"conditions": 3, "asked": 4, "one": 4}
@@ -176,7 +176,7 @@ class FormReader:
         positions = frozenset(spec.position for spec in inputs)
         property_guards = tuple(_property_guard(x, positions) for x in _items(field.get("asked")))
         groups = tuple(_group(x, positions) for x in _items(field.get("one")))
-        return CallForm(
+        return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
             property_guards, groups, tuple(scalars),
         )  # fmt: skip
@@ -188,7 +188,7 @@ class FormReader:
             if name not in _SETTINGS:
                 value.fail("there is no such setting")
         return tuple(
-            Values().decode(given[setting.name]) if setting.name in given else setting.read()
+            ValueReader().decode(given[setting.name]) if setting.name in given else setting.read()
             for setting in SETTINGS
         )
 

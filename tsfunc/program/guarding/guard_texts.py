@@ -8,11 +8,11 @@ from typing import Any
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.reading.holding import is_instance
 from tsfunc.types import Dim, DimExpr
+from tsfunc.types.check_context import place_text
 from tsfunc.types.meta import tensor_text
-from tsfunc.types.runs import place_text
 from tsfunc.types.values import describe
 
 

@@ -24,7 +24,7 @@ from tsfunc.bridge.control.bodies import (
 )
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.traced_bodies import Result, TracedBody, common, operands_of
+from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import same_number
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
@@ -224,12 +224,12 @@ def along_first(x: Any) -> Any:
     return rewrap_as(x, stack_of(frames))
 
 
-def stacked_result(one: Result, size: Any, trace: TraceLevel) -> Result:
+def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedResult:
     """Return the type of the stacked results, from that of one step's."""
     value = one.value
     shape = [size, *value.shape]
     like = trace.fake_like(value, shape, in_order(shape))
-    return Result(like, _one_dim_in(one.stack))
+    return TracedResult(like, _one_dim_in(one.stack))
 
 
 def _one_dim_in(stack: TracerStack) -> TracerStack:
