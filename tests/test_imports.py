@@ -69,7 +69,7 @@ CLOSING = {
     # Loaded by the first who asks for the catalogue.
     ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
     # In annotations.
-    ("tsfunc.bridge.tracers.courses", "tsfunc.bridge.tracers.batch_tracer"),
+    ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
     ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.subsets"),
     ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
@@ -303,7 +303,7 @@ def test_a_circle_of_imports_is_found() -> None:
 
 
 def test_an_import_against_the_order_within_a_room_is_found() -> None:
-    source = "from tsfunc.bridge.batch import hot"
+    source = "from tsfunc.bridge.batch import selections"
     assert "comes later" in inner_import_violations("tsfunc.bridge.tracers.tracer", source)[0]
     assert inner_import_violations("tsfunc.bridge.control.subsets", source) == []
     assert (

@@ -13,7 +13,7 @@ within the draw, and its purpose. This has four consequences:
 - the chunks of a batch start with the same generator state, so an example gets the same nonces in
   every chunk;
 - if some examples run separately, each example still gets its nonces in order
-  (NOTE [courses of draws] in ``bridge/tracers/courses``);
+  (NOTE [streams of draws] in ``bridge/tracers/rng_streams``);
 - an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
   for all. A trace records how the nonce is drawn.
 

@@ -20,7 +20,7 @@ class BatchChanged(Exception):
 
 
 def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
-    """Return if all examples have equal rows of ``answers``.
+    """Return if all examples have equal rows of ``data_methods``.
 
     Raises:
         BatchChanged: the rows differ; the level's batch now has only examples with equal rows.

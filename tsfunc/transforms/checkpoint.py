@@ -21,11 +21,11 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
-from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
+from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import NO_KWARGS, seen_here
+from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
@@ -136,7 +136,7 @@ def run(
 
     options: dict[str, Any] = {"preserve_rng_state": False}
     if policy is not nothing_saveable:
-        options["context_fn"] = KeptResults(policy).contexts
+        options["context_fn"] = SavedResults(policy).contexts
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
@@ -179,7 +179,7 @@ def _record(
     assert trace is not None
 
     def of_seen() -> Any:
-        seen_args, seen_kwargs = pytrees.tree_map(seen_here, (args, kwargs))
+        seen_args, seen_kwargs = pytrees.tree_map(as_seen_by_current_level, (args, kwargs))
         return func(*seen_args, **seen_kwargs)
 
     traced = TracedBody(trace, of_seen, ())

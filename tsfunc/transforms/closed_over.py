@@ -1,4 +1,4 @@
-"""The tensors that functions close over: NOTE [hidden operands] in ``bridge/tracers/seen_as``.
+"""The tensors that functions close over: NOTE [hidden operands] in ``bridge/tracers/substitution``.
 
 The search covers the objects that the code can reach: variables of enclosing functions and globals
 that the code names, defaults, the parts of ``functools.partial``, the objects of methods, and the
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.grad.autograd import is_perturbed
-from tsfunc.bridge.tracers.tracer import Tracer, seen_here
+from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
 from tsfunc.program.reading.code_reads import code_reads
 
 _SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex)
@@ -43,7 +43,7 @@ class _Search:
         self.seen.add(id(value))
         self.kept.append(value)
         if isinstance(value, torch.Tensor):
-            if isinstance(value, Tracer) or is_perturbed(seen_here(value)):
+            if isinstance(value, Tracer) or is_perturbed(as_seen_by_current_level(value)):
                 self.found.append(value)
             return
         for part in self.parts(value):

@@ -22,7 +22,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import batched_value, is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.tracer import innermost_level, seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, innermost_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
@@ -66,7 +66,7 @@ def call_rule(
         otherwise: the function.
         check: called with the arguments of one example and the rule's result.
     """
-    leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, args))
+    leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, args))
     level = level_to_batch(leaves)
     if level is None:
         return otherwise(*args)

@@ -20,7 +20,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import comes_from, next_node
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracer import seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error, zero_of
 from tsfunc.transforms.reverse import vjp
@@ -132,7 +132,7 @@ class custom_jvp(Rule):
                 f"custom_jvp: the rule of {self.name} must return a pair, the result and its "
                 f"tangent, got {type(found).__name__}."
             )
-        return self._checked(call, *pytrees.tree_map(seen_here, tuple(found)))
+        return self._checked(call, *pytrees.tree_map(as_seen_by_current_level, tuple(found)))
 
     def _checked(self, call: Call, out: Any, tangent: Any) -> list[Any]:
         leaves, tree = pytrees.flatten(out)

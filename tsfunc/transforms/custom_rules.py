@@ -2,9 +2,9 @@
 
 A call is an ``autograd.Function`` of its operands: the tensors among the differentiated arguments,
 the tensors among the other arguments, and the tensors that the rules close over
-(NOTE [hidden operands] in ``bridge/tracers/seen_as``). A rule defines no derivative by the last
-two kinds. A derivative by them is an error if the result depends on them, which is known when the
-function has run.
+(NOTE [hidden operands] in ``bridge/tracers/substitution``). A rule defines no derivative by the
+last two kinds. A derivative by them is an error if the result depends on them, which is known when
+the function has run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.bridge.tracers.seen_as import seen_as
-from tsfunc.bridge.tracers.tracer import seen_here
+from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.closed_over import closed_over
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
@@ -127,7 +127,7 @@ class Call:
         The mesh axes of the call are bound, also in a later backward pass.
         """
         first = len(self.places)
-        seen = seen_as(self.closed, operands[first : first + len(self.closed)])
+        seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
         return _both(self.axes.bound(), seen) if self.axes.levels else seen
 
     def watched(
@@ -141,11 +141,11 @@ class Call:
         with self.seeing(operands):
             if not any(self.hidden):
                 found = func(*self.arguments(sizes, operands))
-                return pytrees.tree_map(seen_here, found), False
+                return pytrees.tree_map(as_seen_by_current_level, found), False
             own = [x.detach() for x in operands[: self.count]]
             with outside_graph(True), _watching():
                 found = func(*self.arguments(sizes, (*own, *operands[self.count :])))
-                leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, found))
+                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, found))
                 depends = any(map(is_perturbed, leaves))
         cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytrees.unflatten(tree, cut), depends
@@ -223,7 +223,7 @@ class RuleFunction(Function):
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             out = call.rule.func(*call.rule.whole(fixed, rest))
-            return call.kept(pytrees.tree_map(seen_here, out), operands)
+            return call.kept(pytrees.tree_map(as_seen_by_current_level, out), operands)
 
     @classmethod
     def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
@@ -405,7 +405,7 @@ class Rule:
 
     def differentiated(self, args: tuple[Any, ...]) -> Any:
         """Run a call that may be differentiated."""
-        args = pytrees.tree_map(seen_here, args)
+        args = pytrees.tree_map(as_seen_by_current_level, args)
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
             call.perturbed = [is_perturbed(x) for x in operands]
@@ -427,7 +427,7 @@ class Rule:
         closed = closed_over((*self.functions(), *leaves))
         count = sum(i < tree.num_leaves for i in places)
         call = Call(self, leaves, (tree, fixed_tree), places, count, sized, closed)
-        return call, tuple(sizes), (*tensors, *map(seen_here, closed))
+        return call, tuple(sizes), (*tensors, *map(as_seen_by_current_level, closed))
 
 
 def apply(function: Any, *args: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracer import at_level_of, seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like
 from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error
@@ -95,12 +95,12 @@ class custom_vjp(Rule):
                 f"custom_vjp: the fwd rule of {self.name} must return a pair, the result and the "
                 f"residuals, got {type(found).__name__}."
             )
-        out, residuals = pytrees.tree_map(seen_here, (found[0], found[1]))
+        out, residuals = pytrees.tree_map(as_seen_by_current_level, (found[0], found[1]))
         return out, residuals
 
     def backward(self, fixed: Sequence[Any], residuals: Any, cotangent: Any, rest: Any) -> Any:
         assert self.bwd is not None
-        found = pytrees.tree_map(seen_here, self.bwd(*fixed, residuals, cotangent))
+        found = pytrees.tree_map(as_seen_by_current_level, self.bwd(*fixed, residuals, cotangent))
         if not isinstance(found, tuple | list) or len(found) != len(rest):
             raise CustomRuleError(
                 f"custom_vjp: the bwd rule of {self.name} must return a tuple of {len(rest)}, a "

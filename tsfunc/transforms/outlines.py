@@ -80,7 +80,7 @@ def looks_of(
         # calls.
         body = BodyLevel(trace, HiddenVmaps())
         with in_body(body):
-            args, kwargs = pytrees.unflatten(tree, [body.into(leaf) for leaf in examples])
+            args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in examples])
             return pytrees.tree_map(_look_of, func(*args, **kwargs))
     return pytrees.tree_map(_look_of, outline(_request(what, name_of(func), func, examples, tree)))
 

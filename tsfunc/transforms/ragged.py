@@ -133,7 +133,7 @@ def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, 
 def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> Any:
     """Return the results of all parts, in the order of the examples."""
     nested = [source.value for source in sources if isinstance(source, Nested)]
-    single = bool(nested) or any(part.asked for part in parts)
+    single = bool(nested) or any(part.reads_values for part in parts)
     if len(parts) == 1 and not single:
         return parts[0].out
     outs, dims = [part.out for part in parts], None

@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
+from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -191,7 +191,7 @@ def match_cotangents(
                 f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
                 f"{tuple(out.shape)}; they must be the same."
             )
-    seen: list[torch.Tensor] = all_seen_here(flat)
+    seen: list[torch.Tensor] = all_as_seen_by_current_level(flat)
     return [replicated_like(ct, out) for ct, out in zip(seen, outputs, strict=True)]
 
 

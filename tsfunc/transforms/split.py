@@ -60,12 +60,12 @@ class Part:
     Attributes:
         lanes: the examples of the run.
         out: the result.
-        asked: True if the function read values of examples as Python values.
+        reads_values: True if the function read values of examples as Python values.
     """
 
     lanes: torch.Tensor
     out: Any
-    asked: bool
+    reads_values: bool
 
 
 # Runs the function at a level on the flattened inputs, and unwraps the results from the level.
@@ -130,7 +130,7 @@ class Runner:
                 raise
             self._copying = self._copying or level.writes_arguments
             return [level.lanes, *level.put_off]
-        self._parts.append(Part(level.lanes, out, level.asked))
+        self._parts.append(Part(level.lanes, out, level.reads_values))
         for i, source in enumerate(self.sources):
             if i in level.written or (alone and level.copying and was_written(inputs[i])):
                 self._written.append(_Written(source, level, level.lanes, inputs[i]))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer
 
 Single = Callable[..., Any]
@@ -116,7 +116,7 @@ def _declare() -> None:
         each = _each(single, inplace)
         if name.startswith("addc"):
             each = _with_factors(each)
-        PARTS[f"aten::_foreach_{name}"] = each
+        DECOMPOSITIONS[f"aten::_foreach_{name}"] = each
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
             method = _method(each, inplace)

@@ -53,7 +53,7 @@ class TracedBody:
         with in_body(self.level):
             out = func(*arguments)
             leaves, self.spec = pytrees.flatten(out)
-            self.leaves = [self.level.into(leaf) for leaf in leaves]
+            self.leaves = [self.level.remap(leaf) for leaf in leaves]
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 self._refuse_own_sizes(leaf)
@@ -68,7 +68,7 @@ class TracedBody:
         with in_body(self.level):
             for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
                 if isinstance(leaf, numbers) and i not in kept:
-                    self.leaves[i] = self.level.into(torch.full((), leaf, dtype=dtype))
+                    self.leaves[i] = self.level.remap(torch.full((), leaf, dtype=dtype))
 
     def batched(self) -> list[dict[int, Frame]]:
         """Return for each result the tracers that it needs, by depth."""
@@ -91,7 +91,7 @@ class TracedBody:
                     results.append(None)
                     continue
                 inner, _ = unwrap_all(rewrap_as(leaf, stack))
-                inner = self.level.into(inner)
+                inner = self.level.remap(inner)
                 nodes.append(inner.node)
                 results.append(Result(inner.value, stack))
         self.level.graph.output(tuple(nodes))

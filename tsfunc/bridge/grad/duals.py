@@ -60,7 +60,7 @@ class Duals:
             yield
 
     @contextmanager
-    def again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def rerun(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Context manager for another run; yields the arguments to call the function with.
 
         The run may be inside of a jvp that the first run was not in.

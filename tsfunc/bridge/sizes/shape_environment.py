@@ -44,8 +44,8 @@ def environment_class() -> Any:
 
         Attributes:
             symbols: the owner, which writes assertions into the program.
-            asked: for each guard the line, whether it is required as asked (as questions of the
-                user's code are), and whether the function raises if the answer differs.
+            guard_origins: for each guard the line, whether it is required as asked (as questions of
+                the user's code are), and whether the function raises if the answer differs.
             kept: its methods that cache their results.
             counts: True while an operator asks for its number of results, which is required as
                 asked.
@@ -59,7 +59,7 @@ def environment_class() -> Any:
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
-            self.asked: list[tuple[Place, bool, bool]] = []
+            self.guard_origins: list[tuple[Place, bool, bool]] = []
             self.counts = False
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def environment_class() -> Any:
                 self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
                 return not refused
             finally:
-                new = len(self.guards) - len(self.asked)
+                new = len(self.guards) - len(self.guard_origins)
                 if new > 0:
                     frame, through = _way_to_asking()
                     in_user_code = is_users(frame)
@@ -86,7 +86,7 @@ def environment_class() -> Any:
                         and not may_be_caught(frame)
                     )
                     by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
-                    self.asked += [(users_place(), by_user or self.counts, is_check)] * new
+                    self.guard_origins += [(users_place(), by_user or self.counts, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -188,7 +188,7 @@ _ROOT = os.path.dirname(torch.__file__) + os.sep
 
 _ASKED = (
     "sizes/symbols", "sizes/shape_environment", "trace/tracing", "tracers/tracer",
-    "tracers/attributes", "tracers/questions", "control/bodies",
+    "tracers/attributes", "tracers/guard_suppression", "control/bodies",
 )  # fmt: skip
 
 

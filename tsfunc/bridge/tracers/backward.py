@@ -23,7 +23,7 @@ _FUNCTION: Final = torch.autograd.backward
 def backward(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for ``Tensor.backward`` and ``torch.autograd.backward``.
+    """Handle ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
         RuntimeError: a tensor from outside would get a gradient.

@@ -230,7 +230,7 @@ class Cache:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             # A program with guards on values of its own call can't be shared.
-            held = entry.program.asked or entry.program.groups
+            held = entry.program.property_guards or entry.program.groups
             if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
                 reached = entry.reach(flat)
                 if reached is not None:

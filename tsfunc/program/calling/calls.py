@@ -34,9 +34,9 @@ from tsfunc.program.guarding.inputs import (
     with_dims_raised,
     with_sizes_fixed,
 )
+from tsfunc.program.guarding.opaque_arguments import opaque_arguments
 from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.guarding.same_tensors import ToldApart
-from tsfunc.program.guarding.untyped import any_arguments
 from tsfunc.program.guarding.widening import size_names, varying_sizes, widened
 from tsfunc.program.reading.entering import key_orders, opening_lines
 from tsfunc.program.reading.holding import is_container, is_instance
@@ -230,7 +230,7 @@ class FirstCall:
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, any_arguments(self.func, described, self.parameters, spelled), described,
+            scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
         )  # fmt: skip
         program, instances = self._captured(request)
         signature = self.signature(inputs, scalars)
@@ -238,7 +238,7 @@ class FirstCall:
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
-            program.conditions, program.asked, program.groups, scalars,
+            program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
         facts = instances.held.facts
         program = dataclasses.replace(
@@ -344,7 +344,7 @@ class FirstCall:
             read,
             positions,
             program.conditions,
-            program.asked,
+            program.property_guards,
         )
 
     def descriptors(

@@ -14,19 +14,19 @@ import torch.fx
 from tsfunc import pytrees, rage
 from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
+from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.asked import Argument
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.opaque import without_opaque_values
 from tsfunc.bridge.trace.seeding import no_seeding
+from tsfunc.bridge.trace.tensor_guards import Argument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
-from tsfunc.bridge.trace.untyped import without_stand_ins
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leave_whole
-from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import TsfuncError
@@ -35,8 +35,8 @@ from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.opaque_arguments import Hide
 from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
-from tsfunc.program.guarding.untyped import Hide
 from tsfunc.program.passes import simplify
 from tsfunc.program.reading.collecting import collecting_seldom
 from tsfunc.program.reading.holding import Place
@@ -163,10 +163,10 @@ class _Trace:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
-        level.questions.attribute_of = self._attribute_of
+        level.tensor_guards.attribute_of = self._attribute_of
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
-            level.questions.add(
+            level.tensor_guards.add(
                 tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
             )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
@@ -214,14 +214,14 @@ class _Trace:
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
-        settle_all(out)
+        sync_all(out)
         check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
     def _told_apart(self) -> Groups:
         """Guard the identities of the function's tensors: NOTE [one tensor twice]."""
         instances, inputs = self.instances, self.request.inputs
-        if not instances.tells_apart and not self.level.questions.told_apart:
+        if not instances.tells_apart and not self.level.tensor_guards.told_apart:
             return ()
         own = {**self._own, **instances.held.own_tensors}
         given = self._own if self._as_one else {}
@@ -244,8 +244,10 @@ class _Trace:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
-        level.questions.refuse_assigned()
-        apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
+        level.tensor_guards.refuse_assignments()
+        apart = with_objects_apart(
+            request.what, without_opaque_values(out), self.instances.held.again
+        )
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
@@ -260,11 +262,11 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
-        asked = tuple(level.questions.asked.values())
+        property_guards = tuple(level.tensor_guards.property_guards.values())
         return replace(
-            program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
-            attributes=tuple(self._attributes), raised=raised,
-            looks_at_grad=level.questions.of_grad,
+            program, conditions=tuple(conditions), property_guards=property_guards,
+            groups=self._told_apart(), attributes=tuple(self._attributes), raised=raised,
+            looks_at_grad=level.tensor_guards.of_grad,
         )  # fmt: skip
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:

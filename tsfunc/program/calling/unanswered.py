@@ -48,7 +48,7 @@ def guards_of_form(form: CallForm, signature: inspect.Signature) -> Guards:
     places, arguments = _named(form, signature)
     return guard_texts(
         form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
-        [spec.position for spec in form.scalars], form.conditions, form.asked,
+        [spec.position for spec in form.scalars], form.conditions, form.property_guards,
     )  # fmt: skip
 
 

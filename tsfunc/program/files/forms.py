@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.asked import Asked, answerer
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.errors import DescriptorError
 from tsfunc.program.files.context import Context
@@ -60,16 +60,20 @@ def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
         **({"conditions": conditions} if (conditions := facts_of(form)) else {}),
-        **({"asked": [_encode_asked(each) for each in form.asked]} if form.asked else {}),
+        **(
+            {"asked": asked}
+            if (asked := [*map(_encode_property_guard, form.property_guards)])
+            else {}
+        ),
         **({"one": [list(group) for group in form.groups]} if form.groups else {}),
     }
 
 
-def _encode_asked(asked: Asked) -> Any:
-    answer = asked.answer
+def _encode_property_guard(guard: PropertyGuard) -> Any:
+    answer = guard.answer
     return {
-        "argument": asked.position,
-        "fact": asked.fact,
+        "argument": guard.position,
+        "fact": guard.fact,
         "answer": list(answer) if isinstance(answer, tuple) else answer,
     }
 
@@ -170,11 +174,11 @@ class FormReader:
         _require_sizes(dims, inputs, bounds)
         conditions = tuple(_condition(x, bounds, scalars) for x in _items(said))
         positions = frozenset(spec.position for spec in inputs)
-        asked = tuple(_asked(x, positions) for x in _items(field.get("asked")))
+        property_guards = tuple(_property_guard(x, positions) for x in _items(field.get("asked")))
         groups = tuple(_group(x, positions) for x in _items(field.get("one")))
         return CallForm(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            asked, groups, tuple(scalars),
+            property_guards, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -244,17 +248,17 @@ def _items(field: Field | None) -> Sequence[Field]:
     return () if field is None else field.items()
 
 
-def _asked(field: Field, positions: Collection[int]) -> Asked:
+def _property_guard(field: Field, positions: Collection[int]) -> PropertyGuard:
     argument, fact, answer = field.record("argument", "fact", "answer")
     text = fact.line()
-    if answerer(text) is None:
+    if reader_of(text) is None:
         fact.fail("there is no such question")
     told = answer.value
     if isinstance(told, list):
         told = tuple(each.integer(0) for each in answer.items())
     elif told is not None and not isinstance(told, bool | int):
         answer.expected("true, false, a number or numbers")
-    return Asked(_position(argument, positions), text, told)
+    return PropertyGuard(_position(argument, positions), text, told)
 
 
 def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:

@@ -172,7 +172,7 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
     fifth = any(spec.any_grad for form in forms for spec in form.inputs)
-    fourth = any(form.asked or form.groups or form.scalars for form in forms)
+    fourth = any(form.property_guards or form.groups or form.scalars for form in forms)
     third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
     found = [version_of(answer.program.graph) for answer in function.answers]
     return max(5 if fifth else 4 if fourth else 3 if third else 2 if has_state else 1, *found)
@@ -347,7 +347,7 @@ def _of_form(
             places=places_of(signature, len(form.leaves), form.tree),
             descriptors=described(_open(form), form.inputs, form.tree, signature),
             guards=guards_of_form(form, signature),
-            asked=form.asked,
+            property_guards=form.property_guards,
             groups=form.groups,
         )
     except (TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.tracers.tracebacks import PLACES
-from tsfunc.bridge.writing.assigned import note_assigned
+from tsfunc.bridge.writing.buffer_writes import note_buffer_write
 from tsfunc.program.reading.updates import Outside, Update, fill
 
 
@@ -239,7 +239,7 @@ def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> I
     for each in updates:
         if each.buffer is not None and each.slots():
             told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_assigned, 'note_assigned')}({told})")
+            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)

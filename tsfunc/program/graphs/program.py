@@ -14,7 +14,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.drawing import draw
@@ -58,7 +58,8 @@ class Program:
             ``print`` shows all of them.
         places: the path of each flattened argument, from the name of a parameter.
         conditions: the conditions on the numbers among its inputs.
-        asked: the facts about its arguments, other than types and sizes, that the function read.
+        property_guards: the facts about its arguments, other than types and sizes, that the
+        function read.
         looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
         attributes: the attributes of tensors among its arguments that the function has read:
@@ -85,7 +86,7 @@ class Program:
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
-    asked: tuple[Asked, ...] = ()
+    property_guards: tuple[PropertyGuard, ...] = ()
     looks_at_grad: bool = True
     attributes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.guarding.guards import guard_lines, variables_of
@@ -38,7 +38,8 @@ class CallForm:
         ambient: torch's settings.
         of_keywords: whether the function sees the order of the keyword arguments.
         conditions: the conditions on the named dims, and on the numbers that are inputs.
-        asked: the facts about tensor arguments that were read, other than types and sizes.
+        property_guards: the facts about tensor arguments that were read, other than types and
+        sizes.
         groups: the positions of the tensors, grouped by identity; empty if it does not matter.
         scalars: the numbers among the arguments that are inputs, and may vary.
     """
@@ -50,7 +51,7 @@ class CallForm:
     ambient: tuple[Any, ...]
     of_keywords: bool = False
     conditions: tuple[Condition, ...] = ()
-    asked: tuple[Asked, ...] = ()
+    property_guards: tuple[PropertyGuard, ...] = ()
     groups: Groups = ()
     scalars: tuple[ScalarSpec, ...] = ()
 
@@ -74,7 +75,7 @@ class CallForm:
             scope: receives the objects that the lines refer to by name.
         """
         lines = []
-        for i, each in enumerate(self.asked):
+        for i, each in enumerate(self.property_guards):
             scope[f"asked_{i}"] = each.holds
             lines.append(f"if not asked_{i}(args[{each.position}]): return None")
         if self.groups:
@@ -100,7 +101,7 @@ def form_of_call(
     ambient: tuple[Any, ...],
     of_keywords: bool,
     conditions: tuple[Condition, ...],
-    asked: tuple[Asked, ...] = (),
+    property_guards: tuple[PropertyGuard, ...] = (),
     groups: Groups = (),
     scalars: Sequence[ScalarSpec] = (),
 ) -> CallForm:
@@ -109,8 +110,8 @@ def form_of_call(
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
     return CallForm(
-        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, asked, groups,
-        tuple(scalars),
+        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, property_guards,
+        groups, tuple(scalars),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, order_of_strides, solving_order
 from tsfunc.program.reading.holding import has_value, is_instance
 from tsfunc.program.reading.shown import has_contents, shown

@@ -23,7 +23,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.trace.asked import users_class
+from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.reading.holding import is_instance
 from tsfunc.program.reading.shown import has_contents

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tracing import is_traced
-from tsfunc.bridge.trace.untyped import AnyValue
 from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
@@ -291,7 +291,7 @@ class Instance:
         if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
             return value
         mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return AnyValue(value, f"{self.place.text}.{name}", mend)
+        return OpaqueValue(value, f"{self.place.text}.{name}", mend)
 
     def check(self, name: str, value: Any, use: str) -> None:
         """Check an attribute against the annotation in the user's class.

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
 from tsfunc.bridge.tracers import settings
 from tsfunc.program.reading.entering import Enter, other_keys
 from tsfunc.types.values import same_value

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import Context, differentiable, has_setup, torch_jvp
-from tsfunc.bridge.grad.once import is_marked
+from tsfunc.bridge.grad.once_differentiable import is_marked
 from tsfunc.errors import UndefinedDerivativeError
 from tsfunc.transforms.control.callee_parts import (
     Kept,

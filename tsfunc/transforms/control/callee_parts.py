@@ -142,9 +142,13 @@ class Tracing:
             raise self.refusal(what, self._words_of(error)) from None
         if program.conditions or program.raised or program.updates:
             raise self.refusal(what, "it does not do the same for all sizes and numbers")
-        if program.asked or program.attributes:
-            asked = ", ".join([*(each.fact for each in program.asked), *program.attributes])
-            raise self.refusal(what, f"it asks for more of tensors than types and sizes: {asked}")
+        if program.property_guards or program.attributes:
+            property_guards = ", ".join(
+                [*(each.fact for each in program.property_guards), *program.attributes]
+            )
+            raise self.refusal(
+                what, f"it asks for more of tensors than types and sizes: {property_guards}"
+            )
         used = _without_unused(program.graph, program.inputs)
         return Part(what, program.graph, used, program.lifted, names.used, program.run)
 

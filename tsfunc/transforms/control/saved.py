@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
-from tsfunc.bridge.grad.kept import KeepsEither, KeepsOperators, Policy
+from tsfunc.bridge.grad.remat_policy import Policy, SaveEither, SaveOperators
 from tsfunc.program.files.control import (
     ControlKind,
     DecodeGraph,
@@ -205,9 +205,9 @@ _NAMED_POLICIES: dict[str, Policy] = {
 
 
 def _encode_policy(policy: Policy) -> Any:
-    if isinstance(policy, KeepsOperators):
+    if isinstance(policy, SaveOperators):
         return {"operators": [op.name() for op in policy.overloads()]}
-    if isinstance(policy, KeepsEither):
+    if isinstance(policy, SaveEither):
         return {"either": [_encode_policy(policy.first), _encode_policy(policy.second)]}
     name = getattr(policy, "__name__", type(policy).__name__)
     if _NAMED_POLICIES.get(name) is not policy:
@@ -222,10 +222,10 @@ def _decode_policy(field: Field, made_with: str) -> Policy:
     if "either" in field.mapping():
         (either,) = field.record("either")
         first, second = either.items(2)
-        return KeepsEither(_decode_policy(first, made_with), _decode_policy(second, made_with))
+        return SaveEither(_decode_policy(first, made_with), _decode_policy(second, made_with))
     (operators,) = field.record("operators")
     found_ops = [operator_named(each, made_with)[0].overload for each in operators.items()]
-    return KeepsOperators(frozenset(found_ops))
+    return SaveOperators(frozenset(found_ops))
 
 
 def _encode_checkpoint(op: CheckpointCall, graph: EncodeGraph) -> dict[str, Any]:
