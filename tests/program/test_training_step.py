@@ -554,7 +554,7 @@ def scaled(trial: Trial) -> Step:
     def step(x: Tensor, y: Tensor) -> Any:
         trial.optimizer.zero_grad()
         loss = trial.loss(x, y)
-        scaler.scale(loss).backward()
+        scaler.scale(100 * loss).backward()
         scaler.unscale_(trial.optimizer)
         nn.utils.clip_grad_norm_(list(trial.model.parameters()), 0.1)
         scaler.step(trial.optimizer)

@@ -200,7 +200,7 @@ class Counting(nn.Module):
 
 
 class TestAssignedBuffers:
-    """NOTE [assigned buffers]."""
+    """NOTE [buffer writes]."""
 
     @pytest.mark.parametrize(
         "wrap",

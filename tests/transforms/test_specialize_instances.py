@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tsfunc import MetaTensorType as Meta
 from tsfunc import grad, specialize, vmap
 from tsfunc.errors import DescriptorViolation, TypeCheckError
-from tsfunc.program.reading import watching
+from tsfunc.program.closure import watching
 
 
 class Mode(enum.Enum):

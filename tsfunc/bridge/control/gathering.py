@@ -62,7 +62,7 @@ class _Spread(LinearMap):
             return wrap(zeros.index_add(dim, subset.index_in(target), inner), dim, target)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
-        return (self.subset.into(cotangent),)
+        return (self.subset.remap(cotangent),)
 
 
 def spread(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
@@ -83,7 +83,7 @@ class Merge(LinearMap):
 
     def of(self, values: Sequence[Any]) -> Any:
         """Return one tensor of the whole batch from a tensor of each part."""
-        lifted = [at_level(part.into(v), part) for v, part in zip(values, self.parts, strict=True)]
+        lifted = [at_level(part.remap(v), part) for v, part in zip(values, self.parts, strict=True)]
         inmost = max((v.dispatch_level for v in lifted), key=lambda level: level.depth)
         if inmost.depth > self.target.depth:
             lifted = [
@@ -123,7 +123,7 @@ class Merge(LinearMap):
         return level.lift(merged)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
-        return tuple(part.into(cotangent) for part in self.parts)
+        return tuple(part.remap(cotangent) for part in self.parts)
 
 
 class _Retag(LinearMap):

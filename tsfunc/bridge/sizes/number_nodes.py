@@ -44,7 +44,7 @@ def _recorded() -> Any:
 
     base: Any = PythonReferenceAnalysis
 
-    class Recorded(base):  # type: ignore[misc]
+    class NumberRecorder(base):  # type: ignore[misc]
         """Python's operators and functions, recorded on the values of the graph."""
 
         int_truediv = staticmethod(operator.truediv)
@@ -81,7 +81,7 @@ def _recorded() -> Any:
         def trunc(x: Any) -> Any:
             return torch.sym_float(_called(math.trunc, x))
 
-    return Recorded
+    return NumberRecorder
 
 
 def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:

@@ -13,7 +13,7 @@ replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/equal``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
-symbol without a hint, made together with the node that computes it (:meth:`Symbols.born`).
+symbol without a hint, made together with the node that computes it (:meth:`Symbols.register`).
 Questions about the symbol have no answer; assertions (``torch._check``, and operators' checks of
 their arguments) become calls of :func:`check_size` in the program.
 
@@ -136,7 +136,7 @@ class Symbols:
         self._read: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
-        self._born: dict[Any, torch.fx.Node] = {}
+        self._definitions: dict[Any, torch.fx.Node] = {}
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
@@ -224,10 +224,10 @@ class Symbols:
         self._env.pending_fresh_unbacked_symbols.clear()
         return found
 
-    def born(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
+    def register(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
         """Register the node that computes a fresh symbol, and the symbol's text for people."""
-        if symbol not in self._born:
-            self._born[symbol] = node
+        if symbol not in self._definitions:
+            self._definitions[symbol] = node
             self._names[symbol] = text
             node.meta["expr"] = text
             if isinstance(number, torch.SymBool):
@@ -264,9 +264,9 @@ class Symbols:
         finally:
             self._bodies.pop()
 
-    def born_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
+    def nodes_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
         """Return the data-dependent symbols of an expression that a graph computes, with nodes."""
-        nodes = {symbol: self._born.get(symbol) for symbol in expr.free_symbols}
+        nodes = {symbol: self._definitions.get(symbol) for symbol in expr.free_symbols}
         return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
 
     def number_of(self, symbol: Any) -> Any:
@@ -291,7 +291,7 @@ class Symbols:
         return [
             Need(self.spell(exact(guard.expr)), exact(guard.expr).xreplace(names), place, by_user)
             for guard, (place, by_user, is_check) in zip(
-                self._env.guards, self._env.asked, strict=True
+                self._env.guards, self._env.guard_origins, strict=True
             )
             if not is_check and not self._is_of_scalars(guard.expr)
         ]
@@ -325,7 +325,7 @@ class Symbols:
                 code_text(guard.expr.xreplace(stored)),
                 any(self._names.get(symbol) in self._read for symbol in guard.expr.free_symbols),
             )
-            for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
+            for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
@@ -427,7 +427,7 @@ class Symbols:
         """
         self.graph, self._inputs = None, {}
         self._nodes.clear()
-        self._born.clear()
+        self._definitions.clear()
 
     def record(self, value: Any) -> Any:
         """Return a symbolic number as a node, or as a constant if it is known."""
@@ -442,7 +442,7 @@ class Symbols:
     def _node(self, expr: Any) -> torch.fx.Node:
         assert self.graph is not None
         sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
-        values = {s: self._born[s] for s in expr.free_symbols - sized}
+        values = {s: self._definitions[s] for s in expr.free_symbols - sized}
         for symbol in sized:
             values[symbol] = divided(self._inputs[self._names[symbol]], self._steps[symbol])
         node = self.write(self.graph, expr, values)
@@ -459,7 +459,7 @@ class Symbols:
         answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
         known = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
         node: torch.fx.Node = number_node(graph, known, self._with_answers(expr, answers))
-        if expr not in self._born and node not in values.values():
+        if expr not in self._definitions and node not in values.values():
             node.meta["expr"] = self.spell(expr)
         return node
 

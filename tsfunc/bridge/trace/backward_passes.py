@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.tracer import BackwardPass
 
 
-class RecordsAutograd(BaseException):
+class RetraceForBackward(BaseException):
     """Internal: a traced function runs a backward pass itself: trace it again, recording."""
 
 
@@ -81,7 +81,7 @@ class BackwardPasses:
         """See ``TracerLevel.serves_backward``.
 
         Raises:
-            RecordsAutograd: the trace does not record autograd.
+            RetraceForBackward: the trace does not record autograd.
         """
         given = (*call.results, *(call.inputs or ()))
         if not all(self._is_here(x) for x in given):
@@ -98,10 +98,10 @@ class BackwardPasses:
         return True
 
     def require(self) -> None:
-        """Raise ``RecordsAutograd`` if the trace does not record autograd."""
+        """Raise ``RetraceForBackward`` if the trace does not record autograd."""
         if not self.level.records:
             self.needed = True
-            raise RecordsAutograd
+            raise RetraceForBackward
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside, as the function sees it."""
@@ -128,7 +128,7 @@ class BackwardPasses:
 
     def _argument_of(self, owner: torch.Tensor) -> TraceTracer | None:
         """Return the tracer of a tensor that is an argument, or None."""
-        known = self.level.questions.arguments
+        known = self.level.tensor_guards.arguments
         return next((tracer for tracer, each in known if each.example is owner), None)
 
     def changed(self) -> Iterator[Slot]:
@@ -140,7 +140,7 @@ class BackwardPasses:
         if not self._freed:
             return False
         outside = [tracer for _, tracer in self.level.lifted.values()]
-        outside += [tracer for tracer, _ in self.level.questions.arguments]
+        outside += [tracer for tracer, _ in self.level.tensor_guards.arguments]
         with DisableTorchFunctionSubclass():
             graphs = [x for x in (*results, *outside) if isinstance(x, torch.Tensor) and x.grad_fn]
             return all(not self._freed.isdisjoint(nodes_of([x])) for x in graphs)
@@ -158,7 +158,7 @@ class BackwardPasses:
 
     def _owner(self, tracer: Any) -> torch.Tensor | None:
         """Return the tensor from outside that a tracer stands for, or None."""
-        argument = self.level.questions.argument(tracer)
+        argument = self.level.tensor_guards.argument(tracer)
         if argument is not None:
             return argument.example
         return next((x for x, known in self.level.lifted.values() if known is tracer), None)

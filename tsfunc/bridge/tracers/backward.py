@@ -32,7 +32,7 @@ _GRAD: Final = torch.autograd.grad
 def backward(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for ``Tensor.backward`` and ``torch.autograd.backward``.
+    """Handle ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
         RuntimeError: a tensor from outside would get a gradient.

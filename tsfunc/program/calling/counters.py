@@ -23,9 +23,9 @@ from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
+from tsfunc.program.closure.guard_builder import GuardBuilder, Source
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
-from tsfunc.program.reading.holding import Held, Place
 
 
 class Counters:
@@ -33,12 +33,12 @@ class Counters:
 
     Args:
         level: the trace.
-        held: the values that it has read.
+        builder: the values that it has read.
     """
 
-    def __init__(self, level: TraceLevel, held: Held) -> None:
-        self._level, self._held = level, held
-        level.questions.answer = self.answer
+    def __init__(self, level: TraceLevel, builder: GuardBuilder) -> None:
+        self._level, self._builder = level, builder
+        level.tensor_guards.answer = self.answer
 
     def answer(self, node: torch.fx.Node) -> Any:
         """Return the value of a node as a Python number, and guard it; None if it is not known."""
@@ -51,9 +51,9 @@ class Counters:
         roots = [each for each in nodes if each in sources]
         compute = Answer(node, nodes, roots)
         answer = compute(*(sources[each] for each in roots))
-        facts = self._held.facts_of(True)
-        given = ", ".join(self._place(sources[each]).variable for each in roots)
-        facts.require(f"{facts.name(compute)}({given}) == {answer!r}")
+        guard_lines = self._builder.lines_of(True)
+        given = ", ".join(self._source(sources[each]).variable for each in roots)
+        guard_lines.require(f"{guard_lines.name(compute)}({given}) == {answer!r}")
         return answer
 
     def _sources(self) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
@@ -63,9 +63,11 @@ class Counters:
             if is_counter and not tensor.requires_grad and type(tensor) is torch.Tensor:
                 yield tracer.node, tensor
 
-    def _place(self, tensor: torch.Tensor) -> Place:
-        known = self._held.place_of(tensor)
-        return known or Place(self._held.facts_of(True).name(tensor), "a tensor", "a tensor", True)
+    def _source(self, tensor: torch.Tensor) -> Source:
+        known = self._builder.source_of(tensor)
+        return known or Source(
+            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
+        )
 
 
 class Answer:

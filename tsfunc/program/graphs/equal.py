@@ -20,9 +20,9 @@ import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
+from tsfunc.program.closure.updates import same_updates
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.passes.folding import is_computable
-from tsfunc.program.reading.updates import same_updates
 
 
 def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) -> bool:

@@ -23,10 +23,10 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.trace.asked import users_class
+from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.reading.holding import is_instance
-from tsfunc.program.reading.shown import has_contents
+from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.closure.viewed_state import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.dims import parse_dim
