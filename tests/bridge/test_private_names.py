@@ -40,6 +40,7 @@ HOLDERS: dict[str, Callable[[], Any]] = {
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
     "Tensor": lambda: torch.ones(1),
+    "Optimizer": lambda: torch.optim.SGD([torch.ones(1)]),
     "CustomOpDef": lambda: torch.library.custom_op("tsfunc_tests::held", mutates_args=())(held),
 }
 

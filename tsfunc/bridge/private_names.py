@@ -726,10 +726,12 @@ def _is_compiling() -> None:
 
 
 @_entry(
-    "The state of an optimizer before its first step",
-    """Optimizer._init_group""",
-    use="functional_optimizer(...).init() makes the state that the first step would make.",
-    stand_in="An empty state: a scan then begins after a first step outside of it.",
+    "Steps of optimizers",
+    """torch.amp.grad_scaler.GradScaler._maybe_opt_step Optimizer._init_group""",
+    use="functional_optimizer(...).init() makes the state that the first step would make; a trace "
+    "undoes a step that a GradScaler skips.",
+    stand_in="An empty state: a scan then begins after a first step outside of it. A refusal of "
+    "GradScaler.step in traces.",
     risk=Risk.MEDIUM,
 )
 def _optimizer_state() -> None:
@@ -741,6 +743,9 @@ def _optimizer_state() -> None:
     make_state(adam)
     _expect({*adam.state[param]} == {"step", "exp_avg", "exp_avg_sq"}, "the state of Adam")
     _expect(bool((param == 1).all()), "no step")
+    scaler: Any = torch.amp.GradScaler("cpu")
+    scaler._maybe_opt_step(adam, {"found_inf_per_device": {"cpu": torch.tensor(1.0)}})
+    _expect(bool((param == 1).all()), "no step with an infinite gradient")
 
 
 @_entry(
