@@ -1,7 +1,9 @@
 """Operators as decompositions that can be differentiated any number of times.
 
 torch's own derivative formulas of these operators treat further results (such as the mean and
-deviation of a normalization) as constants, or divide by numbers that can be zero.
+deviation of a normalization) as constants, divide by numbers that can be zero, write in place into
+values that autograd has saved (the tangents of ``softmax``), or have no derivative (fused
+attention).
 """
 
 from __future__ import annotations
@@ -12,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _wide(x: Tensor) -> Tensor:
-    """Return the tensor in the dtype in which kernels of half precision accumulate."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+from tsfunc.ops import attention_decompositions
+from tsfunc.ops.dims import widened
 
 
 def layer_norm(
@@ -23,7 +23,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::native_layer_norm``."""
     dims = list(range(-len(shape), 0))
-    wide = _wide(x)
+    wide = widened(x)
     mean = wide.mean(dims, keepdim=True)
     scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
     out = (wide - mean) * scale
@@ -37,7 +37,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::native_batch_norm`` in training, without the update of running statistics."""
-    wide = _wide(x)
+    wide = widened(x)
     dims = [d for d in range(x.dim()) if d != 1]
     mean, var = wide.mean(dims), wide.var(dims, correction=0)
     scale = (var + eps).rsqrt()
@@ -49,6 +49,62 @@ def batch_norm(
     out = out if weight is None else out * column(weight)
     out = out if bias is None else out + column(bias)
     return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
+    """Return a tensor less its maximum over dims, and the maximum; an infinite one counts as 0."""
+    most = x.amax(dims, keepdim=True).detach()
+    most = most.masked_fill(most.isinf(), 0.0)
+    return x - most, most
+
+
+def softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+    """``aten::_softmax``; ``to_float`` takes half precision to single precision."""
+    if not x.numel():
+        return NotImplemented
+    weights = _below_maximum(widened(x), dim)[0].exp()
+    out = weights / weights.sum(dim, keepdim=True)
+    return out if to_float else out.to(x.dtype)
+
+
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """``aten::_safe_softmax``: zeros where all elements are negative infinity."""
+    x = x if dtype is None else x.to(dtype)
+    empty = (x == float("-inf")).all(dim, keepdim=True)
+    out = softmax(x.masked_fill(empty, 0.0), dim, False)
+    return out if out is NotImplemented else out.masked_fill(empty, 0.0)
+
+
+def log_softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+    """``aten::_log_softmax``."""
+    if not x.numel():
+        return NotImplemented
+    below = _below_maximum(widened(x), dim)[0]
+    out = below - below.exp().sum(dim, keepdim=True).log()
+    return out if to_float else out.to(x.dtype)
+
+
+def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
+    """``aten::logsumexp``."""
+    if not x.numel():
+        return NotImplemented
+    below, most = _below_maximum(widened(x), dims)
+    out = below.exp().sum(dims, keepdim=True).log() + most
+    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """``aten::glu``."""
+    half = x.shape[dim] // 2
+    return x.narrow(dim, 0, half) * x.narrow(dim, half, half).sigmoid()
+
+
+def glu_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """``aten::glu_backward``."""
+    half = x.shape[dim] // 2
+    gate = x.narrow(dim, half, half).sigmoid()
+    by_gate = grad * x.narrow(dim, 0, half) * gate * (1 - gate)
+    return torch.cat((grad * gate, by_gate), dim)
 
 
 def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -122,7 +178,7 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """``aten::native_layer_norm_backward`` with statistics recomputed from the input."""
-    dims, wide, cotangent = list(range(-len(shape), 0)), _wide(x), _wide(grad)
+    dims, wide, cotangent = list(range(-len(shape), 0)), widened(x), widened(grad)
     mean = wide.mean(dims, keepdim=True)
     var = wide.var(dims, correction=0, keepdim=True)
     # The saved scale determines eps, which has no derivative.
@@ -157,7 +213,7 @@ def batch_norm_backward(
     """``aten::native_batch_norm_backward`` with statistics recomputed from the input."""
     if not training:
         return NotImplemented
-    dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], _wide(x), _wide(grad)
+    dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], widened(x), widened(grad)
     mean = wide.mean(dims, keepdim=True)
     scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
     pulled = cotangent
@@ -170,71 +226,17 @@ def batch_norm_backward(
     )
 
 
-def _weights(
-    query: Tensor, key: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, float]:
-    """Return the weights of attention, the log-sum-exp of the scores, and the scale."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = _wide(query) @ _wide(key).mT * scale
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    if is_causal:
-        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~kept, float("-inf"))
-    # A row without a score that counts has weights of 0, as in torch's kernels.
-    return torch.ops.aten._safe_softmax(scores, -1), scores.logsumexp(-1), scale
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``."""
-    if dropout_p:
-        return NotImplemented
-    weights, norm, _ = _weights(query, key, is_causal, attn_mask, scale)
-    return (weights @ _wide(value)).to(query.dtype), norm.detach()
-
-
-def attention_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    norm: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu_backward``; recomputes the weights."""
-    if dropout_p:
-        return NotImplemented
-    weights, _, scale = _weights(query, key, is_causal, attn_mask, scale)
-    cotangent = _wide(grad)
-    pulled = cotangent @ _wide(value).mT
-    scores = weights * (pulled - (pulled * weights).sum(-1, keepdim=True)) * scale
-    return (
-        (scores @ _wide(key)).to(query.dtype),
-        (scores.mT @ _wide(query)).to(key.dtype),
-        (weights.mT @ cotangent).to(value.dtype),
-    )
-
-
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,
     "aten::_native_batch_norm_legit.no_stats": batch_norm_no_stats,
     "aten::_batch_norm_with_update": batch_norm_with_update,
+    "aten::_softmax": softmax,
+    "aten::_safe_softmax": safe_softmax,
+    "aten::_log_softmax": log_softmax,
+    "aten::logsumexp": logsumexp,
+    "aten::glu": glu,
     "aten::cumprod": cumprod,
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
@@ -244,15 +246,15 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 # The fused kernels of attention have no formula for tangents.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
-    "aten::_scaled_dot_product_flash_attention_for_cpu": attention,
+    **attention_decompositions.FORWARD,
 }
-# torch's formulas of these backward operators are correct for one derivative only: they treat the
-# statistics as constants.
+# torch's formulas of these backward operators are correct for one derivative only: those of
+# normalizations treat the statistics as constants, and that of glu has no derivative of its
+# tangents.
 BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::glu_backward": glu_backward,
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }
 # Backward operators that have no derivative at all.
-UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": attention_backward,
-}
+UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {**attention_decompositions.BACKWARD}

@@ -13,8 +13,10 @@ computed by differentiating its pullback, which torch keeps differentiable.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
-and the deviation as constants: third derivatives by reverse mode are wrong. If a backward pass is
-recorded, these formulas are written in other operators, whose derivatives are right to any order.
+and the deviation as constants: third derivatives by reverse mode are wrong. Those of fused
+attention have none. If a backward pass is recorded, these formulas are written in other operators,
+whose derivatives are right to any order. Fused attention with tangents is written so too, as it has
+no tangent formula.
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
 own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
@@ -45,9 +47,9 @@ from tsfunc.ops.differentiable_decompositions import (
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
     "_linalg_det _linalg_slogdet _linalg_solve_ex _linalg_eigh linalg_eig "
-    "linalg_householder_product glu cholesky_inverse "
+    "linalg_householder_product cholesky_inverse "
     # The tangent formulas of these write in place into values that autograd has saved.
-    "_softmax _log_softmax _safe_softmax logsumexp linalg_vector_norm renorm "
+    "linalg_vector_norm renorm "
     "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
 ).split()
 
