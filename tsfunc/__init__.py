@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from tsfunc.transforms.linearize import linearize
     from tsfunc.transforms.mesh_specs import P
     from tsfunc.transforms.modules import functional_call, stack_module_state
+    from tsfunc.transforms.optimizers import FunctionalOptimizer, functional_optimizer
     from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
     from tsfunc.transforms.shard_map import mesh_axes, shard_map
     from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
@@ -84,6 +85,7 @@ else:
             "transforms.linearize": "linearize",
             "transforms.mesh_specs": "P",
             "transforms.modules": "functional_call stack_module_state",
+            "transforms.optimizers": "FunctionalOptimizer functional_optimizer",
             "transforms.outlines": "eval_shape make_graph",
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
@@ -107,6 +109,7 @@ __all__ = [
     "CallReport",
     "Descriptors",
     "Dim",
+    "FunctionalOptimizer",
     "MetaTensorType",
     "P",
     "Tracer",
@@ -133,6 +136,7 @@ __all__ = [
     "explain",
     "fori_loop",
     "functional_call",
+    "functional_optimizer",
     "grad",
     "grad_and_value",
     "hessian",

@@ -17,11 +17,12 @@ from tsfunc.bridge.batch import (
     selection_sums,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
-from tsfunc.bridge.trace import data_methods, tracing
+from tsfunc.bridge.trace import anomaly, data_methods, tracing
 from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
 from tsfunc.bridge.writing import reshaped_views, reshaping
 
 __all__ = [
+    "anomaly",
     "attributes",
     "batching",
     "composites",

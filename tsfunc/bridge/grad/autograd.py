@@ -325,6 +325,9 @@ def backward(
         kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not kept or not inputs:
         return [None] * len(inputs)
+    for level in current_levels():
+        if isinstance(level, TracerLevel):
+            level.passes_backward()
     engine: Any = Variable._execution_engine
     with watching_random() if create_graph else nullcontext():
         return list(

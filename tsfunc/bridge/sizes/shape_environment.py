@@ -71,7 +71,10 @@ def environment_class() -> Any:
             except GuardOnDataDependentSymNode:
                 refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
                 if refused is None:
-                    raise
+                    answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
+                    if answer is None:
+                        raise
+                    return answer
                 # NOTE [checks of arguments]: the program checks the fact when it runs.
                 self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
                 return not refused

@@ -79,6 +79,7 @@ class Condition(NamedTuple):
             (``types/facts.py``).
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
+        of_read: whether it is on a number that the function reads from outside.
     """
 
     code: str
@@ -86,6 +87,7 @@ class Condition(NamedTuple):
     dims: tuple[str, ...] = ()
     fact: str = ""
     fixed: str = ""
+    of_read: bool = False
 
 
 def check_size(holds: bool, text: str) -> None:
@@ -118,6 +120,7 @@ class Symbols:
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
+        asks: returns the value of a node that computes a number, if the trace can know it.
     """
 
     def __init__(
@@ -130,12 +133,14 @@ class Symbols:
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
         self._values = dict(scalars)
+        self._read: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
         self._definitions: dict[Any, torch.fx.Node] = {}
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
+        self.asks: Callable[[torch.fx.Node], Any] = lambda node: None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
@@ -172,6 +177,24 @@ class Symbols:
         self._names[symbol] = name
         self._steps[symbol] = step
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
+
+    def add_number(self, name: str, value: int | float, variable: str) -> Any:
+        """Return a symbolic number for a number that the function reads during the trace.
+
+        Args:
+            name: its name.
+            value: its value in the call.
+            variable: its variable in the guard.
+        """
+        if self._env is None:
+            self._open()
+        self._values[name], self._read[name] = value, variable
+        self.scalars[name] = self._scalar(name, value)
+        return self.scalars[name]
+
+    def add_input(self, name: str, node: torch.fx.Node) -> None:
+        """Register the node of a number that the function reads during the trace."""
+        self._inputs = {**self._inputs, name: node}
 
     def _scalar(self, name: str, value: int | float) -> Any:
         """Return a symbolic number without promises."""
@@ -254,6 +277,12 @@ class Symbols:
 
     # --- questions
 
+    def answer(self, expr: Any) -> Any:
+        """Return the answer to a question about numbers of data; None if it is not known."""
+        if self.graph is None or self._bodies or not expr.free_symbols <= self._names.keys():
+            return None
+        return self.asks(self._node(expr))
+
     def needs(self) -> list[Need]:
         """Return the facts about named dims that the trace relies on."""
         if self._env is None:
@@ -279,6 +308,7 @@ class Symbols:
         """
         if self._env is None:
             return []
+        variables = {**variables, **self._read}
         called = {symbol: variables.get(name) for symbol, name in self._names.items()}
         known = {
             symbol: type(symbol)(_divided_text(name, self._steps[symbol]))
@@ -293,6 +323,7 @@ class Symbols:
                 tuple(sorted(self._dims_in(guard.expr))),
                 code_text(guard.expr.xreplace(named)),
                 code_text(guard.expr.xreplace(stored)),
+                any(self._names.get(symbol) in self._read for symbol in guard.expr.free_symbols),
             )
             for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)

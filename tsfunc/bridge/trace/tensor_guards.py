@@ -150,7 +150,9 @@ class TensorGuards:
         what: the name of the trace in errors.
         property_guards: the questions about arguments, with their answers.
         of_grad: True if the function read whether a tensor requires grad.
+        of_backward: True if the function ran a backward pass, which anomaly mode changes.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
+        answer: returns the value of a node if the trace can know it, else None.
         hashes_tensors: True if tensors were hashed (keys of a dict, elements of a set), so that
             their identity matters.
     """
@@ -158,8 +160,10 @@ class TensorGuards:
     def __init__(self, what: str) -> None:
         self.what = what
         self.of_grad = False
+        self.of_backward = False
         self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
         self.attribute_of: Callable[[TracedArgument, str], Any] = _attribute
+        self.answer: Callable[[torch.fx.Node], Any] = lambda node: None
         self.hashes_tensors = False
         self._arguments: dict[int, tuple[Any, TracedArgument]] = {}
 
@@ -387,20 +391,24 @@ def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
 
 
 def _grad(guards: TensorGuards, value: Any) -> Any:
-    argument = guards.argument(value)
-    if argument is None:
+    """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
+    argument, passes = guards.argument(value), value.dispatch_level.passes
+    if argument is None or passes is None:
         return _wrapper(_GRAD, value)
-    return guards.attribute_of(argument, "grad")
+    return passes.get(argument.example)
 
 
 def _set_grad(guards: TensorGuards, value: Any) -> Any:
     argument = guards.argument(value)
-    if argument is not None:
+    if argument is None:
+        return NotImplemented
+    if value.dispatch_level.bodies:
         guards.refuse(
             f"{argument.name}.grad is assigned",
-            "a program does not assign to attributes of its arguments",
-            "Return the gradient, and assign it after the call.",
+            "it is assigned in the body of a branch or a loop, which has only results",
+            "Return the gradient from the body, and assign it after the branch or loop.",
         )
+    _grad(guards, value)  # the program assigns it if it differs from that before
     return NotImplemented
 
 
@@ -426,6 +434,7 @@ ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
     _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
     _GRAD: _grad,
     vars(_T.__base__)["grad"].__set__: _set_grad,
+    vars(_T.__base__)["grad"].__delete__: _set_grad,
     _T._is_view: _is_view,
     _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
     torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import optree
 import torch
 import torch.fx
-from torch._C import DisableTorchFunction, _functorch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _functorch
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -65,6 +65,7 @@ from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     METHODS,
     NO_KWARGS,
+    BackwardPass,
     Tracer,
     TracerLevel,
     function_handler,
@@ -87,6 +88,19 @@ from tsfunc.errors import DataDependentError, MissingRuleError
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class Passes(Protocol):
+    """The backward passes of a traced function, and the ``.grad`` of tensors from outside."""
+
+    def serve(self, call: BackwardPass) -> bool:
+        """See ``TracerLevel.serves_backward``."""
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the ``.grad`` of a tensor from outside as the function sees it."""
+
+    def set(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Assign the ``.grad`` of a tensor from outside, for the rest of the trace."""
+
+
 class TraceLevel(TracerLevel):
     """A trace that is being recorded.
 
@@ -102,6 +116,9 @@ class TraceLevel(TracerLevel):
         tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
+        records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
+            in programs] in ``backward_passes``.
+        passes: the backward passes of the function that reach these tensors.
     """
 
     __slots__ = (
@@ -111,6 +128,8 @@ class TraceLevel(TracerLevel):
         "lifted",
         "lines",
         "of_dtensors",
+        "passes",
+        "records",
         "results",
         "sizes",
         "symbols",
@@ -118,8 +137,11 @@ class TraceLevel(TracerLevel):
         "tracer_cache",
     )  # fmt: skip
 
-    def __init__(self, name: str, symbols: Symbols) -> None:
+    def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
         super().__init__(DispatchKey.Trace, name)
+        self.records = records
+        self.autograd += records
+        self.passes: Passes | None = None
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
@@ -155,7 +177,21 @@ class TraceLevel(TracerLevel):
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
         """Add an input to the graph with the metadata of a fake value."""
-        return traced_as(value, self.graph.placeholder(name), self, requires_grad)
+        return self._leaf(traced_as(value, self.graph.placeholder(name), self, requires_grad))
+
+    def _leaf(self, tracer: TraceTracer) -> TraceTracer:
+        """Return the tracer of a tensor from outside; a leaf if autograd records at the level."""
+        if self.records and tracer.tracks:
+            with DisableTorchFunctionSubclass():
+                tracer.requires_grad_()
+        return tracer
+
+    def passes_backward(self) -> None:
+        self.tensor_guards.of_backward = True
+
+    def serves_backward(self, call: BackwardPass) -> bool:
+        self.passes_backward()
+        return self.passes is not None and self.passes.serve(call)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
         """Lift a tensor from outside: the program reads it at every call, as an input."""
@@ -165,7 +201,7 @@ class TraceLevel(TracerLevel):
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
             node.target = node.name  # another name if a parameter has this one
-            known = value, traced_as(like, node, self, value.requires_grad)
+            known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
             self.lifted[id(value)] = known
         return known[1]
 
@@ -261,6 +297,9 @@ class TraceTracer(Tracer):
             refused = refused_value(asking_frame())
             if refused is not None:
                 return self._assume(not refused)
+            answer = self.dispatch_level.tensor_guards.answer(self.node)
+            if answer is not None:
+                return bool(answer)
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def _assume(self, answer: bool) -> bool:
@@ -513,7 +552,8 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
 _LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
 
 
-_GRAD = vars(torch.Tensor.__base__)["grad"].__get__
+_GRAD = vars(torch.Tensor.__base__)["grad"]
+_SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 
 
 class Lifting(TorchFunctionMode):
@@ -524,17 +564,11 @@ class Lifting(TorchFunctionMode):
 
     Args:
         level: the level that records the calls.
-        grad_of: returns the ``.grad`` of a tensor from outside.
     """
 
-    def __init__(
-        self,
-        level: TraceLevel,
-        grad_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad"),
-    ) -> None:
+    def __init__(self, level: TraceLevel) -> None:
         super().__init__()
         self.level = level
-        self.grad_of = grad_of
 
     def __torch_function__(
         self,
@@ -546,8 +580,12 @@ class Lifting(TorchFunctionMode):
         kwargs, given = kwargs or {}, args
         if OpaqueValue in types:
             return OpaqueValue.__torch_function__(func, types, args, kwargs)
-        if func == _GRAD and not is_traced(args[0]):
-            return self.grad_of(args[0])
+        passes = self.level.passes
+        if passes is not None and not is_traced(args[0] if args else None):
+            if func == _GRAD.__get__:
+                return passes.get(args[0])
+            if func in _SET_GRAD:
+                return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
         if func == VERSION and not is_traced(args[0]) and asked_by_user():
             refuse_version(self.level.tensor_guards)
         if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
@@ -567,6 +605,8 @@ class Lifting(TorchFunctionMode):
             return self.level.lifted_here(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
+        if type(value) is dict:
+            return {key: self._lifted(item) for key, item in value.items()}
         return value
 
 

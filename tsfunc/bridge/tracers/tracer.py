@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -57,6 +57,22 @@ NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 # Serial numbers of entered levels, in order.
 serials: Final = itertools.count(1)
+
+
+class BackwardPass(NamedTuple):
+    """A backward pass that the user's code starts.
+
+    Attributes:
+        results: the tensors that it starts from.
+        inputs: the tensors that it computes derivatives by; None for all leaves.
+        accumulates: whether it adds the derivatives to the ``.grad`` of the tensors.
+        frees: whether it frees the graph.
+    """
+
+    results: Sequence[Any]
+    inputs: Sequence[Any] | None
+    accumulates: bool
+    frees: bool
 
 
 class TracerLevel(Level):
@@ -101,6 +117,16 @@ class TracerLevel(Level):
         """Return True if the level handles a factory function, or a random function.
 
         The innermost level that returns True gets the call.
+        """
+        return False
+
+    def passes_backward(self) -> None:
+        """Note that a backward pass runs while the level is active."""
+
+    def serves_backward(self, call: BackwardPass) -> bool:
+        """Return True if a backward pass at the level's tensors may reach tensors from outside.
+
+        The level gets every pass that the user's code starts on its tensors before it runs.
         """
         return False
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optree
 
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
+from tsfunc.bridge.trace.backward_passes import RetraceForBackward
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, TsfuncError
@@ -23,6 +25,7 @@ from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
 from tsfunc.program.closure.instances import Instances, RetraceForStoredTensors
 from tsfunc.program.closure.module_state import state_of
+from tsfunc.program.closure.numbers import Earlier, Read
 from tsfunc.program.closure.variables import CODE
 from tsfunc.program.dims.small_sizes import RetraceForSmallSizes
 from tsfunc.program.graphs.backends import Compiled
@@ -78,6 +81,7 @@ class FirstCall:
         self.places = places_of(target.signature, len(flat), tree)
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
+        self.earlier: Earlier = {}
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
         """Return a program for the call, and the values that it reads of objects in the arguments.
@@ -90,6 +94,7 @@ class FirstCall:
         """
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
+        self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
         scalars = self.scalars(inputs, bounds)
         signatures = {self.signature(inputs, each) for each in (scalars, ())}
@@ -125,6 +130,15 @@ class FirstCall:
         entry, reached = made
         cache.keep(entry)
         return entry.program, reached
+
+    def _earlier_numbers(self, cache: Cache) -> Earlier:
+        """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
+        found: dict[str, list[Read]] = {}
+        if self.target.backend is None:  # backends make numbers constants
+            for entry in cache.entries:
+                for text, value in entry.program.numbers.items():
+                    found.setdefault(text, []).append(value)
+        return found
 
     def _with_fixed(
         self,
@@ -232,7 +246,7 @@ class FirstCall:
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
             scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
         )  # fmt: skip
-        program, instances = self._captured(request)
+        program, instances = self._with_numbers(request)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
@@ -281,6 +295,14 @@ class FirstCall:
         self._record(entry)
         return entry, closure_lines.values
 
+    def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
+        """Return ``_captured(...)``; numbers outside that can't be inputs are constants."""
+        if self.earlier:
+            with suppress(Exception):  # for example, a symbol can't be hashed
+                return self._captured(request)
+            self.earlier = {}
+        return self._captured(request)
+
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
     ) -> tuple[Program, Instances]:
@@ -297,6 +319,8 @@ class FirstCall:
             return capture(request, instances), instances
         except RetraceForStoredTensors:
             return self._captured(request, True, apart)
+        except RetraceForBackward:
+            request = dataclasses.replace(request, records=True)
         except RetraceForAliasing as told:
             return self._captured(dataclasses.replace(request, own=told.own), every, True)
         except RetraceForSmallSizes as edge:
@@ -307,6 +331,7 @@ class FirstCall:
                 return capture(request, instances), instances
             except Exception:
                 raise edge.refusal from None
+        return self._captured(request, every, apart)
 
     def _record(self, entry: CachedProgram) -> None:
         """Record a new program in the log of ``rage``."""
@@ -362,7 +387,7 @@ class FirstCall:
         return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self, every: bool) -> Instances:
-        instances = Instances(self.name, self.closure)
+        instances = Instances(self.name, self.closure, self.earlier)
         free_variables = FreeVariables(instances, every)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):

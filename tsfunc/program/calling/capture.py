@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +18,8 @@ from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
-from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.backward_passes import RetraceForBackward
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -29,10 +32,13 @@ from tsfunc.bridge.tracers.outermost import entered, leave_whole
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
-from tsfunc.errors import TsfuncError
+from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.program.calling.counters import Counters
 from tsfunc.program.closure.collecting import collecting_seldom
+from tsfunc.program.closure.gradients import Gradients
 from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.numbers import Varying
 from tsfunc.program.closure.refusals import (
     check_bodies,
     check_containers,
@@ -78,6 +84,7 @@ class TraceRequest:
         own: tensors that the function has from elsewhere, and gets as arguments, too.
         retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
             sizes] in ``small_sizes``); they are traced with other hints.
+        records: whether autograd records during the trace, for the function's own backward passes.
     """
 
     what: str
@@ -92,6 +99,7 @@ class TraceRequest:
     described: Mapping[str, Descriptor] = field(default_factory=dict)
     own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     retraced: frozenset[str] = frozenset()
+    records: bool = False
 
 
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
@@ -107,13 +115,17 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        RetraceForSmallSizes, RetraceForAliasing: it has to be traced again.
+        RetraceForSmallSizes, RetraceForAliasing, RetraceForBackward: it has to be traced again,
+            with other ``instances``.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
     with collecting_seldom():
-        trace = _Trace(request, instances or Instances(request.name))
-        return trace.program(trace.run())
+        if instances is not None:
+            trace = _Trace(request, instances)
+            return trace.program(trace.run())
+        trace, out = _run(request, request.name)
+        return trace.program(out)
 
 
 def outline(request: TraceRequest) -> Any:
@@ -124,11 +136,20 @@ def outline(request: TraceRequest) -> Any:
     """
     if not entered.inside:
         return leave_whole(outline, (request,), {})
-    trace = _Trace(request, Instances(request.what))
+    trace, out = _run(request, request.what)
     try:
-        return pytrees.tree_map(trace.fake_value, trace.run())
+        return pytrees.tree_map(trace.fake_value, out)
     finally:
         trace.symbols.end()
+
+
+def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
+    """Run a function in a trace; return the trace and the function's result."""
+    trace = _Trace(request, Instances(name))
+    with suppress(RetraceForBackward):
+        return trace, trace.run()
+    trace = _Trace(replace(request, records=True), Instances(name))
+    return trace, trace.run()
 
 
 class _Trace:
@@ -144,6 +165,7 @@ class _Trace:
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
         self.symbols = Symbols(request.bounds, known, numbers)
         self._attributes: list[str] = []
+        self._numbers: list[int] = []
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -154,7 +176,9 @@ class _Trace:
             axes.bound(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols)
+            self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.symbols.asks = Counters(self.level, self.instances.builder).answer
+            self.gradients = Gradients(self.level, self.instances, self._attributes.append)
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -184,6 +208,7 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
+        instances.compares_identity = instances.compares_identity or request.records
         self._own = {**request.own, **instances.builder.own_tensors}
         self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
@@ -201,8 +226,20 @@ class _Trace:
             builder.guard(value, Source(builder.guard_lines.bind(way), text, text, False))
         return value
 
+    def _number_read(self, number: Varying) -> Any:
+        """Return the symbol of a number from outside: NOTE [numbers that vary]."""
+        graph = self.level.graph
+        symbol = self.symbols.add_number(number.name, number.value, number.variable)
+        first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+        with nullcontext() if first is None else graph.inserting_before(first):
+            node = _named(graph.placeholder(number.name), number.name)
+        node.meta["number"] = symbol
+        self.symbols.add_input(number.name, node)
+        self._numbers.append(number.position)
+        return symbol
+
     def _call(self, traced: list[Any]) -> Any:
-        request, builder = self.request, self.instances.builder
+        request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)
         tree = request.tree
         if request.hide_any is not None:
@@ -210,13 +247,11 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with (
-                mode,
-                Lifting(self.level, builder.grad_of),
-                self.instances,
-                no_seeding(request.what),
-            ):
+            with mode, Lifting(self.level), self.instances, no_seeding(request.what):
+                self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
+            if self.gradients.passes.needed and not request.records:
+                raise RetraceForBackward  # the function has caught it
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -262,7 +297,10 @@ class _Trace:
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
-        results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
+        values = (*leaves, *updates.tensors)
+        results = [node_of_output(leaf, level) for leaf in values]
+        if self.gradients.passes.records_for_nothing(values):
+            run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
         raised = check_needs(
@@ -273,12 +311,35 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
+        self._guard_numbers([each for each in conditions if each.of_read])
+        conditions = [each for each in conditions if not each.of_read]
+        if level.tensor_guards.of_backward:
+            self._guard_anomaly_mode()
+        numbers = self.instances.builder.numbers
         property_guards = tuple(level.tensor_guards.property_guards.values())
         return replace(
             program, conditions=tuple(conditions), property_guards=property_guards,
-            groups=self._alias_groups(), attributes=tuple(self._attributes), raised=raised,
-            looks_at_grad=level.tensor_guards.of_grad,
+            groups=self._alias_groups(), raised=raised,
+            attributes=(*self._attributes, *numbers.inputs),
+            looks_at_grad=level.tensor_guards.of_grad, numbers=dict(numbers.read),
         )  # fmt: skip
+
+    def _guard_anomaly_mode(self) -> None:
+        """Guard the mode in which backward passes look for NaN."""
+        guard_lines = self.instances.builder.guard_lines
+        for asks in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
+            guard_lines.require(f"{guard_lines.name(asks)}() is {asks()}")
+
+    def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
+        """Guard the answers to questions about numbers from outside."""
+        guard_lines = self.instances.builder.guard_lines
+        for condition in conditions:
+            if condition.dims:
+                raise DataDependentError(
+                    f"{self.request.what}: {condition.text} compares a number that the function "
+                    f"reads with a size."
+                )
+            guard_lines.require(condition.code.replace("math.", f"{guard_lines.name(math)}."))
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
@@ -291,6 +352,7 @@ class _Trace:
             check_frozen(request.name, level, reached)
         positions = [spec.position for spec in request.inputs]
         positions += [spec.position for spec in request.scalars]
+        positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
         burnt_in = {
             target: tensor.detach().clone()
@@ -321,6 +383,13 @@ class _Trace:
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
             frozenset(constants), updates,
         )  # fmt: skip
+
+
+def run_without_grad(graph: torch.fx.Graph) -> None:
+    """Have a program record nothing for autograd."""
+    for node in graph.nodes:
+        node.meta["requires_grad"] = node.op != "call_function" and node.meta.get("requires_grad")
+        node.meta["no_grad"] = node.op == "call_function"
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+import functools
 import queue
 import sys
 import threading
@@ -38,6 +39,7 @@ import weakref
 from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -45,6 +47,7 @@ import torch
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.numbers import Earlier, Numbers
 from tsfunc.program.closure.updates import OutsideRef
 from tsfunc.program.closure.viewed_state import viewed_state
 from tsfunc.program.closure.watching import can_watch
@@ -95,9 +98,11 @@ class GuardBuilder:
         met: called with each function among the values.
         opaque: called with the place and the object for objects that are compared by identity.
         closure: the treatment of values that belong to the function: NOTE [closures].
+        earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
         guard_lines: the guards of later calls.
+        numbers: the numbers in containers and objects: NOTE [numbers that vary].
         inputs: the tensors that are read anew at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their places.
@@ -110,8 +115,10 @@ class GuardBuilder:
         met: Callable[[Any], None],
         opaque: Callable[[str, Any], None],
         closure: Closure = "guard",
+        earlier: Earlier = MappingProxyType({}),
     ) -> None:
         self.name = name
+        self.numbers = Numbers(earlier)
         self.closure = closure
         self.guard_lines = GuardLines()
         self._own = GuardLines() if closure == "freeze" else self.guard_lines  # not checked
@@ -193,16 +200,14 @@ class GuardBuilder:
             self._own.loosen(known[1].variable, value)
             self.inputs.append((value, known[1]))
 
-    def grad_of(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the ``.grad`` of a tensor from outside, and guard it."""
-        guard_lines = self.lines_of(True)
-        source = self.source_of(value) or Source(
-            guard_lines.name(value), "a tensor", "a tensor", True
-        )
+    def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
+        """Return the ``.grad`` of a tensor from outside, and guard it; a tensor is an input."""
         found = value.grad
         text = f"{source.text}.grad"
         variable = self.lines_of(source.own).bind(f"{source.variable}.grad")
         self.guard(found, replace(source, variable=variable, text=text, owner=text))
+        if found is not None:
+            self.loosen(found)
         return found
 
     def refuse_own(self, text: str, at: str) -> None:
@@ -313,8 +318,37 @@ class GuardBuilder:
         for key, item in items.items():
             spelled = f"[{guard_lines.spell(key)}]", f"[{key!r}]"
             way, text = (f".{key}",) * 2 if namespace else spelled
-            variable = guard_lines.bind(f"{at}{way}")
-            self.guard(item, Source(variable, source.text + text, source.owner + text, source.own))
+            variable, owner = guard_lines.bind(f"{at}{way}"), source.owner + text
+            text = source.text + text
+            settable = hasattr(value, "__setitem__")
+            if settable and self.numbers.is_input(item, text):
+                self.numbers.add(item, text, variable, guard_lines)
+                self.numbers.put_into(value, key, functools.partial(self.numbers.of, text))
+            elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
+                self._tuple_of_numbers(value, key, Source(variable, text, owner, source.own))
+            else:
+                self.guard(item, Source(variable, text, owner, source.own))
+
+    def _tuple_of_numbers(self, container: Any, key: Any, source: Source) -> None:
+        """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""
+        guard_lines, numbers, found = self.lines_of(source.own), self.numbers, container[key]
+        guard_lines.require_type(source.variable, tuple)
+        guard_lines.require(f"len({source.variable}) == {len(found)}")
+        texts: list[str | None] = []
+        for i, item in enumerate(found):
+            variable, text = guard_lines.bind(f"{source.variable}[{i}]"), f"{source.text}[{i}]"
+            varies = numbers.is_input(item, text)
+            texts.append(text if varies else None)
+            if varies:
+                numbers.add(item, text, variable, guard_lines)
+            else:
+                self.guard(item, Source(variable, text, f"{source.owner}[{i}]", source.own))
+
+        def replaced() -> tuple[Any, ...]:
+            pairs = zip(found, texts, strict=True)
+            return tuple(item if text is None else numbers.of(text) for item, text in pairs)
+
+        numbers.put_into(container, key, replaced)
 
 
 def _items(value: Any) -> dict[Any, Any]:
@@ -333,12 +367,13 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
-def changed(copied: Copied) -> bool:
+def changed(copied: Copied, numbers: Numbers) -> bool:
     """Return True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)
     now, before = _items(copied.value), _items(copied.before)
-    return list(now) != list(before) or any(now[key] is not before[key] for key in before)
+    same = numbers.is_same
+    return list(now) != list(before) or not all(same(now[key], before[key]) for key in before)
 
 
 def put_back(copied: Copied) -> None:

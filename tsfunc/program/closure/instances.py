@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.trace.opaque import OpaqueValue
+from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.tracing import is_traced
 from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
 from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.numbers import Earlier
 from tsfunc.program.closure.randomness import TracedGenerators
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
 from tsfunc.program.closure.updates import Updates, has_tensor
@@ -51,29 +53,33 @@ class Instances:
     Args:
         name: the name of the specialized function, for errors.
         closure: the treatment of values that belong to the function: NOTE [closures].
+        earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
-        held: the values that were read.
+        builder: the guards of the values that were read.
         generators: the generators of random numbers that a trace can't record.
         met: called with the functions and classes whose code the trace runs.
         others: yields the changes to variables, which are not attributes of a watched object.
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
+        assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
-            be
-            tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
+            be tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
     """
 
-    def __init__(self, name: str, closure: Closure = "guard") -> None:
+    def __init__(
+        self, name: str, closure: Closure = "guard", earlier: Earlier = types.MappingProxyType({})
+    ) -> None:
         self.name = name
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
+        self.assigned_grads: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self._counted_tensors = False
         self.compares_identity = False
         self.generators = TracedGenerators(f"specialize({name})")
         self.builder = GuardBuilder(
-            name, self._enter, lambda value: self.met(value), self.generators.add, closure
+            name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
         )
         self._instances: dict[int, WatchedObject] = {}
         self._watching = Watching(self)
@@ -164,8 +170,10 @@ class Instances:
             changes = [change for each in self._instances.values() for change in each.changes()]
             changes += changed_containers(self.builder)
             changes += self.others()
+            changes += self.assigned_grads()
             for change in changes:
                 change.undo()
+            self.builder.numbers.put_back()
             self._counted_tensors = self.free_counters()
         self.generators.put_back()
         return changes
@@ -233,6 +241,8 @@ class WatchedObject:
             raise
         if found is not MISSING and hasattr(type(found), "__get__"):
             self._method(name, found)
+            if isinstance(found, types.FunctionType) and found in REPLACED:
+                return types.MethodType(REPLACED[found], self.value)
             return value
         # An attribute of the class, or one made by a user's __getattribute__.
         return self._hold(name, value, f".{name}")
@@ -244,7 +254,7 @@ class WatchedObject:
         guard_lines.require_keys(guard_lines.bind(f"{self.source.variable}.__dict__"), own)
         for home, name in self._before:
             if home != _SLOT:
-                self._hold(name, self._before[home, name], *_steps(home, name))
+                self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
 
     @property
     def _guard_lines(self) -> GuardLines:
@@ -272,8 +282,17 @@ class WatchedObject:
                 buffer=name if home == "_buffers" else None,
             )
 
-    def _hold(self, name: str, value: Any, *steps: str) -> Any:
-        """Guard the value of an attribute, once."""
+    def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
+        """Guard the value of an attribute, once; return it as the function sees it.
+
+        Args:
+            name: the attribute.
+            value: its value.
+            steps: the Python expressions of the steps to it.
+            exactly: whether a number is guarded by its value even if it varies.
+        """
+        builder = self.instances.builder
+        numbers = builder.numbers
         if name not in self._held and not is_traced(value):
             self._held.add(name)
             if self.source.own and not name.startswith("_"):
@@ -284,8 +303,17 @@ class WatchedObject:
                 self.check(name, value, f"read at {users_place()}")
                 for step in steps:
                     variable = guard_lines.bind(variable + step)
-                source = Source(variable, f"{self.source.text}.{name}", owner, self.source.own)
-                self.instances.builder.guard(value, source)
+                text = f"{self.source.text}.{name}"
+                if not exactly and numbers.is_input(value, text):
+                    numbers.add(value, text, variable, guard_lines)
+                else:
+                    builder.guard(value, Source(variable, text, owner, self.source.own))
+        number = numbers.inputs.get(f"{self.source.text}.{name}")
+        if number is not None and value is number.value and name not in self.lines:
+            if exactly:
+                self._guard_lines.require(f"same_value({number.variable}, {number.value!r})")
+            else:
+                return numbers.of(f"{self.source.text}.{name}")
         return self._typed(name, value)
 
     def _typed(self, name: str, value: Any) -> Any:

@@ -67,7 +67,7 @@ class SideEffect:
 def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
     """Yield the changes of containers whose elements the function has changed."""
     for each in builder.containers:
-        if not changed(each):
+        if not changed(each, builder.numbers):
             continue
         namespace = is_namespace(each.value)
         elements = vars(each.value) if namespace else each.value

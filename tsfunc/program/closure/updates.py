@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import enum
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -117,7 +117,8 @@ def fill(value: Any, tensors: Sequence[Any]) -> Any:
     if isinstance(value, Slot):
         return tensors[value.index]
     if isinstance(value, dict):
-        return {key: fill(item, tensors) for key, item in value.items()}
+        filled = {key: fill(item, tensors) for key, item in value.items()}
+        return defaultdict(value.default_factory, filled) if type(value) is defaultdict else filled
     if type(value) in (list, tuple, deque):
         return type(value)(fill(item, tensors) for item in value)
     return value
@@ -166,6 +167,9 @@ class UpdateValues:
             return tuple([self.kept(item) for item in value])
         if cls is dict:
             return {key: self.kept(item) for key, item in value.items()}
+        if cls is defaultdict and isinstance(value.default_factory, _FACTORIES):
+            items = {key: self.kept(item) for key, item in value.items()}
+            return defaultdict(value.default_factory, items)
         if cls in (set, frozenset) and all(isinstance(item, PLAIN) for item in value):
             return copy.copy(value)
         again = value if isinstance(value, _SHARED) else self._known(value)
@@ -202,6 +206,7 @@ PLAIN = (
     int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.layout,
     torch.memory_format, torch.device, torch.Size, range,
 )  # fmt: skip
+_FACTORIES = (type, types.FunctionType, types.BuiltinFunctionType, type(None))
 _SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
 
 

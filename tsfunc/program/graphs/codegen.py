@@ -10,7 +10,7 @@ import cmath
 import keyword
 import math
 import operator
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +64,9 @@ def _spell(value: Any, names: SourceNames) -> str:
         return "[" + ", ".join(_spell(item, names) for item in value) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
+    if type(value) is defaultdict:
+        factory = names.of(value.default_factory, "factory")
+        return f"{names.of(defaultdict, 'defaultdict')}({factory}, {_spell(dict(value), names)})"
     if isinstance(value, dict):
         return (
             "{"

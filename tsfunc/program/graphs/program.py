@@ -62,13 +62,15 @@ class Program:
         function read.
         looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
-        attributes: the attributes of tensors among its arguments that the function has read:
-            ``grad`` and the user's own.
+        attributes: the attributes of tensors that the function has read, ``grad`` and the user's
+            own, and the numbers from outside that are inputs.
         groups: the positions of tensors among the arguments, grouped by identity; empty if the
             function does not compare them.
         state: the module's names of the tensors that it reads from outside.
         guard_lines: the guards of later calls beyond their arguments, and the values read from
             outside; None if they were not recorded.
+        numbers: the numbers that it has read from containers and objects outside, by the user's
+            spelling; the type of those that are inputs.
         raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``small_sizes``.
     """
 
@@ -93,6 +95,7 @@ class Program:
     state: ModuleState = field(default_factory=ModuleState)
     guard_lines: GuardLines | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
+    numbers: Mapping[str, int | float | type] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""
