@@ -70,7 +70,7 @@ CLOSING = {
     ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
     # In annotations.
     ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
-    ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.subsets"),
+    ("tsfunc.bridge.control.subset_maps", "tsfunc.bridge.control.subsets"),
     ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
 

@@ -57,18 +57,23 @@ def test_against_the_formula(name: str, kind: str, heads: int) -> None:
     query, key, value = rand(2, 4, 5, 3), rand(2, heads, 6, 3), rand(2, heads, 6, 7)
     takes_bias = any(a.name in ("attn_bias", "attn_mask") for a in schema_of(name).arguments)
     bias = rand(2, 1, 5, 6) if kind == "bias" and takes_bias else None
-    shared = {
-        "query": query, "key": key, "value": value, "attn_bias": bias, "attn_mask": bias,
-        "dropout_p": 0.0, "is_causal": kind == "causal", "scale": 0.3 if kind == "scaled" else None,
+    causal, scale = kind == "causal", 0.3 if kind == "scaled" else None
+    shared: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_bias": bias,
+        "attn_mask": bias,
+        "dropout_p": 0.0,
+        "is_causal": causal,
+        "scale": scale,
         "compute_log_sumexp": True,
-    }  # fmt: skip
+    }
     inputs = [x.clone().requires_grad_() for x in (query, key, value, bias) if x is not None]
     mask = inputs[3] if bias is not None else None
-    causal, scale = shared["is_causal"], shared["scale"]
+    attend: Any = F.scaled_dot_product_attention
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        want = F.scaled_dot_product_attention(
-            *inputs[:3], mask, is_causal=causal, scale=scale, enable_gqa=True
-        )
+        want = attend(*inputs[:3], mask, is_causal=causal, scale=scale, enable_gqa=True)
     got = call(name, FORWARD[name], shared)
     assert len(got) == len(schema_of(name).returns)
     torch.testing.assert_close(got[0], want)
@@ -89,7 +94,13 @@ def test_against_the_formula(name: str, kind: str, heads: int) -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_dropout_is_left_to_the_operator(name: str) -> None:
     x = rand(1, 1, 3, 2)
-    given = {"query": x, "key": x, "value": x, "dropout_p": 0.5, "compute_log_sumexp": True}
+    given: dict[str, Any] = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "dropout_p": 0.5,
+        "compute_log_sumexp": True,
+    }
     given |= {"is_causal": False, "grad_out": x, "grad_input_mask": [True] * 4}
     assert call(name, FORWARD[name], given) is NotImplemented
     assert call(f"{name}_backward", KEYS[name], given) is NotImplemented

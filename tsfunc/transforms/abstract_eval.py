@@ -50,7 +50,9 @@ def eval_shape(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Corresponds to ``jax.eval_shape``.
     """
-    return pytrees.tree_map(_type_of, looks_of(f"eval_shape({name_of(func)})", func, args, kwargs))
+    return pytrees.tree_map(
+        _type_of, abstract_results(f"eval_shape({name_of(func)})", func, args, kwargs)
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class AbstractTensor:
     device: torch.device
 
 
-def looks_of(
+def abstract_results(
     what: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a function's result with a `Look` in place of each tensor, without computing it.

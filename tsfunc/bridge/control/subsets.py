@@ -6,7 +6,7 @@ their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level
 and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
 over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
 calls before it does anything else (``remap_args``). One ``cat`` and one ``index_select`` merge the
-results of the subsets (``gathering``). A subset of a single example needs no batch: if nothing is
+results of the subsets (``subset_maps``). A subset of a single example needs no batch: if nothing is
 recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
 The autograd of outer levels records operations on physical values like any operator. At the vmap's
@@ -26,8 +26,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import StartAnew
-from tsfunc.bridge.control.gathering import Into
 from tsfunc.bridge.control.remap_args import ArgRemapper
+from tsfunc.bridge.control.subset_maps import Select
 from tsfunc.bridge.grad.linear_maps import is_recorded, linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
@@ -208,7 +208,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
         """Return the subset's part of a value of an ancestor; other values are unchanged."""
         if isinstance(value, Tracer) and self.replaces(value):
             sync(value)
-            return linear(Into(self), (value,))
+            return linear(Select(self), (value,))
         return value
 
 

@@ -125,7 +125,8 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
             f"specialize({builder.name}): the function assigns to what lives on after the call, "
             f"and a program can't do that for:\n{''.join(problems)}"
             f"Return the new value instead, or write it into a tensor that is there "
-            f"(x.copy_(value))."
+            f"(x.copy_(value)). Where only the first call assigns, to set something up, call the "
+            f"function once before it is specialized."
         )
     return Updates(tuple(updates), tuple(values.tensors))
 

@@ -26,7 +26,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
@@ -303,7 +303,7 @@ class _SwitchCall:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         subset = guarded_subset(level, values == i)
         out = run_in_subset(subset, self.what, self.branches[i], self.operands)
-        return pytrees.tree_map(lambda leaf: retag(leaf, subset, level), out)
+        return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), out)
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
         """Return the results with those of a branch for the examples that take it."""

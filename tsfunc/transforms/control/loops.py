@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import (
     SubsetLevel,
     guarded_subset,
@@ -399,7 +399,7 @@ class Loop:
             carry, active = state
             subset = guarded_subset(level, active)
             new, again = run_in_subset(subset, self.what, self.and_condition, (carry,))
-            new, again = optree.tree_map(lambda x: retag(x, subset, level), (new, again))
+            new, again = optree.tree_map(lambda x: relabel(x, subset, level), (new, again))
             return _kept(level, active, new, carry), active & values_at(again, level, self)
 
         return self.outer(body).whole((carry, active))[0]

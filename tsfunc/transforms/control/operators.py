@@ -16,7 +16,7 @@ from tsfunc.bridge.control.control_flow import Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
-from tsfunc.transforms.abstract_eval import looks_of
+from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
@@ -215,7 +215,7 @@ class Scan(ControlFlowOperator):
         (body,) = self.bodies
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
-            looks = looks_of("scan", body, (*carry, *none, *rest), {})[carried:]
+            looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
             return (*carry, *none_stacked(tuple(looks), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []

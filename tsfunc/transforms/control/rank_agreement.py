@@ -19,7 +19,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
-from tsfunc.transforms.abstract_eval import looks_of
+from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.collectives import pmax, pmin, psum
 
 Branch = Callable[..., Any]
@@ -46,7 +46,7 @@ def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) 
     with observing() as seen:
         for function in functions:
             try:
-                looks_of(what, outlined(function), operands, {})
+                abstract_results(what, outlined(function), operands, {})
             except (Exception, NeedsWholeBatch):
                 return levels
     return [level for level in levels if level.axis_name in seen]

@@ -16,7 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.transforms.abstract_eval import looks_of
+from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (
@@ -104,7 +104,7 @@ def scan(
         x = optree.tree_unflatten(
             spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
         )
-        return init, none_stacked(looks_of("scan", step, (init, x), {})[1], dim)
+        return init, none_stacked(abstract_results("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tsfunc.bridge.control.subsets import SubsetLevel
 
 
-class Into(LinearMap):
+class Select(LinearMap):
     """Selects the subset's part of a tensor of the whole batch."""
 
     def __init__(self, subset: SubsetLevel) -> None:
@@ -39,10 +39,10 @@ class Into(LinearMap):
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         assert self.source is not None
-        return (spread(cotangent, self.subset, self.source),)
+        return (scatter(cotangent, self.subset, self.source),)
 
 
-class _Spread(LinearMap):
+class _Scatter(LinearMap):
     """Puts a tensor of the subset into the whole batch, with zeros for the other examples."""
 
     def __init__(self, subset: SubsetLevel, target: BatchLevel) -> None:
@@ -65,9 +65,9 @@ class _Spread(LinearMap):
         return (self.subset.remap(cotangent),)
 
 
-def spread(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
+def scatter(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
     """Return a tensor of an ancestor: the subset's values, and zeros for other examples."""
-    return linear(_Spread(subset, target), (at_level(value, subset),))
+    return linear(_Scatter(subset, target), (at_level(value, subset),))
 
 
 class Merge(LinearMap):
@@ -126,7 +126,7 @@ class Merge(LinearMap):
         return tuple(part.remap(cotangent) for part in self.parts)
 
 
-class _Retag(LinearMap):
+class _Relabel(LinearMap):
     """Relabels a tensor as one of another level with the same number of examples."""
 
     def __init__(self, source: BatchLevel, target: BatchLevel) -> None:
@@ -141,11 +141,11 @@ class _Retag(LinearMap):
         return wrap(value.value, value.bdim, self.target)
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
-        return (retag(cotangent, self.target, self.source),)
+        return (relabel(cotangent, self.target, self.source),)
 
 
-def retag(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
+def relabel(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
     """Return a value of a guarded subset as one of the whole batch; they have equal sizes."""
     if not isinstance(value, Tracer) or value.dispatch_level.depth < source.depth:
         return value
-    return linear(_Retag(source, target), (value,))
+    return linear(_Relabel(source, target), (value,))
