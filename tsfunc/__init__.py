@@ -64,6 +64,7 @@ else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
+            "transforms.abstract_eval": "eval_shape make_graph",
             "transforms.checkpoint": "checkpoint",
             "transforms.closure_convert": "closure_convert",
             "transforms.collectives": """
@@ -86,7 +87,6 @@ else:
             "transforms.mesh_specs": "P",
             "transforms.modules": "functional_call stack_module_state",
             "transforms.optimizers": "FunctionalOptimizer functional_optimizer",
-            "transforms.outlines": "eval_shape make_graph",
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
             "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
