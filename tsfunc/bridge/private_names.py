@@ -133,6 +133,7 @@ _HOLDERS: dict[str, Callable[[], Any]] = {
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
+    "Optimizer": lambda: torch.optim.SGD([torch.ones(1)]),
     "Tensor": lambda: torch.ones(1),
     "ProcessGroup": lambda: torch.distributed.ProcessGroup,
     "UntypedStorage": lambda: torch.ones(1).untyped_storage(),
