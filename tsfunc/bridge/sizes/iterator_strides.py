@@ -30,10 +30,10 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
         return None
     operands = [x for x in args if isinstance(x, torch.Tensor)]
     shape = result.shape
-    if all(x.shape == shape for x in operands):
-        return None
     sizes = [*shape, *(n for x in operands for n in (*x.shape, *x.stride()))]
-    if not all(type(n) is int for n in sizes):
+    if not all(type(n) is int for n in sizes):  # a comparison would be a guard
+        return None
+    if all(x.shape == shape for x in operands):
         return None
     strides = _strides(shape, [_broadcast_strides(x, shape) for x in operands])
     if all(a == b for a, b, n in zip(strides, result.stride(), shape, strict=True) if n != 1):
