@@ -20,10 +20,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.tracing import surely, tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled
-from tsfunc.errors import DescriptorError, UnboundAxisError
+from tsfunc.dispatch.places import warn
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import DescriptorError, RetraceWarning, UnboundAxisError
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
 from tsfunc.program.calling.calls import FirstCall
@@ -89,8 +91,12 @@ class Specialized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             entries = self.cache.entries
+            in_levels = bool(tls.state.levels)
             for entry in entries:
-                values = entry.enter(args, kwargs)
+                if in_levels:
+                    values = surely(entry.enter, args, kwargs)
+                else:
+                    values = entry.enter(args, kwargs)
                 if values is not None:
                     entry.hits += 1
                     if entry is not entries[0]:
@@ -134,6 +140,8 @@ class Specialized:
                 program, reached = call.program(self.cache)
         if found is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
+        if call.warning is not None:
+            warn(call.warning, RetraceWarning)
         try:
             return program([*flat, *reached])
         except RuntimeError as error:
@@ -351,8 +359,10 @@ def specialize(
             program.
         max_specializations: the most programs that are kept; the least recently used one is
             removed.
-        auto_widen: if True, a size becomes a named dim by itself when a call differs from three
-            programs in that size only, so that one program serves all such calls.
+        auto_widen: if True, a size becomes a named dim by itself when a call differs from two
+            programs in that size only, and numbers become inputs, so that one program serves all
+            such calls. A value that varies and for which this is impossible gives a
+            ``RetraceWarning``.
         backend: the form in which programs run: ``"python"``, generated source; ``"inductor"``, or
             another name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``);
             or a function that takes a ``torch.fx.GraphModule`` and example inputs and returns a

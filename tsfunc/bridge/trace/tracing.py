@@ -14,9 +14,10 @@ transform that wrapped a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import optree
 import torch
@@ -61,6 +62,7 @@ from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import set_aside
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     METHODS,
@@ -85,6 +87,7 @@ from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+T = TypeVar("T")
 
 
 class TraceLevel(TracerLevel):
@@ -561,6 +564,19 @@ def is_traced(value: Any) -> bool:
 def tracing_here() -> bool:
     """True if the running code is being traced."""
     return any(isinstance(level, TraceLevel) for level in current_levels())
+
+
+def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
+    """Return the result of a guard; None if it holds only for some sizes of a running trace.
+
+    A program that serves some sizes only would restrict the trace to them.
+    """
+    levels = current_levels()
+    environments = [level.symbols.environment for level in levels if isinstance(level, TraceLevel)]
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(set_aside(env)) for env in environments if env is not None]
+        found = guard(*args)
+    return None if any(asked) else found
 
 
 def node_of_output(value: Any, level: TraceLevel) -> Any:
