@@ -10,9 +10,9 @@ and similar functions dispatch on the nodes of a graph.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -151,7 +151,10 @@ def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     @functools.wraps(own)
     def text(number: Any) -> str:
         symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
-        if symbols is None or not is_users(sys._getframe(1)) or not symbols.reads_as_number(number):
+        frame = inspect.currentframe()
+        asking = frame and frame.f_back
+        in_user_code = asking is not None and is_users(asking)
+        if symbols is None or not in_user_code or not symbols.reads_as_number(number):
             return str(own(number))
         return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
 
