@@ -717,11 +717,10 @@ def _frames() -> None:
     risk=Risk.MEDIUM,
 )
 def _compiled_calls() -> None:
+    from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count as counted
     from torch._dynamo import eval_frame
 
-    callback_of_call: Any = eval_frame._callback_from_stance
-    assert callback_of_call(None) is None
-    counted = eval_frame.set_fullgraph_compiled_frame_count
+    assert eval_frame._callback_from_stance(None) is None
     before = counted(-1)
     assert counted(before) == -1
 

@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -71,6 +72,7 @@ class Specialized:
         named = backend if isinstance(backend, str) else name_of(backend)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
         self.cache = Cache(max_specializations, auto_widen)
+        self._backend = backend
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
@@ -302,12 +304,28 @@ class Specialized:
         write(Path(path), function_to_save(self.target, self.cache, programs, exact))
 
     def __reduce__(self) -> Any:
-        """Return the file form, which has the programs but not the function."""
+        """Return the file form, which has the programs but not the function.
+
+        Without programs it is the name, if the function is imported by it, else the function.
+        """
+        if not self.cache.entries:
+            if self._is_named():
+                return self.__qualname__
+            described = [contract.descriptors for contract in self._given]
+            options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
+            return type(self), (self.func, described, *options)
         from tsfunc.program.files.saving import function_to_save, pickled
         from tsfunc.transforms.files import unpickle
 
         exact = not self._has_function
         return unpickle, pickled(function_to_save(self.target, self.cache, (), exact))
+
+    def _is_named(self) -> bool:
+        """Return True if an import of the function's module and name gives this object."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for name in getattr(self, "__qualname__", "<none>").split("."):
+            found = getattr(found, name, None)
+        return found is self
 
     def __copy__(self) -> Specialized:
         return self._with(self.func)
