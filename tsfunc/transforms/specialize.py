@@ -310,7 +310,7 @@ class Specialized:
         """
         if not self.cache.entries:
             if self._is_named():
-                return self.__qualname__
+                return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
             described = [contract.descriptors for contract in self._given]
             options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
             return type(self), (self.func, described, *options)
