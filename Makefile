@@ -74,7 +74,7 @@ test-releases: test-one
 	$(MAKE) test-one TORCH=$(NEWEST)
 
 fuzz: setup
-	$(FUZZ) --seconds 60
+	$(FUZZ) --seconds 60 $(ARGS)
 
 soak: setup
 	$(FUZZ) --seconds $(shell expr $(HOURS) '*' 3600) --keep build/fuzz

@@ -17,14 +17,14 @@ COUNT = 100  # operators in a call: the share of the call itself is small
 
 
 def sines(x: Tensor) -> Tensor:
-    """Met at the first door: the rule is found by ``torch.sin`` itself."""
+    """Served by the function handler: the rule is found by ``torch.sin`` itself."""
     for _ in range(COUNT):
         x = torch.sin(x)
     return x
 
 
 def rolls(x: Tensor) -> Tensor:
-    """Met at the second door: the operator arrives from C++ with its schema."""
+    """Served by the dispatch handler: the operator arrives from C++ with its schema."""
     for _ in range(COUNT):
         x = torch.roll(x, 1, -1)
     return x
@@ -43,9 +43,9 @@ def mapped_grad(transforms: ModuleType) -> Callable[..., Any]:
 
 def cases() -> Iterator[Case]:
     x = torch.randn(3, 4)
-    for name, function in (("first", sines), ("second", rolls)):
+    for name, function in (("function", sines), ("dispatch", rolls)):
         yield Case(
-            f"one operator in vmap, by the {name} door",
+            f"one operator in vmap, by the {name} handler",
             ways(partial(mapped, function), x, specialized=False) | {"plain": partial(function, x)},
             per=COUNT,
         )

@@ -40,7 +40,7 @@ roll_scale.register_autograd(pull, setup_context=keep)
 # dim. Here the last dim must not be the batch dim, so the examples go to the front.
 def rule(
     op: Any,
-    level: ops.BatchLevel,
+    level: ops.RuleLevel,
     dims: Sequence[int | None],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tsfunc import cli
-from tsfunc.rage.recorder import Recorder
+from tsfunc.rage.recorder import EventRecorder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -106,7 +106,7 @@ class TestRage:
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("TSFUNC_RAGE", str(tmp_path))
         for kind in ("older", "newer"):
-            Recorder().record(kind, {"size": 3})
+            EventRecorder().record(kind, {"size": 3})
             (made,) = tmp_path.glob("2*")
             made.rename(tmp_path / f"{kind != 'older':d}.jsonl")
         return tmp_path

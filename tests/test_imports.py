@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A room is a folder or a file of tsfunc/; it imports itself and what stands before it here.
 ROOMS = (
-    "late",
+    "_lazy",
     "rage",
     "config",
     "errors",
@@ -51,7 +51,7 @@ INNER_ROOMS = {
         "control",
         "private_names",
     ),
-    "program": ("passes", "dims", "reading", "guarding", "graphs", "calling", "files"),
+    "program": ("passes", "dims", "closure", "guarding", "graphs", "calling", "files"),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.
 ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save
@@ -69,8 +69,8 @@ CLOSING = {
     # Loaded by the first who asks for the catalogue.
     ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
     # In annotations.
-    ("tsfunc.bridge.tracers.courses", "tsfunc.bridge.tracers.batch_tracer"),
-    ("tsfunc.bridge.control.gathering", "tsfunc.bridge.control.subsets"),
+    ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
+    ("tsfunc.bridge.control.subset_maps", "tsfunc.bridge.control.subsets"),
     ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
 
@@ -303,7 +303,7 @@ def test_a_circle_of_imports_is_found() -> None:
 
 
 def test_an_import_against_the_order_within_a_room_is_found() -> None:
-    source = "from tsfunc.bridge.batch import hot"
+    source = "from tsfunc.bridge.batch import selections"
     assert "comes later" in inner_import_violations("tsfunc.bridge.tracers.tracer", source)[0]
     assert inner_import_violations("tsfunc.bridge.control.subsets", source) == []
     assert (
@@ -438,7 +438,7 @@ def late_tables() -> Iterator[tuple[str, str]]:
     """The packages with names that are loaded late, and their sources."""
     for module, file in modules():
         source = file.read_text()
-        if module.endswith("__init__") and "= late(" in source:
+        if module.endswith("__init__") and "= lazy_exports(" in source:
             yield module.removesuffix(".__init__"), source
 
 

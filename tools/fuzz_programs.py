@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tools.fuzz.minimizing import minimized
 from tools.fuzz.modes import MODES
 from tools.fuzz.program import Program, source
 from tools.fuzz.report import as_test, table
-from tools.fuzz.running import REFUSED, SKIPPED, Verdict
+from tools.fuzz.running import FAILURES, REFUSED, SKIPPED, Verdict
 from tools.fuzz.sessions import Session, as_program, draw_session, minimized_session
 from tools.fuzz.towers import draw_tower
 from tools.fuzz.workers import Worker
@@ -56,9 +57,19 @@ def mode_of(seed: str) -> str:
 
 
 def fuzz(
-    seed: int, seconds: float, keep: Path | None, most: int, mode: str = "", inductor: bool = False
+    seed: int,
+    seconds: float,
+    keep: Path | None,
+    most: int,
+    mode: str = "",
+    inductor: bool = False,
+    tolerated: Sequence[str] = (),
 ) -> int:
-    """Run what is drawn for so long; return the number of distinct failures."""
+    """Run what is drawn for so long; return the number of distinct failures.
+
+    Args:
+        tolerated: kinds of failures that are printed and not counted.
+    """
     verdicts: Counter[str] = Counter()
     modes: Counter[str] = Counter()
     constructs: Counter[str] = Counter()
@@ -97,7 +108,7 @@ def fuzz(
         print("not compared\n" + table(reasons, 1))
     for (kind, cause), count in causes.items():
         print(f"failure, {count} times: {kind}, {cause}")
-    return len(causes)
+    return sum(kind not in tolerated for kind, _ in causes)
 
 
 def show(seed: str, one: Any, verdict: Verdict, worker: Worker, keep: Path | None) -> None:
@@ -137,6 +148,9 @@ def main() -> int:
     parser.add_argument("--only", help="the seed of one program, as a failure prints it")
     parser.add_argument("--mode", choices=list(MODES), default="", help="by default all")
     parser.add_argument("--inductor", action="store_true", help="compile programs, too")
+    parser.add_argument("--tolerate", action="append", default=[], choices=FAILURES, metavar="KIND",
+                        help="a kind of failure that leaves the exit status 0: "
+                        + ", ".join(FAILURES))  # fmt: skip
     given = parser.parse_args()
     if given.only:
         with Worker() as worker:
@@ -148,7 +162,10 @@ def main() -> int:
         return int(verdict.failed)
     seed = random.SystemRandom().randrange(2**32) if given.seed is None else given.seed
     print(f"seed {seed}", flush=True)
-    return int(fuzz(seed, given.seconds, given.keep, given.count, given.mode, given.inductor) > 0)
+    failures = fuzz(
+        seed, given.seconds, given.keep, given.count, given.mode, given.inductor, given.tolerate
+    )
+    return int(failures > 0)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ warn_if_untested(torch.__version__)  # before any import that can fail with a ne
 
 from tsfunc import dispatch, errors, ops  # noqa: E402
 from tsfunc import transforms as transforms  # noqa: E402  # with what it tells the bridge
+from tsfunc._lazy import lazy_exports  # noqa: E402
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel  # noqa: E402
 from tsfunc.config import config  # noqa: E402
-from tsfunc.late import late  # noqa: E402
 
 # Every transform needs the modules above. The other names are loaded when they are first used.
 if TYPE_CHECKING:
     from tsfunc import program as program
     from tsfunc import types as types
     from tsfunc.transforms import checkpoint_policies, custom_derivatives
+    from tsfunc.transforms.abstract_eval import eval_shape, make_graph
     from tsfunc.transforms.checkpoint import checkpoint
     from tsfunc.transforms.closure_convert import closure_convert
     from tsfunc.transforms.collectives import (
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from tsfunc.transforms.linearize import linearize
     from tsfunc.transforms.mesh_specs import P
     from tsfunc.transforms.modules import functional_call, stack_module_state
-    from tsfunc.transforms.outlines import eval_shape, make_graph
+    from tsfunc.transforms.optimizers import FunctionalOptimizer, functional_optimizer
     from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
     from tsfunc.transforms.shard_map import mesh_axes, shard_map
     from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     from tsfunc.transforms.vmap import vmap
     from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
 else:
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "transforms.checkpoint": "checkpoint",
@@ -84,6 +85,7 @@ else:
             "transforms.linearize": "linearize",
             "transforms.mesh_specs": "P",
             "transforms.modules": "functional_call stack_module_state",
+            "transforms.optimizers": "FunctionalOptimizer functional_optimizer",
             "transforms.outlines": "eval_shape make_graph",
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
@@ -107,6 +109,7 @@ __all__ = [
     "CallReport",
     "Descriptors",
     "Dim",
+    "FunctionalOptimizer",
     "MetaTensorType",
     "P",
     "Tracer",
@@ -133,6 +136,7 @@ __all__ = [
     "explain",
     "fori_loop",
     "functional_call",
+    "functional_optimizer",
     "grad",
     "grad_and_value",
     "hessian",

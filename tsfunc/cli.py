@@ -41,8 +41,10 @@ def show_operators(
 
 @app.command("rage")
 def show_record(
-    number: int = typer.Argument(0, help="Which run: 1 is the newest. Asked for in a terminal."),
-    listed: bool = typer.Option(False, "--list", help="List the runs that are remembered."),
+    number: int = typer.Argument(
+        0, help="The run to show; 1 is the newest. A terminal prompts for it."
+    ),
+    listed: bool = typer.Option(False, "--list", help="List the recorded runs."),
     output: str = typer.Option("", help="Write to a file."),
 ) -> None:
     """Show what a run of Python did with tsfunc and its errors, to attach to a bug report."""

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import cli, explain, grad, hessian, jvp, vmap
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.hot_calls import HotTracer, MadeTracer
+from tsfunc.bridge.tracers.fast_handlers import FastBatchTracer, SlottedBatchTracer
 
 built = pytest.mark.skipif(
-    "__torch_function__" not in vars(MadeTracer),
+    "__torch_function__" not in vars(SlottedBatchTracer),
     reason="the compiled handlers are not built: python -m tsfunc build",
 )
 
@@ -30,17 +30,17 @@ Function = Callable[..., torch.Tensor]
 
 
 def set_handler(handler: Any) -> None:
-    MadeTracer.__torch_function__ = handler  # type: ignore[method-assign]
+    SlottedBatchTracer.__torch_function__ = handler  # type: ignore[method-assign]
 
 
 @pytest.fixture(params=["compiled", "python"])
 def function_handler(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test with the function handler of either kind."""
-    own = vars(MadeTracer).get("__torch_function__")
+    own = vars(SlottedBatchTracer).get("__torch_function__")
     if request.param == "compiled" and own is None:
         pytest.skip("the compiled handlers are not built: python -m tsfunc build")
     if request.param == "python" and own is not None:
-        set_handler(HotTracer.__dict__["__torch_function__"])
+        set_handler(FastBatchTracer.__dict__["__torch_function__"])
     yield request.param
     if request.param == "python" and own is not None:
         set_handler(own)
@@ -159,8 +159,8 @@ def test_another_subclass_meets_its_own_handler() -> None:
 def test_off_switch() -> None:
     """Without the library, or with the switch, Python serves every call."""
     code = (
-        "import torch, tsfunc; from tsfunc.bridge.tracers.hot_calls import MadeTracer; "
-        "assert '__torch_function__' not in vars(MadeTracer); "
+        "import torch, tsfunc; from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer; "
+        "assert '__torch_function__' not in vars(SlottedBatchTracer); "
         "assert tsfunc.vmap(torch.sin)(torch.ones(2)).shape == (2,)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import vmap
-from tsfunc.bridge.tracers.hot_calls import FORMS
+from tsfunc.bridge.tracers.fast_handlers import FORMS
 from tsfunc.bridge.tracers.parsing import find_form
 from tsfunc.bridge.tracers.torch_state import without_autograd
 

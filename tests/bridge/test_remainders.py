@@ -1,4 +1,4 @@
-"""NOTE [facts by remainders] in ``bridge/sizes/remainders``."""
+"""NOTE [facts from remainders] in ``bridge/sizes/remainders``."""
 
 from __future__ import annotations
 

@@ -104,11 +104,11 @@ def test_guards_are_of_one_thread(guard: Guard, read: Read) -> None:
         thread = threading.Thread(target=lambda: results.append(inside()))
         thread.start()
         entered.wait()
-        seen_here = (0, B) in read()
+        as_seen_by_current_level = (0, B) in read()
         go_on.set()
         thread.join()
         assert results == [True]
-        assert not seen_here
+        assert not as_seen_by_current_level
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.sampled_from((A, B, C)))), max_size=5))

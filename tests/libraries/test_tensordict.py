@@ -1,4 +1,4 @@
-"""TensorDict and its kin under ``vmap``: the stacked loop, with batch sizes and names."""
+"""TensorDict and related classes under ``vmap``: the stacked loop, with batch sizes and names."""
 
 from __future__ import annotations
 

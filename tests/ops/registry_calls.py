@@ -17,9 +17,9 @@ import torch
 
 from tests.ops.registry_examples import examples
 from tsfunc.ops import lookup
-from tsfunc.ops.catalogue.arguments import Setting, arguments, settings, tensor_arguments
+from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings, tensor_arguments
 from tsfunc.ops.catalogue.reader import reader
-from tsfunc.ops.catalogue.signature import Signature, functional_form
+from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form
 
 Call = tuple[list[Any], dict[str, Any]]
 MOST = 4  # choices of ranks for one operator
@@ -43,7 +43,7 @@ def calls(name: str) -> Iterator[Call]:
 
 
 def _taken(
-    signature: Signature, ranks: Mapping[str, Sequence[int]], setting: Setting
+    signature: OperatorSignature, ranks: Mapping[str, Sequence[int]], setting: TrialParameters
 ) -> Iterator[Call]:
     """The calls with one setting that the operator takes."""
     names = [a.name for a in tensor_arguments(signature, setting)]
@@ -54,7 +54,7 @@ def _taken(
             yield args, kwargs
 
 
-def _ranks(signature: Signature) -> Mapping[str, Sequence[int]]:
+def _ranks(signature: OperatorSignature) -> Mapping[str, Sequence[int]]:
     """The ranks that trying found for each argument, of a variant its form's; empty: none.
 
     What was never taken is not tried here either: some such calls crash the process.
@@ -87,7 +87,7 @@ def draw(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return made.to(dtype)
 
 
-def _works(signature: Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _works(signature: OperatorSignature, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     assert signature.call is not None
     copies = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
     with warnings.catch_warnings(), contextlib.suppress(Exception):

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from tests.ops.harness import Level, overload
 from tsfunc.ops import distributions
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import find
 
 SIZE = 20_000
-Sample = Callable[[Draw, int], Tensor]
+Sample = Callable[[Philox, int], Tensor]
 
 
-def draw(rows: int = 4) -> Draw:
-    return Draw(Level(rows, "split"), torch.device("cpu"))
+def draw(rows: int = 4) -> Philox:
+    return Philox(Level(rows, "split"), torch.device("cpu"))
 
 
 def distance(got: Tensor, want: Tensor) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.harness import Level
-from tsfunc.ops.philox import Draw, philox
+from tsfunc.ops.philox import Philox, philox
 
 # Random123's known answers for Philox 4x32-10: counter, key, what comes out.
 ANSWERS = [
@@ -42,7 +42,7 @@ def test_many_counters_at_once() -> None:
 def test_words_follow_from_the_nonce_and_the_index() -> None:
     def draw(size: int, count: int) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        one = Draw(Level(size, "split"), torch.device("cpu"))
+        one = Philox(Level(size, "split"), torch.device("cpu"))
         return [one.words(count), one.words(count)]
 
     first, second = draw(6, 10)
@@ -58,8 +58,8 @@ def test_the_generator_that_is_named_gives_the_nonce() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     generator = torch.Generator().manual_seed(5)
-    one = Draw(level, torch.device("cpu"), generator).words(4)
-    two = Draw(level, torch.device("cpu"), generator).words(4)
+    one = Philox(level, torch.device("cpu"), generator).words(4)
+    two = Philox(level, torch.device("cpu"), generator).words(4)
     assert torch.equal(before, torch.get_rng_state()) and not torch.equal(one, two)
-    again = Draw(level, torch.device("cpu"), torch.Generator().manual_seed(5)).words(4)
+    again = Philox(level, torch.device("cpu"), torch.Generator().manual_seed(5)).words(4)
     assert torch.equal(one, again)

@@ -201,7 +201,7 @@ def solving(a: Tensor, b: Tensor) -> Any:
 
 
 def numbered(x: Tensor, k: int, s: float) -> Any:
-    """Numbers that are inputs: in sizes, in arithmetic, and in what a course depends on."""
+    """Numbers that are inputs: in sizes, in arithmetic, and in what a path depends on."""
     if k < 2 or s > 8.0:
         return x
     return x[:k] * s, torch.zeros(2 * k + 1), k // 2, (s + 1) * k, x.repeat(k, 1)

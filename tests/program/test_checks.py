@@ -1,4 +1,4 @@
-"""Checks of arguments: tests whose other side raises are no course of the program."""
+"""Checks of arguments: tests whose other side raises choose no path of the program."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TestOfSizes:
         with pytest.raises(ConstraintViolation, match="n > 4"):
             specialize(f, {"x": Meta(["n"])})(torch.ones(9))
 
-    def test_what_is_caught_is_a_course(self) -> None:
+    def test_a_caught_error_is_a_path(self) -> None:
         def short(x: Tensor) -> Tensor:
             if x.shape[0] > 4:
                 raise ValueError

@@ -591,7 +591,7 @@ def test_names_in_torchs_own_errors_are_the_users() -> None:
         specialize(lambda x, y: x + y, described)(torch.ones(3), torch.ones(4))
 
 
-def test_open_dims_have_a_program_for_each_course() -> None:
+def test_open_dims_have_a_program_for_each_path() -> None:
     def f(x: Tensor) -> Tensor:
         return x * 2 if x.shape[0] > 3 else x
 

@@ -48,7 +48,7 @@ QUESTIONS: dict[str, Function] = {
 @pytest.mark.parametrize("n", [3, 6])
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_a_size_may_equal_another_one_by_chance(name: str, n: int) -> None:
-    """Questions that torch can do without restrict nothing: NOTE [questions of torch.export]."""
+    """Questions that torch can do without restrict nothing: NOTE [guards of torch.export]."""
     sizes = (2, 3, 4, 5, 9)
     others = [(torch.randn(size, 32),) for size in sizes]
     _served(QUESTIONS[name], {"x": Meta(["n", 32])}, (torch.randn(n, 32),), others)

@@ -135,7 +135,7 @@ class TestContainers:
 
     @pytest.mark.parametrize("name", RECORDS)
     def test_records_of_the_archive(self, name: str, good: bytes, tmp_path: Path) -> None:
-        """NOTE [one reading]: what could be read in two ways is not read."""
+        """NOTE [unambiguous files]: what could be read in two ways is not read."""
         mark, at, form, values, match = RECORDS[name]
         where = good.rindex(mark) if mark == LAST else good.index(mark)
         data = bytearray(good)

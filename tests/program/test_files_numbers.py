@@ -61,8 +61,8 @@ def test_floats(tmp_path: Path) -> None:
         loaded(X, 2)
 
 
-def test_courses(tmp_path: Path) -> None:
-    """A number for which the function takes another course has no program."""
+def test_paths(tmp_path: Path) -> None:
+    """A number for which the function takes another path has no program."""
     loaded = saved(lambda x, k: x * 2 if k > 3 else x - k, {"k": int}, tmp_path, X, 1)
     for k in (3, -2):
         torch.testing.assert_close(loaded(X, k), X - k)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 import tsfunc
 from tsfunc import errors, rage
 from tsfunc.rage import recorder as keeping
-from tsfunc.rage.recorder import Recorder
+from tsfunc.rage.recorder import EventRecorder
 from tsfunc.rage.scrubbing import LONGEST, scrubbed
 
 
 @pytest.fixture
-def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventRecorder]:
     """A record with a file in a folder of the test's own."""
     monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "runs"))
-    made = Recorder()
+    made = EventRecorder()
     monkeypatch.setattr(keeping, "_recorder", made)
     yield made
 
@@ -38,7 +38,7 @@ def files() -> list[Path]:
 
 
 class TestWhatIsKept:
-    def test_plain_case(self, recorder: Recorder) -> None:
+    def test_plain_case(self, recorder: EventRecorder) -> None:
         f = tsfunc.specialize(lambda x, k: x * k)
         f(torch.ones(2), 3)
         f(torch.ones(2), 3)
@@ -51,13 +51,13 @@ class TestWhatIsKept:
         assert "k is 3 (int)" in str(event.facts["guards"])
         assert str(event.facts["at"]).startswith("test_rage.py:")
 
-    def test_why_there_is_another_program(self, recorder: Recorder) -> None:
+    def test_why_there_is_another_program(self, recorder: EventRecorder) -> None:
         f = tsfunc.specialize(lambda x: x + 1)
         f(torch.ones(2))
         f(torch.ones(3))
         assert rage.events()[-1].facts["reason"] == "x.shape[0]: 3, was 2"
 
-    def test_what_was_refused(self, recorder: Recorder) -> None:
+    def test_what_was_refused(self, recorder: EventRecorder) -> None:
         with pytest.raises(errors.DataDependentError):
             tsfunc.vmap(lambda x: x.nonzero())(torch.ones(3))
         (event,) = rage.events()
@@ -65,7 +65,7 @@ class TestWhatIsKept:
         assert event.facts["type"] == "DataDependentError"
         assert "aten::nonzero" in str(event.facts["message"])
 
-    def test_what_failed_in_a_trace_by_itself(self, recorder: Recorder) -> None:
+    def test_what_failed_in_a_trace_by_itself(self, recorder: EventRecorder) -> None:
         with pytest.raises(RuntimeError):
             tsfunc.specialize(lambda x: x @ x)(torch.ones(2, 3))
         (event,) = rage.events()
@@ -73,7 +73,7 @@ class TestWhatIsKept:
         assert event.facts["type"] == "RuntimeError"
         assert str(event.facts["at"]).startswith("test_rage.py:")
 
-    def test_warnings(self, recorder: Recorder) -> None:
+    def test_warnings(self, recorder: EventRecorder) -> None:
         def f(x: Any) -> Any:
             return torch.ops.tsfunc_rage.loops(x)
 
@@ -84,7 +84,7 @@ class TestWhatIsKept:
                 tsfunc.vmap(f)(torch.ones(2, 3))
         assert [event.facts["type"] for event in rage.events()] == ["SlowFallbackWarning"]
 
-    def test_the_same_in_a_row_is_counted(self, recorder: Recorder) -> None:
+    def test_the_same_in_a_row_is_counted(self, recorder: EventRecorder) -> None:
         for _ in range(3):
             rage.record("loop", size=2)
         rage.record("other")
@@ -92,7 +92,7 @@ class TestWhatIsKept:
         (run,) = rage.runs()
         assert [(event.kind, event.times) for event in run.events] == [("loop", 3), ("other", 1)]
 
-    def test_memory_holds_the_newest(self, recorder: Recorder) -> None:
+    def test_memory_holds_the_newest(self, recorder: EventRecorder) -> None:
         for i in range(keeping.EVENTS + 5):
             rage.record("one", i=i)
         assert len(rage.events()) == keeping.EVENTS
@@ -144,7 +144,7 @@ class TestWhatIsNotKept:
         assert len(kept) < LONGEST + 20
         assert "[...]" in kept
 
-    def test_values_of_tensors_and_folders_in_a_whole_run(self, recorder: Recorder) -> None:
+    def test_values_of_tensors_and_folders_in_a_whole_run(self, recorder: EventRecorder) -> None:
         weight = torch.full((3,), 7.0625)
         tsfunc.specialize(lambda x: x @ weight)(torch.full((3,), 9.0625))
         with pytest.raises(errors.DescriptorViolation):
@@ -157,7 +157,7 @@ class TestWhatIsNotKept:
 
 
 class TestFiles:
-    def test_plain_case(self, recorder: Recorder) -> None:
+    def test_plain_case(self, recorder: EventRecorder) -> None:
         tsfunc.specialize(lambda x: x * 2)(torch.ones(2))
         (run,) = rage.runs()
         assert run.about["torch"] == torch.__version__
@@ -167,12 +167,12 @@ class TestFiles:
         (file,) = files()
         assert file.stat().st_mode & 0o777 == 0o600
 
-    def test_without_an_event_there_is_none(self, recorder: Recorder) -> None:
+    def test_without_an_event_there_is_none(self, recorder: EventRecorder) -> None:
         assert rage.runs() == []
 
     @pytest.mark.parametrize("said", ["off", "0", "No"])
     def test_turned_off(
-        self, recorder: Recorder, said: str, monkeypatch: pytest.MonkeyPatch
+        self, recorder: EventRecorder, said: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv(keeping.VARIABLE, said)
         rage.record("one")
@@ -187,7 +187,7 @@ class TestFiles:
         assert folder.name == "rage"
         assert "tsfunc" in folder.parts
 
-    def test_a_file_does_not_grow_without_bound(self, recorder: Recorder) -> None:
+    def test_a_file_does_not_grow_without_bound(self, recorder: EventRecorder) -> None:
         for i in range(120):
             rage.record("one", text="x" * LONGEST, i=i)
         (file,) = files()
@@ -200,7 +200,7 @@ class TestFiles:
         monkeypatch.setenv(keeping.VARIABLE, str(tmp_path))
         for i in range(keeping.RUNS + 3):
             (tmp_path / f"20200101-0000{i:02}-1.jsonl").write_text("{}\n")
-        Recorder().record("one", {})
+        EventRecorder().record("one", {})
         assert len(files()) == keeping.RUNS
         assert not (tmp_path / "20200101-000000-1.jsonl").exists()
         assert [event.kind for event in rage.runs()[0].events] == ["one"]
@@ -210,12 +210,12 @@ class TestFiles:
     ) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv(keeping.VARIABLE, str(tmp_path / "file" / "folder"))
-        made = Recorder()
+        made = EventRecorder()
         made.record("one", {})
         made.record("two", {})
         assert [event.kind for event in made.events] == ["one", "two"]
 
-    def test_damaged_lines_are_left_out(self, recorder: Recorder) -> None:
+    def test_damaged_lines_are_left_out(self, recorder: EventRecorder) -> None:
         rage.record("one")
         (file,) = files()
         with file.open("ab") as out:
@@ -236,7 +236,7 @@ class TestFiles:
 
 
 class TestBundles:
-    def test_plain_case(self, recorder: Recorder) -> None:
+    def test_plain_case(self, recorder: EventRecorder) -> None:
         tsfunc.specialize(lambda x: x * 2)(torch.ones(2))
         text = rage.bundle()
         assert text.startswith("# tsfunc: rage\n")
@@ -244,12 +244,12 @@ class TestBundles:
         assert "specialized" in text
         assert "    def program(args):" in text
 
-    def test_a_run_from_its_file_is_the_same(self, recorder: Recorder) -> None:
+    def test_a_run_from_its_file_is_the_same(self, recorder: EventRecorder) -> None:
         rage.record("one", text="two\nlines")
         (run,) = rage.runs()
         assert rage.bundle(run) == rage.bundle()
 
-    def test_files_are_lines_of_json(self, recorder: Recorder) -> None:
+    def test_files_are_lines_of_json(self, recorder: EventRecorder) -> None:
         rage.record("one", i=1)
         (file,) = files()
         about, event = map(json.loads, file.read_text().splitlines())

@@ -78,7 +78,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("transform", [vmap, specialize])
+@pytest.mark.parametrize("transform", [vmap, lambda f: specialize(vmap(f))], ids=["", "traced"])
 @pytest.mark.parametrize("f", REFUSED.values(), ids=REFUSED)
 def test_what_outlives_the_function_gets_no_gradient(f: Any, transform: Any) -> None:
     with pytest.raises(RuntimeError, match=r"backward\(\) was called inside of .*outlive it"):

@@ -34,7 +34,8 @@ W = torch.arange(4.0).cos()
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators make and that are alive, by its own means.
 
-    It does not see what is called on the values inside of tracers, unless door 1 calls it.
+    It does not see what is called on the values inside of tracers, unless the function handler
+    calls it.
     """
 
     def __init__(self) -> None:

@@ -151,3 +151,18 @@ def test_a_tensor_from_outside_that_is_written_into() -> None:
     captured = torch.zeros(4)
     with pytest.raises(RuntimeError, match="made outside of"):
         tsfunc.vmap(lambda y: tsfunc.grad(func)(X[0]) * y)(X)
+
+
+def test_a_reshape_that_copies_for_the_batch_and_a_view_that_does_not() -> None:
+    x = torch.arange(12.0).reshape(2, 1, 2, 3)
+
+    def written(x: Tensor, flatten: Callable[[Tensor], Tensor]) -> Tensor:
+        y = x.clone()
+        flatten(y)[-1] = 100.0
+        return y
+
+    flattened, viewed = (lambda y: y.reshape(-1)), (lambda y: y.view(-1))
+    for one in (tsfunc.vmap, torch.func.vmap):
+        same(one(lambda x: written(x, flattened), in_dims=2)(x), x.movedim(2, 0))
+    want = torch.stack([written(e.contiguous(), viewed) for e in x.unbind(2)])
+    same(tsfunc.vmap(lambda x: written(x, viewed), in_dims=2)(x), want)

@@ -30,7 +30,7 @@ def leaked() -> Any:
 LINE = leaked.__code__.co_firstlineno + 7
 
 USES: dict[str, Callable[[Any], Any]] = {
-    "a hot operator": lambda x: x + 1,
+    "an operator": lambda x: x + 1,
     "a function": torch.sin,
     "a method": lambda x: x.sum(),
     "a composite": lambda x: torch.nn.functional.softmax(x, 0),

@@ -230,7 +230,7 @@ def test_a_kernel_of_ones_own() -> None:
 
     @dispatch.register("tsfunc_tests::kept", dispatch.DispatchKey.Batch)
     def kept_batch(x: Any) -> Any:
-        return x.again()
+        return x.aliased_here()
 
     report = explain(vmap(kept), X)
     use = only(report, "tsfunc_tests::kept")

@@ -456,3 +456,36 @@ def test_zero_tangents_of_captured_tensors_in_a_mapped_pullback(name: str, order
         return ORDERS[order](T, f)(torch.tensor(0.3, dtype=torch.float64))
 
     same(run(tsfunc), run(torch.func))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "a mask": {"attn_mask": torch.ones(4, 4, dtype=torch.bool).tril(1)},
+    "a bias": {"attn_mask": torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)},
+    "a scale": {"scale": 0.7},
+}
+SECOND: dict[str, Callable[[Any, Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "jvp": lambda T, f: lambda x: T.jvp(f, (x,), (x.cos(),)),
+    "jacfwd": lambda T, f: T.jacfwd(f),
+    "vmap(jacfwd)": lambda T, f: lambda x: T.vmap(T.jacfwd(f))(torch.stack([x, x.sin()])),
+    "hessian": lambda T, f: T.hessian(lambda x: f(x).sin().sum()),
+    "jacrev(jacrev)": lambda T, f: T.jacrev(T.jacrev(lambda x: f(x).sin().sum())),
+    "jacfwd(jacfwd)": lambda T, f: T.jacfwd(T.jacfwd(lambda x: f(x).sin().sum())),
+    "grad(grad)": lambda T, f: T.grad(lambda x: T.grad(lambda x: f(x).sin().sum())(x).sum()),
+}
+
+
+@pytest.mark.parametrize("order", SECOND)
+@pytest.mark.parametrize("mask", MASKS)
+def test_tangents_and_second_derivatives_of_attention(mask: str, order: str) -> None:
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def f(x: Tensor) -> Tensor:
+        return attend(x, x.cos(), x.flip(-1), **MASKS[mask])
+
+    x = torch.randn(1, 2, 4, 3, dtype=torch.float64)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = SECOND[order](torch.func, f)(x)
+    same(SECOND[order](tsfunc, f)(x), want)
+    same(tsfunc.specialize(SECOND[order](tsfunc, f))(x), want)

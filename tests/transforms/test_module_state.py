@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tsfunc
 from tests.transforms.support import loop, same
 from tsfunc import functional_call, stack_module_state, vmap
-from tsfunc.errors import EscapedTracerError
+from tsfunc.errors import EscapedTracerError, TypeCheckError
 
 State = dict[str, Tensor]
 SIZE = 3
@@ -200,7 +200,7 @@ class Counting(nn.Module):
 
 
 class TestAssignedBuffers:
-    """NOTE [assigned buffers]."""
+    """NOTE [buffer writes]."""
 
     @pytest.mark.parametrize(
         "wrap",
@@ -339,3 +339,43 @@ def test_dropout_beside_running_statistics() -> None:
     hidden = nnf.linear(x, params["0.weight"], params["0.bias"])
     assert out.shape == hidden.shape and updated["2.running_mean"].shape == (3, 4)
     assert not torch.equal(updated["2.running_mean"][0], updated["2.running_mean"][1])
+
+
+class Watched(nn.Module):
+    """Installs a hook at its first call, as models of transformers do to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen: list[Tensor] = []
+        self.installed = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if not self.installed:
+
+            def note(module: nn.Module, args: Any, output: Tensor) -> None:
+                self.seen.append(output)
+
+            self.inner.register_forward_hook(note)
+            self.installed = True
+        out = self.inner(self.inner(x))
+        seen = tuple(self.seen)
+        self.seen.clear()
+        return (out, *seen)
+
+
+def test_a_hook_that_the_first_call_installs() -> None:
+    model, x = Watched(), torch.randn(2, 4)
+    with pytest.raises(TypeCheckError) as caught:
+        tsfunc.specialize(model)(x)
+    message = str(caught.value)
+    assert "_forward_hooks: it gets a function that the function has made" in message
+    assert "call the function once before it is specialized" in message
+    assert not model.installed and not model.inner._forward_hooks
+
+    want = model(x)
+    program = tsfunc.specialize(model)
+    for got in (program(x), program(x)):
+        assert len(got) == 3
+        same(got, want)
+    assert program.cache_info().programs == 1

@@ -529,7 +529,7 @@ class TestUpdates:
 
 
 def test_the_modes_are_the_documented_ones() -> None:
-    from tsfunc.program.reading.holding import Closure
+    from tsfunc.program.closure.guard_builder import Closure
 
     assert Closure == Literal["guard", "freeze", "error"]
 
@@ -600,7 +600,7 @@ def _of_all_data(f: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         lambda x: vmap(lambda i: psum(_DATA, "i") * i, axis_name="i")(x.expand(2)),
     ],
     ids=[
-        "a hot rule", "a rule", "gradients", "two vmaps", "another dim", "chunks", "split",
+        "a function rule", "a rule", "gradients", "two vmaps", "another dim", "chunks", "split",
         "a body", "in a vmap", "psum",
     ],
 )  # fmt: skip

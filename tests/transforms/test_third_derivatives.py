@@ -1,10 +1,11 @@
-"""Third derivatives of normalizations, in every order of modes, are those of their formulas."""
+"""Third derivatives of normalizations, softmax and attention are those of their formulas."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ WEIGHT, BIAS = torch.tensor([0.7, -1.2, 0.3, 2.0]).double(), torch.linspace(-1, 
 X = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)).double()
 DIRECTIONS = torch.randn(3, *X.shape, generator=torch.Generator().manual_seed(1)).double()
 EPS = 1e-3
+MASK = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool)
 
 
 def normalized(x: Tensor, dims: list[int]) -> Tensor:
@@ -28,6 +30,25 @@ def normalized(x: Tensor, dims: list[int]) -> Tensor:
 
 def column(x: Tensor) -> Tensor:
     return x.unsqueeze(-1)
+
+
+def attended(x: Tensor, **kwargs: Any) -> Tensor:
+    """Attention among the parts of a tensor of the shape (3, 4, 2), as 3 samples with 2 heads."""
+    query, key, value = x[:, None], x.flip(1)[:, None] * 0.5, x.sin()[:, None]
+    heads = query.repeat(1, 2, 1, 1) * column(column(torch.tensor([1.0, 0.7]).double()))
+    if not kwargs.get("enable_gqa"):
+        key, value = key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1)
+    return F.scaled_dot_product_attention(heads, key, value, **kwargs)[:, 0].add(0.3)
+
+
+def attended_by_formula(x: Tensor, mask: Tensor | None = None, scale: float = 2**-0.5) -> Tensor:
+    scores = x @ (x.flip(1) * 0.5).mT * scale
+    if mask is not None and mask.dtype == torch.bool:
+        weights = scores.exp() * mask
+        weights = weights / weights.sum(-1, keepdim=True)
+    else:
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+    return weights @ x.sin() + 0.3
 
 
 NORMS: dict[str, tuple[Scalar, Scalar]] = {
@@ -57,6 +78,36 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "group_norm": (
         lambda x: F.group_norm(x, 2, WEIGHT, BIAS, EPS),
         lambda x: normalized(x.view(3, 2, 4), [2]).view(3, 4, 2) * column(WEIGHT) + column(BIAS),
+    ),
+    "softmax": (lambda x: x.softmax(1), lambda x: x.exp() / x.exp().sum(1, keepdim=True)),
+    "log_softmax": (
+        lambda x: x.log_softmax(1),
+        lambda x: x - x.exp().sum(1, keepdim=True).log(),
+    ),
+    "logsumexp": (
+        lambda x: x.logsumexp([0, 1], keepdim=True).expand(3, 4, 2),
+        lambda x: x.exp().sum([0, 1]).log().expand(3, 4, 2),
+    ),
+    "glu": (
+        lambda x: F.glu(x, 1).repeat(1, 2, 1),
+        lambda x: (x[:, :2] / (1 + (-x[:, 2:]).exp())).repeat(1, 2, 1),
+    ),
+    "attention": (attended, attended_by_formula),
+    "causal attention": (
+        lambda x: attended(x, is_causal=True, scale=0.3),
+        lambda x: attended_by_formula(x, torch.ones(4, 4, dtype=torch.bool).tril(), 0.3),
+    ),
+    "attention with a mask": (
+        lambda x: attended(x, attn_mask=MASK),
+        lambda x: attended_by_formula(x, MASK),
+    ),
+    "attention with a bias": (
+        lambda x: attended(x, attn_mask=BIAS.outer(WEIGHT)),
+        lambda x: attended_by_formula(x, BIAS.outer(WEIGHT)),
+    ),
+    "attention with shared heads": (
+        lambda x: attended(x, enable_gqa=True),
+        attended_by_formula,
     ),
 }
 

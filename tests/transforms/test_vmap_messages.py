@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import vmap
+from tsfunc import specialize, vmap
+from tsfunc.errors import DataDependentError
 
 X = torch.ones(3, 4)
 
@@ -241,3 +244,32 @@ def test_a_failed_call_leaves_nothing_behind() -> None:
         vmap(vmap(fails))(torch.ones(2, 3))
     assert torch.equal(vmap(vmap(torch.sin))(X), X.sin())
     assert torch.rand(2).shape == (2,)
+
+
+def test_a_library_that_looks_at_data_unless_it_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user can't rewrite its line; the message names the two ways that serve it as it is."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "looking_library.py").write_text(
+        "import torch\n"
+        "def masked(x, mask):\n"
+        "    if not torch.compiler.is_compiling() and mask.all():\n"
+        "        return x\n"
+        "    return torch.where(mask, x, 0.0)\n"
+    )
+    monkeypatch.syspath_prepend(folder)
+    library: Any = importlib.import_module("looking_library")
+    mask = torch.arange(4) < torch.arange(2, 5)[:, None]
+    with pytest.raises(DataDependentError) as caught:
+        vmap(library.masked)(X, mask)
+    message = str(caught.value)
+    assert 'data_dependent="split"' in message
+    assert "specialize(vmap(...))" in message and "torch.where" not in message
+
+    want = torch.where(mask, X, 0.0)
+    assert torch.equal(vmap(library.masked, data_dependent="split")(X, mask), want)
+    assert torch.equal(specialize(vmap(library.masked))(X, mask), want)
+    with pytest.raises(DataDependentError, match=r"Or write the choice with torch\.where"):
+        vmap(lambda x, mask: x if mask.all() else -x)(X, mask)

@@ -17,23 +17,24 @@ from tsfunc.bridge.batch import (
     selection_sums,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
-from tsfunc.bridge.trace import answers, tracing
+from tsfunc.bridge.trace import anomaly, data_methods, tracing
 from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
-from tsfunc.bridge.writing import relayout, reshaping
+from tsfunc.bridge.writing import reshaped_views, reshaping
 
 __all__ = [
-    "answers",
+    "anomaly",
     "attributes",
     "batching",
     "composites",
     "compressed",
     "containers",
     "custom_function",
+    "data_methods",
     "foreach",
     "grad_level",
     "indexing",
     "methods",
-    "relayout",
+    "reshaped_views",
     "reshaping",
     "saved_tensors",
     "second_order",

@@ -743,6 +743,24 @@ def _is_compiling() -> None:
 
 
 @_entry(
+    "The state of an optimizer before its first step",
+    """Optimizer._init_group""",
+    use="functional_optimizer(...).init() makes the state that the first step would make.",
+    stand_in="An empty state: a scan then begins after a first step outside of it.",
+    risk=Risk.MEDIUM,
+)
+def _optimizer_state() -> None:
+    from tsfunc.bridge.tracers.optimizers import make_state
+
+    param = torch.ones(2, requires_grad=True)
+    param.grad = torch.ones(2)
+    adam = torch.optim.Adam([param])
+    make_state(adam)
+    _expect({*adam.state[param]} == {"step", "exp_avg", "exp_avg_sq"}, "the state of Adam")
+    _expect(bool((param == 1).all()), "no step")
+
+
+@_entry(
     "Guards in C++",
     "torch._C._dynamo.guards.TensorGuards",
     use="A program's guard compares the metadata of all fixed-size tensors in one call.",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tsfunc.dispatch.arguments import keys_of_arguments
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, split_bit
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.state import Level, tls
 
 
@@ -89,10 +89,7 @@ SPLIT = (
 
 def read_of_batch(name: str, level: Level) -> str:
     """Return the message for a Python value that is read from a batched tensor."""
-    ways = (
-        f"{SPLIT}. Or write the choice with torch.where or other tensor operations, or take the "
-        f"value out of the function."
-    )
+    ways = f"{SPLIT}. {_other_way(users_place())}"
     if name in ("__bool__", "is_nonzero"):
         return (
             f"{level.name}, at {users_place()}: It looks like you're attempting to use a Tensor in "
@@ -104,6 +101,19 @@ def read_of_batch(name: str, level: Level) -> str:
         f"vmap: It looks like you're calling {called} on a Tensor inside of {level.name}, at "
         f"{users_place()}. We don't support vmap over calling {called} on a Tensor: its value "
         f"differs from example to example. {ways}"
+    )
+
+
+def _other_way(place: Place) -> str:
+    """Return the advice for a line that reads a Python value; a library's can't be rewritten."""
+    if "site-packages" in place.file:
+        return (
+            "Or trace the function, with tsfunc.specialize(vmap(...)): many libraries read no "
+            "values while torch.compiler.is_compiling() is True, as it is in a trace."
+        )
+    return (
+        "Or write the choice with torch.where or other tensor operations, or take the value out "
+        "of the function."
     )
 
 

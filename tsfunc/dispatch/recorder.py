@@ -75,7 +75,7 @@ class Met(Protocol):
     def name(self) -> str: ...
 
 
-class _Running(threading.local):
+class _RunningCalls(threading.local):
     """The calls that run on a thread, the innermost last."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Recorder:
         self.uses: dict[Use, Count] = {}
         self.started = 0
         self.exchanges: dict[tuple[str, str], tuple[int, int]] = {}
-        self._running = _Running()
+        self._running = _RunningCalls()
         self._lock = threading.Lock()
 
     def watched(

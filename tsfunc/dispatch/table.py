@@ -12,7 +12,7 @@ the three is an error. ``BackendSelect`` is in every key set and falls through f
 has no cell for it; a row does not serve it, so that a backend's cell comes before the row. If no
 key is left (a call without tensor arguments), the row's kernel runs.
 
-NOTE [what a kernel runs under]
+NOTE [state of a kernel]
 A kernel of level 0 runs with its own key and all higher bits excluded, except backends. A kernel
 of a level runs under the state that the level captured (NOTE [state captured by a level]),
 likewise without its own bit and higher ones. Calling the operator again therefore reaches the next

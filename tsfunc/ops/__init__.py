@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tsfunc.late import late
+from tsfunc._lazy import lazy_exports
 from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declared)
     advanced_indexing,
     attention,
@@ -41,13 +41,13 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     views,
     weight_norm,
 )
-from tsfunc.ops.registry import BatchLevel, Category, Row, all_rows, find, row, rows
+from tsfunc.ops.registry import Category, Row, RuleLevel, all_rows, find, row, rows
 
 __all__ = [
-    "BatchLevel",
     "Category",
     "OperatorEntry",
     "Row",
+    "RuleLevel",
     "all_rows",
     "category_of",
     "census",
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from tsfunc.ops.catalogue.custom import register
     from tsfunc.ops.catalogue.lookup import OperatorEntry, category_of, lookup
 else:
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "catalogue.counts": "census operators",

@@ -18,7 +18,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic
 from tsfunc.ops.refusal import require
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 class Lookup(NamedTuple):
@@ -77,7 +77,7 @@ def _every_example(found: Lookup, like: Tensor) -> list[Tensor | None]:
 
 @row("aten::index.Tensor", "aten::_unsafe_index.Tensor")
 def index(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """See NOTE [advanced indexing]."""
     x, indices = args
@@ -100,7 +100,7 @@ def index(
 
 
 def _places_of_masks(
-    op: Any, level: BatchLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
+    op: Any, level: RuleLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
 ) -> tuple[list[Any], list[Any]]:
     """Replace each batched mask by integer indices; all examples must have equally many."""
     if level.splitter is None:
@@ -203,7 +203,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in places], [along + i for i in places])
 
 
-def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
+def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
     """Return the result of an ``index_put``, or None if ``x`` was written in place."""
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
@@ -230,7 +230,7 @@ def _put(op: Any, level: BatchLevel, x: Tensor, dims: Dims, args: Sequence[Any])
 
 @row("aten::index_put", "aten::_unsafe_index_put")
 def index_put(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into a copy for each example."""
     return _put(op, level, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
@@ -238,7 +238,7 @@ def index_put(
 
 @row("aten::index_put_", "aten::_index_put_impl_")
 def index_put_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write through a view that has the batch dim first."""
     if dims[0] is None:

@@ -12,7 +12,7 @@ from tsfunc.ops.dims import batched_front, filled, front, logical_rank, unit_dim
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
@@ -45,7 +45,7 @@ def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> 
     return mask.expand(size, n, *mask.shape[2:]).flatten(0, 1)
 
 
-def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
+def _refuse_dropout(op: Any, level: RuleLevel, p: float) -> None:
     """Raise unless randomness is "different": fused kernels draw separately for each sample."""
     if p:
         check_randomness(op, level, {})
@@ -59,7 +59,7 @@ def _refuse_dropout(op: Any, level: BatchLevel, p: float) -> None:
 
 @row("aten::scaled_dot_product_attention")
 def attention(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the whole operator for ranks that fused kernels support; other calls are decomposed."""
     given = [*args[3:], *(None, 0.0, False)[len(args) - 3 :]]
@@ -90,7 +90,7 @@ def _sample_count(x: Tensor, at: int | None) -> Any:
 
 
 def _with_mask(
-    level: BatchLevel, kwargs: Mapping[str, Any], dims: Dims, args: Sequence[Any], n: Any
+    level: RuleLevel, kwargs: Mapping[str, Any], dims: Dims, args: Sequence[Any], n: Any
 ) -> dict[str, Any]:
     at = keyword_dim(dims, args, "attn_mask")
     mask = _mask(kwargs.get("attn_mask"), at, level.batch_size, n, 4)
@@ -99,7 +99,7 @@ def _with_mask(
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu")
 def flash_cpu(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result and the log-sum-exp for the backward pass."""
     _refuse_dropout(op, level, args[3] if len(args) > 3 else 0.0)
@@ -112,7 +112,7 @@ def flash_cpu(
 
 @row("aten::_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_cpu_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
@@ -137,7 +137,7 @@ def _bias(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
 
 @row("aten::_scaled_dot_product_efficient_attention")
 def efficient(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The third and fourth results are the random state, which all samples share."""
     _refuse_dropout(op, level, args[5] if len(args) > 5 else 0.0)
@@ -149,7 +149,7 @@ def efficient(
 
 @row("aten::_scaled_dot_product_efficient_attention_backward")
 def efficient_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     size = level.batch_size
@@ -164,7 +164,7 @@ def efficient_backward(
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 def flash(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``efficient``. The cuDNN form has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
@@ -181,7 +181,7 @@ def flash(
     "aten::_scaled_dot_product_cudnn_attention_backward",
 )
 def flash_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The cuDNN form has a bias after the random state."""
     size = level.batch_size
@@ -198,7 +198,7 @@ SOURCE_MASK, PADDING_MASK, FULL_MASK = 0, 1, 2  # kinds of masks of ``_masked_so
 
 @row("aten::_masked_softmax")
 def masked_softmax(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Expand the two shorter kinds of masks to one value per element."""
     x, mask, dim, kind = filled(args[:4], None, None, None, FULL_MASK)
@@ -220,7 +220,7 @@ def masked_softmax(
 
 @row("aten::_masked_softmax_backward")
 def masked_softmax_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The mask has one value per element; torch returns a row of one element for a scalar."""
     size, rank = level.batch_size, logical_rank(args[0], dims[0])

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import NoExamples, align, batched_at, batched_front, front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _refuse_update() -> None:
@@ -54,7 +54,7 @@ def _results(results: Sequence[Tensor], size: int, dim: int) -> Any:
 
 def _normalize(
     call: Callable[..., Any],
-    level: BatchLevel,
+    level: RuleLevel,
     dims: Dims,
     tensors: Sequence[Any],
     training: bool,
@@ -103,7 +103,7 @@ def _normalize(
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
 )  # fmt: skip
 def batch_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Training is an argument."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], args[5], args[6])
@@ -111,7 +111,7 @@ def batch_norm(
 
 @row("aten::_native_batch_norm_legit.no_stats")
 def batch_norm_no_stats(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm without running statistics."""
     return _normalize(
@@ -124,7 +124,7 @@ def batch_norm_no_stats(
     "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
 )  # fmt: skip
 def batch_norm_evaluating(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm in evaluation mode."""
     return _normalize(lambda *t: op(*t, *args[5:]), level, dims[:5], args[:5], False)
@@ -132,7 +132,7 @@ def batch_norm_evaluating(
 
 @row("aten::_batch_norm_with_update")
 def batch_norm_training(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch norm in training mode. Its derivative requires a weight."""
 
@@ -147,7 +147,7 @@ def batch_norm_training(
     "aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional",
 )  # fmt: skip
 def batch_norm_functional(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The new running statistics are results, which can be batched."""
     size = level.batch_size
@@ -159,7 +159,7 @@ def batch_norm_functional(
 
 
 def _backward(
-    call: Callable[..., Any], level: BatchLevel, dims: Dims, tensors: Sequence[Any]
+    call: Callable[..., Any], level: RuleLevel, dims: Dims, tensors: Sequence[Any]
 ) -> Any:
     """Run ``call(grad, x, weight, running_mean, running_var, save_mean, save_invstd)``.
 
@@ -180,7 +180,7 @@ def _backward(
 
 @row("aten::native_batch_norm_backward", "aten::batch_norm_backward")
 def batch_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass; arguments after the statistics are passed on."""
     return _backward(lambda *t: op(*t, *args[7:]), level, dims[:7], args[:7])
@@ -188,7 +188,7 @@ def batch_norm_backward(
 
 @row("aten::cudnn_batch_norm_backward")
 def cudnn_batch_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The first two arguments are swapped."""
     return _backward(

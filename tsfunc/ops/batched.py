@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
@@ -38,7 +38,7 @@ def folded(core: int, *places: int) -> Rule:
     first = places[0]
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         size = level.batch_size
         new = list(args)
@@ -90,7 +90,7 @@ def fractional(core: int) -> Rule:
     """Return the rule of fractional pooling, whose random samples always have a dim N."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, kernel, output, samples = args
         size = level.batch_size
@@ -117,7 +117,7 @@ def _upsampling(suffix: str) -> list[str]:
 
 
 def upsample(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The input is always (N, C, ...)."""
     size = level.batch_size
@@ -126,7 +126,7 @@ def upsample(
 
 
 def upsample_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The shape of the input is an argument."""
     grad, output_size, (n, *shape), *rest = args
@@ -141,7 +141,7 @@ rows(upsample_backward, *_upsampling("_backward"))
 
 @row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
 def grid_sampler(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Images sampled at shared points become channels; points of a shared image become rows.
 
@@ -163,7 +163,7 @@ def grid_sampler(
 
 @row("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
 def grid_sampler_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N."""
     size = level.batch_size
@@ -174,7 +174,7 @@ def grid_sampler_backward(
 
 @row("aten::affine_grid_generator")
 def affine_grid_generator(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The shape of the result is an argument."""
     theta, (n, *shape), align = args

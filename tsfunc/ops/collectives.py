@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import front, logical_rank, wrap
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
@@ -39,7 +39,7 @@ def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     "_c10d_functional::isend",
 )
 def elementwise(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives: the batch dim keeps its place."""
     return op(args[0].contiguous(), *args[1:], **kwargs), dims[0]
@@ -47,7 +47,7 @@ def elementwise(
 
 @row("_c10d_functional::all_reduce_", "_c10d_functional::broadcast_")
 def elementwise_in_place(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives in place; a non-contiguous tensor is sent as a copy."""
     target = args[0]
@@ -66,7 +66,7 @@ def elementwise_in_place(
     )
 )
 def along_first_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collectives that concatenate or split the first dim: the batch dim goes behind it."""
     if not logical_rank(args[0], dims[0]):
@@ -77,7 +77,7 @@ def along_first_dim(
 
 @row("_c10d_functional::all_reduce_coalesced")
 def all_elementwise(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Elementwise collectives of several tensors, some of which can be unbatched."""
     return op([x.contiguous() for x in args[0]], *args[1:], **kwargs), tuple(dims[0])
@@ -88,7 +88,7 @@ def all_elementwise(
     "_c10d_functional::reduce_scatter_tensor_coalesced",
 )
 def all_along_first_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collectives along the first dim of several tensors, some of which can be unbatched."""
     if not all(map(logical_rank, args[0], dims[0])):
@@ -99,7 +99,7 @@ def all_along_first_dim(
 
 @row("_dtensor::shard_dim_alltoall")
 def shard_dim_alltoall(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Change the dim along which a DTensor is sharded."""
     x, gather_dim, shard_dim, *group = args
@@ -114,7 +114,7 @@ _OF_DIMS = ("gather", "scatter", "all_to_all", "slice", "tile")
 
 @row("tsfunc_mesh::map")
 def exchange(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Exchange the whole batch among ranks at once, with the batch dim first."""
     x, kind, ints, *rest = args

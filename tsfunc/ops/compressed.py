@@ -1,6 +1,6 @@
 """Sparse tensors in compressed layouts (CSR, CSC, BSR, BSC), whose leading dims are the batch.
 
-NOTE [one matrix of many]
+NOTE [block-diagonal matrices]
 A batched tensor in a compressed layout stores the same number of elements for each example, and
 its batch dims come first. torch has few kernels for batched ones, so the kernels for matrices are
 used: the matrices of the examples become the diagonal blocks of one matrix, or, if all examples
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
 LAYOUTS = frozenset({*BY_ROWS, torch.sparse_csc, torch.sparse_bsc})
@@ -110,7 +110,7 @@ def _following(compressed: Tensor, stored: int) -> Tensor:
 
 
 def diagonal(x: Tensor) -> Tensor:
-    """Return one block-diagonal matrix of a batch of matrices: NOTE [one matrix of many]."""
+    """Return one block-diagonal matrix of a batch of matrices: NOTE [block-diagonal matrices]."""
     compressed, plain, values = members(x)
     count = compressed.shape[0]
     first = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
@@ -153,7 +153,7 @@ def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
     "aten::row_indices_copy",
 )  # fmt: skip
 def indices(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the indices; their batch dims are those of the tensor."""
     return op(args[0]), dims[0]
@@ -161,7 +161,7 @@ def indices(
 
 @row("aten::sparse_compressed_tensor.comp_plain_value_size")
 def sparse_compressed_tensor(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Members with batch dims make a tensor with batch dims."""
     parts = [
@@ -173,7 +173,7 @@ def sparse_compressed_tensor(
 
 @row("aten::sparse_sampled_addmm")
 def sparse_sampled_addmm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel requires the same batch size of all arguments."""
     size = level.batch_size

@@ -9,7 +9,7 @@ from typing import Any
 
 from tsfunc.ops.dims import batched_at, logical_rank
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 @lru_cache(maxsize=1024)
@@ -43,7 +43,7 @@ def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
 
 @row("aten::einsum")
 def einsum(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim gets its own letter, in its place."""
     equation, tensors = args

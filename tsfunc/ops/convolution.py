@@ -20,7 +20,7 @@ from torch import Tensor
 from tsfunc.ops.batched import fold, unfold
 from tsfunc.ops.dims import align, batched_front, filled, front, logical_rank, logical_shape
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def _fold(x: Tensor, at: int, dim: int) -> Tensor:
@@ -73,7 +73,7 @@ def _with_bias(
 
 @row("aten::convolution", "aten::convolution_overrideable")
 def convolution(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N, O or the groups: NOTE [folding a convolution]."""
     x, weight, bias, *rest, groups = args
@@ -164,7 +164,7 @@ def _bias_grad(grad: Tensor, at: int | None) -> tuple[Tensor, int | None]:
 
 @row("aten::convolution_backward", "aten::convolution_backward_overrideable")
 def convolution_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compute each gradient separately, because each folds the batch into another dim."""
     if len(args) == 11:
@@ -212,7 +212,7 @@ def whole(spatial: int) -> Rule:
     """
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, weight, bias, stride, padding, dilation, groups = filled(
             args, None, None, None, [1], [0], [1], 1

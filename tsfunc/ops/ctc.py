@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_at, batched_front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
-def _sequences(level: BatchLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
+def _sequences(level: RuleLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
     """Fold the batch into the dim of sequences."""
     return batched_at(x, at, level.batch_size, dim).flatten(dim, dim + 1)
 
 
-def _lengths(level: BatchLevel, lengths: Any, at: int | None) -> Any:
+def _lengths(level: RuleLevel, lengths: Any, at: int | None) -> Any:
     if isinstance(lengths, Tensor):
         return batched_front(lengths, at, level.batch_size).reshape(-1)
     return list(lengths) * level.batch_size
@@ -24,7 +24,7 @@ def _lengths(level: BatchLevel, lengths: Any, at: int | None) -> Any:
 
 @row("aten::_ctc_loss", "aten::_ctc_loss.Tensor")
 def ctc_loss(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the loss and the path probabilities for the backward pass."""
     x, targets, *lengths = args[:4]
@@ -40,7 +40,7 @@ def ctc_loss(
 
 @row("aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
 def ctc_loss_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     grad, x, targets, n, m, loss, alpha, *rest = args

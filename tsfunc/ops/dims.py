@@ -193,6 +193,11 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
     ]
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in the dtype in which kernels of half precision accumulate."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def op_name(op: Any) -> str:
     """Return the catalogue name of an operator, or the ``__name__`` of a plain callable."""
     name = getattr(op, "name", None)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, filled, front, logical_rank, physical_dim, unit_dims
 from tsfunc.ops.refusal import ranks_at_least, refused
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
-def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _lined_up(level: RuleLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors with the batch dim first and equal ranks."""
     top = max(logical_rank(x, d) for x, d in zip(tensors, dims, strict=True))
     return [
@@ -24,7 +24,7 @@ def _lined_up(level: BatchLevel, dims: Dims, tensors: Sequence[Tensor]) -> list[
 
 @row("aten::_cdist_forward", "aten::cdist")
 def cdist(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Leading dims broadcast."""
     if not ranks_at_least(dims, args[:2], 2, 2):
@@ -35,7 +35,7 @@ def cdist(
 
 @row("aten::_euclidean_dist")
 def euclidean_dist(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Leading dims must be equal, so they are expanded."""
     x, y = _lined_up(level, dims, args)
@@ -45,7 +45,7 @@ def euclidean_dist(
 
 @row("aten::_cdist_backward")
 def cdist_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result has the shape of the first matrix."""
     grad, x, y, p, distances = args
@@ -57,7 +57,7 @@ def cdist_backward(
 
 @row("aten::_pdist_forward")
 def pdist(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select the distances above the diagonal from those between all rows."""
     x = front(args[0], dims[0])
@@ -68,7 +68,7 @@ def pdist(
 
 @row("aten::_pdist_backward")
 def pdist_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call cdist's backward with symmetric matrices of gradients and distances."""
     grad, x, p, distances = args
@@ -86,7 +86,7 @@ def pdist_backward(
 
 @row("aten::cosine_similarity")
 def cosine_similarity(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare tensors that broadcast, along one dim."""
     x, y, dim, eps = filled(args, None, None, 1, 1e-8)

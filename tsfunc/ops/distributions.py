@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.philox import Attempts, Draw
+from tsfunc.ops.philox import Attempts, Philox
 
 _WORD = 0xFFFFFFFF
 _ATTEMPTS = 48
 _AT_A_TIME = 8
 _MANY = 4096  # above this number of values, one attempt at a time uses the device well
 
-Words = Draw | Attempts
+Words = Philox | Attempts
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
@@ -80,7 +80,7 @@ def cauchy(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     return (math.pi * (positive(draw, count, dtype) - 0.5)).tan()
 
 
-def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
+def geometric(draw: Philox, count: Any, chance: float) -> Tensor:
     """Return the numbers of trials up to the first success."""
     tries = positive(draw, count, torch.float64).log() / math.log1p(-chance) if chance < 1 else None
     if tries is None:
@@ -88,7 +88,7 @@ def geometric(draw: Draw, count: Any, chance: float) -> Tensor:
     return tries.ceil().clamp_min(1.0)
 
 
-def integers(draw: Draw, count: Any, low: int, span: Any) -> Tensor:
+def integers(draw: Philox, count: Any, low: int, span: Any) -> Tensor:
     """Return integers in ``[low, low + span)``: the upper half of 64 random bits times the span.
 
     The span is an int, or a column with one for each example.
@@ -105,7 +105,7 @@ def integers(draw: Draw, count: Any, low: int, span: Any) -> Tensor:
     return out
 
 
-def permutation(draw: Draw, count: Any) -> Tensor:
+def permutation(draw: Philox, count: Any) -> Tensor:
     """Return a random permutation: the sort order of random integers."""
     return integers(draw, count, -(1 << 63), 1 << 64).argsort(dim=1, stable=True)
 
@@ -116,7 +116,7 @@ def _settled(done: Tensor) -> bool:
 
 
 def _first_accepted(
-    draw: Draw, propose: Callable[[Words], tuple[Tensor, Tensor]], otherwise: Tensor
+    draw: Philox, propose: Callable[[Words], tuple[Tensor, Tensor]], otherwise: Tensor
 ) -> Tensor:
     """Return the first accepted proposal of each element, or ``otherwise`` if none is accepted.
 
@@ -136,7 +136,7 @@ def _first_accepted(
     return out
 
 
-def _arrivals(draw: Draw, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
+def _arrivals(draw: Philox, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
     """Return how many successive gaps fit into ``room``, which holds at most 10 on average.
 
     The number of gaps per step does not depend on the batch, so that sums round alike.
@@ -151,7 +151,7 @@ def _arrivals(draw: Draw, gaps: Callable[[Words], Tensor], room: Tensor) -> Tens
     return number
 
 
-def gamma(draw: Draw, shape: Tensor) -> Tensor:
+def gamma(draw: Philox, shape: Tensor) -> Tensor:
     """Return gamma numbers of scale 1, in float64.
 
     Source: Marsaglia and Tsang, "A simple method for generating gamma variables" (2000).
@@ -172,7 +172,7 @@ def gamma(draw: Draw, shape: Tensor) -> Tensor:
     return _first_accepted(draw, propose, d) * boost
 
 
-def poisson(draw: Draw, rate: Tensor) -> Tensor:
+def poisson(draw: Philox, rate: Tensor) -> Tensor:
     """Return Poisson numbers, in float64.
 
     Source: for rates of at least 10, Hörmann, "The transformed rejection method for generating
@@ -189,7 +189,7 @@ def poisson(draw: Draw, rate: Tensor) -> Tensor:
     return small if _settled(few) else torch.where(few, small, _poisson_of_many(draw, mean))
 
 
-def _poisson_of_many(draw: Draw, mean: Tensor) -> Tensor:
+def _poisson_of_many(draw: Philox, mean: Tensor) -> Tensor:
     """Return Poisson numbers of means of at least 10."""
     count = mean.shape[1]
     b = 0.931 + 2.53 * mean.sqrt()
@@ -210,7 +210,7 @@ def _poisson_of_many(draw: Draw, mean: Tensor) -> Tensor:
     return _first_accepted(draw, propose, mean.floor())
 
 
-def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
+def binomial(draw: Philox, trials: Tensor, chance: Tensor) -> Tensor:
     """Return binomial numbers, in float64.
 
     Source: for means of at least 10, Hörmann, "The generation of binomial random variates" (1993).
@@ -236,7 +236,7 @@ def binomial(draw: Draw, trials: Tensor, chance: Tensor) -> Tensor:
     return torch.where(chance > 0.5, n - number, number)
 
 
-def _binomial_of_many(draw: Draw, n: Tensor, p: Tensor) -> Tensor:
+def _binomial_of_many(draw: Philox, n: Tensor, p: Tensor) -> Tensor:
     """Return binomial numbers of means of at least 10, with a probability of at most 0.5."""
     count = n.shape[1]
     spread = (n * p * (1 - p)).sqrt()

@@ -17,7 +17,7 @@ from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results, same_answer
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
@@ -35,7 +35,7 @@ def refuse_dynamic(op: Any, instead: str) -> NoReturn:
 
 @row("aten::_local_scalar_dense", "aten::item")
 def item(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a Python value that all examples share.
 
@@ -62,7 +62,7 @@ def item(
 
 @row("aten::equal", "aten::allclose")
 def compared(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare whole tensors: the result is one bool, which the examples must share."""
     if level.splitter is None:
@@ -87,7 +87,7 @@ def _rows(x: Tensor, at: int = 0) -> Tensor:
 
 
 def _each_example(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
@@ -109,7 +109,7 @@ rows(
 )  # fmt: skip
 
 
-def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor]:
+def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]:
     """Return the indices of nonzero elements; the examples must agree on their number.
 
     Args:
@@ -131,7 +131,7 @@ def nonzeros(op: Any, level: BatchLevel, masks: Sequence[Tensor]) -> list[Tensor
 
 @row("aten::nonzero")
 def nonzero(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Make one call for all examples, which have equally many nonzero elements."""
     if level.splitter is None:
@@ -141,7 +141,7 @@ def nonzero(
 
 @row("aten::nonzero_numpy", "aten::argwhere", "aten::where")
 def by_nonzero(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Other forms of ``nonzero``."""
     if level.splitter is None:
@@ -156,7 +156,7 @@ def by_nonzero(
 
 @row("aten::masked_select")
 def masked_select(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select with a shared mask, which gives equally many elements for each example."""
     x, mask = args
@@ -170,7 +170,7 @@ def masked_select(
     return lines(x).index_select(1, places), 0
 
 
-def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
+def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
     """Select with one mask per example."""
     if level.splitter is None:
         refuse_dynamic(op, "Use torch.where(mask, x, fill) instead")
@@ -183,7 +183,7 @@ def _masked_select(op: Any, level: BatchLevel, dims: Dims, x: Tensor, mask: Tens
 
 @row("aten::repeat_interleave.Tensor")
 def repeat_interleave(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
@@ -200,7 +200,7 @@ def repeat_interleave(
 
 @row("aten::nonzero_static")
 def nonzero_static(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Scatter the index of each nonzero element to its ordinal; others go to an extra column."""
     x = front(args[0], dims[0]) != 0
@@ -224,7 +224,7 @@ def nonzero_static(
 
 @row("aten::_is_any_true", "aten::_is_all_true")
 def is_true(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce over all examples.
 
@@ -235,7 +235,7 @@ def is_true(
 
 @row("aten::_assert_async", "aten::_assert_async.msg")
 def assert_async(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The condition must hold for every example."""
     op(torch.ops.aten._is_all_true(args[0]), *args[1:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, refuse_inplace
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
@@ -23,7 +23,7 @@ def offsets(indices: Tensor, size: Any, step: Any) -> Tensor:
 
 @row("aten::embedding")
 def embedding(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batched weights are stacked into one long table."""
     weight, indices, *rest = args
@@ -63,7 +63,7 @@ def _in_long_rows(
 
 @row("aten::embedding_dense_backward")
 def embedding_dense_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Sum into one long table; for shared indices, into longer rows."""
     grad, indices, count, padding, by_frequency = args
@@ -86,7 +86,7 @@ def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
 
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def embedding_bag(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The bags of all examples follow each other, in one long table; gradients are dense."""
     given = [*args, *(False, 0, False, None, False, -1)[len(args) - 3 :]]
@@ -147,7 +147,7 @@ def _bag_rows(grad: Tensor, bags: Tensor, indices: Tensor) -> Tensor:
 
 @row("aten::_embedding_bag_backward")
 def embedding_bag_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each entry gets the gradient of its bag; in max mode one entry gets it."""
     grad, indices, bags, _, sizes, largest, count, by_frequency, mode = args[:9]
@@ -177,7 +177,7 @@ def embedding_bag_backward(
 
 @row("aten::_embedding_bag_per_sample_weights_backward")
 def embedding_bag_scales_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the product of each entry's row and the gradient of its bag."""
     grad, weight, indices, bags = args[:4]
@@ -193,7 +193,7 @@ def embedding_bag_scales_backward(
 
 @row("aten::embedding_renorm_")
 def embedding_renorm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Renormalize the looked-up rows in place."""
     weight, indices, *rest = args

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
 def new(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The arguments are the tensor, the size, and further arguments."""
     return op(args[0], [level.batch_size, *args[1]], *args[2:], **kwargs), 0
@@ -25,7 +25,7 @@ def new(
 
 @row("aten::new_empty_strided")
 def new_empty_strided(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each example gets as much memory as its sizes and strides span."""
     x, sizes, strides = args
@@ -43,7 +43,7 @@ def new_empty_strided(
     "aten::linspace.Scalar_Tensor",
 )
 def linspace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
     ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
@@ -86,7 +86,7 @@ def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
     "aten::logspace.Scalar_Tensor",
 )
 def logspace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return powers of the base at evenly spaced exponents."""
     ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]

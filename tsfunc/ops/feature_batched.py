@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, front
 from tsfunc.ops.layouts import channels_last
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _affine(
@@ -51,7 +51,7 @@ def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None
 
 @row("aten::native_layer_norm")
 def native_layer_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, bias, eps = args
@@ -68,7 +68,7 @@ def native_layer_norm(
 
 @row("aten::layer_norm")
 def layer_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``native_layer_norm``, without the statistics."""
     x, at = args[0], dims[0]
@@ -90,7 +90,7 @@ def _over_leading(x: Tensor, leading: int) -> Tensor:
 
 @row("aten::native_layer_norm_backward")
 def native_layer_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel computes the input's gradient; weight gradients are summed per example here."""
     grad, x, shape, mean, rstd, weight, _, mask = args
@@ -119,7 +119,7 @@ def native_layer_norm_backward(
 
 @row("aten::native_group_norm")
 def native_group_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into N, the dim of size ``args[3]``."""
     x, weight, bias, n, *rest = args
@@ -147,7 +147,7 @@ def native_group_norm(
 
 @row("aten::native_group_norm_backward")
 def native_group_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel computes the input's gradient, with the batch in N.
 
@@ -180,7 +180,7 @@ def native_group_norm_backward(
 
 @row("aten::_fused_rms_norm")
 def fused_rms_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is an additional dim before the normalized dims."""
     x, shape, weight, eps = args
@@ -196,7 +196,7 @@ def fused_rms_norm(
 
 @row("aten::_fused_rms_norm_backward")
 def fused_rms_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like layer norm with a mean of zero."""
     grad, x, shape, rstd, weight, mask = args

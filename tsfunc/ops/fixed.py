@@ -19,7 +19,7 @@ from tsfunc.ops.dims import (
     unit_dims,
 )
 from tsfunc.ops.refusal import ranks_are, refused
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
@@ -99,7 +99,7 @@ def of_ranks(first: int, second: int) -> Rule:
     """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, y = args
         p, q = dims
@@ -128,7 +128,7 @@ def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
 
 @row("aten::bmm")
 def bmm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Multiply the matrices of two stacks."""
     if not _fit(dims, args, 3, 3):
@@ -140,7 +140,7 @@ def bmm(
 
 @row("aten::matmul", "aten::linalg_matmul")
 def matmul(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose the product by the logical ranks of the arguments."""
     x, y = args
@@ -155,7 +155,7 @@ def matmul(
 
 @row("aten::vdot")
 def vdot(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Conjugate the first vector and call dot."""
     if not _fit(dims, args, 1, 1):
@@ -165,7 +165,7 @@ def vdot(
 
 @row("aten::linear")
 def linear(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator once if only the input is batched.
 
@@ -286,7 +286,7 @@ def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 @row("aten::addmm")
 def addmm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
@@ -310,7 +310,7 @@ def added_product(first: int, second: int) -> Rule:
     """Return the rule of a sum with a product of tensors of exactly these ranks."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         if not _fit(dims[1:], args[1:], first, second):
             return refused(op, dims, args, kwargs)
@@ -337,7 +337,7 @@ def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 @row("aten::addbmm")
 def addbmm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The sum of products is one product of longer rows."""
     if not _fit(dims[1:], args[1:], 3, 3):
@@ -354,7 +354,7 @@ def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, 
 
 @row("aten::ger", "aten::outer")
 def outer(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the outer product as a pointwise product."""
     if not _fit(dims, args, 1, 1):
@@ -364,7 +364,7 @@ def outer(
 
 @row("aten::addr")
 def addr(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the sum of the first argument and an outer product."""
     if not _fit(dims[1:], args[1:], 1, 1):
@@ -385,7 +385,7 @@ _RANKS = {
     "aten::addmm_", "aten::addmv_", "aten::baddbmm_", "aten::addbmm_", "aten::addr_",
 )  # fmt: skip
 def added_product_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Add the product to the first argument in place."""
     x, at = args[0], dims[0]
@@ -413,7 +413,7 @@ def added_product_inplace(
 
 @row("aten::_trilinear")
 def trilinear(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift all named dims past the batch dim, which is first."""
     tensors = [batched_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)]

@@ -12,7 +12,7 @@ from tsfunc.ops.dims import batched_front, filled, front, lines, logical_rank
 from tsfunc.ops.factories import evenly
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.refusal import refused, require
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -41,7 +41,7 @@ def _bounds(x: Tensor, low: Any, high: Any, widened: float) -> tuple[Tensor, Ten
 
 @row("aten::histc")
 def histc(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins of equal width. Without a range, the range of each example is used."""
     bins, low, high = filled(args[1:], 100, 0, 0)
@@ -107,7 +107,7 @@ def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: in
 
 @row("aten::histogram.bin_ct")
 def histogram(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
@@ -120,7 +120,7 @@ def histogram(
 
 @row("aten::histogram.bins_tensor")
 def histogram_between(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins between given edges, which are also returned."""
     size = level.batch_size
@@ -133,7 +133,7 @@ def histogram_between(
 
 @row("aten::_histogramdd_bin_edges")
 def histogramdd_edges(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the edges for each coordinate."""
     if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
@@ -156,7 +156,7 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None)
 
 @row("aten::_histogramdd_from_bin_cts")
 def histogramdd(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Equal bins along each coordinate."""
     if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
@@ -170,7 +170,7 @@ def histogramdd(
 
 @row("aten::_histogramdd_from_bin_tensors")
 def histogramdd_between(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins between given edges along each coordinate."""
     size = level.batch_size

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, front, lines, place, refuse_inplace
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 def same_shape(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators on one tensor and numbers, also in place: the batch dim stays."""
     return op(*args, **kwargs), dims[0]
 
 
 def laid_out(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
     x, at = args[0], dims[0]
@@ -45,7 +45,7 @@ def laid_out(
 
 @row("aten::contiguous")
 def contiguous(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like clone, but it copies only if necessary."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
@@ -56,7 +56,7 @@ def contiguous(
 
 @row("aten::to.dtype")
 def to_dtype(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Cast without a memory format. With one, the decomposition handles it."""
     return NotImplemented if len(args) > 4 else (op(*args), dims[0])
@@ -64,7 +64,7 @@ def to_dtype(
 
 @row("aten::copy_")
 def copy_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Broadcast the source and cast it to the dtype of the target."""
     x, at = args[0], dims[0]
@@ -77,7 +77,7 @@ def copy_inplace(
 
 @row("aten::copy")
 def copy(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like copy_, but the target may be unbatched."""
     x, at = args[0], dims[0]
@@ -88,7 +88,7 @@ def copy(
 
 @row("aten::fill_.Tensor")
 def fill_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A batched fill value is copied into the tensor."""
     x, value = args
@@ -104,7 +104,7 @@ def fill_inplace(
 
 @row("aten::fill.Tensor")
 def fill(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result depends only on the shape and dtype of the first argument."""
     x, value = args
@@ -117,7 +117,7 @@ def fill(
 
 @row("aten::_new_zeros_with_same_feature_meta")
 def new_zeros_with_same_feature_meta(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return zeros for a tangent (the first argument), with the strides of the primal.
 
@@ -142,7 +142,7 @@ def new_zeros_with_same_feature_meta(
 
 @row("aten::_has_same_storage_numel")
 def has_same_storage_numel(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return True: forward mode guards against views of larger storages, which no example is."""
     return True, None
@@ -150,7 +150,7 @@ def has_same_storage_numel(
 
 @row("aten::is_same_size")
 def is_same_size(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare the logical sizes."""
 
@@ -197,7 +197,7 @@ rows(
 
 @row("aten::resize", "aten::resize_")
 def resize(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each example keeps its first elements in memory order.
 

@@ -20,7 +20,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
 def _is_inplace(op: Any) -> bool:
@@ -35,7 +35,7 @@ def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
 
 @row("aten::gather")
 def gather(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index and the values have the same rank, so both need the batch dim."""
     x, dim, index = args
@@ -50,7 +50,7 @@ def gather(
 
 
 def scatter(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write one element per index; the source is a tensor or a number."""
     x, dim, index, source, *rest = args
@@ -91,7 +91,7 @@ rows(
 
 @row("aten::index_select")
 def index_select(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Select by a shared index, select from a shared tensor, or gather if both are batched."""
     x, dim, index = args
@@ -137,7 +137,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
     "aten::index_reduce", "aten::index_reduce_",
 )  # fmt: skip
 def index_write(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator for a shared index, else the corresponding scatter."""
     x, dim, index, source, *rest = args
@@ -186,7 +186,7 @@ def _scattered(
     "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
 )  # fmt: skip
 def index_fill(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fill with one number for a shared index, else with numbers per example."""
     x, dim, index, value = args
@@ -235,7 +235,7 @@ def _places(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 @row("aten::take")
 def take(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Index into the flattened elements of each example."""
     x, index = args
@@ -253,7 +253,7 @@ def take(
 
 @row("aten::put", "aten::put_")
 def put(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into the flattened elements of each example."""
     x, index, source, *rest = args
@@ -284,7 +284,7 @@ def _ordinals(mask: Tensor) -> Tensor:
 
 @row("aten::masked_scatter", "aten::masked_scatter_")
 def masked_scatter(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args
@@ -315,7 +315,7 @@ def masked_scatter(
 
 @row("aten::masked_scatter_backward")
 def masked_scatter_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Collect the gradients at the mask's True elements, in order.
 

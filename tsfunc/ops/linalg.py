@@ -1,6 +1,6 @@
 """Linear algebra: kernels accept any number of leading dims, the first of which is the batch dim.
 
-NOTE [solving for many]
+NOTE [batched solves]
 A matrix that is the same for all examples is factored once: the right-hand sides of all examples
 become columns of one matrix.
 """
@@ -17,7 +17,7 @@ from tsfunc.ops.dims import NoExamples, batched_front, filled, front, logical_ra
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.reductions import reduction
 from tsfunc.ops.refusal import ranks_at_least, refused
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
 def result_dims(out: Any, size: Any) -> Any:
@@ -28,7 +28,7 @@ def result_dims(out: Any, size: Any) -> Any:
 
 
 def leading(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batching rule of a function of one matrix."""
     if args[0].dim() < 3:
@@ -62,7 +62,7 @@ rows(
     "aten::logdet",
 )
 def determinant(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """torch factors contiguous matrices transposed, and its derivative checks the same.
 
@@ -91,7 +91,7 @@ _TOLERANCES = ("aten::linalg_pinv.atol_rtol_tensor", "aten::linalg_matrix_rank.a
 
 @row(*_TOLERANCES)
 def with_tolerances(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A function of a matrix and of tolerances that broadcast with its leading dims."""
     if not ranks_at_least(dims, args, 2):
@@ -134,7 +134,7 @@ takes_keywords(_TOLERANCES, "atol", "rtol")
 
 @row("aten::linalg_matrix_exp")
 def matrix_exp(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the leading dims: the kernel accepts several only if a view flattens them."""
     x = front(args[0], dims[0])
@@ -144,7 +144,7 @@ def matrix_exp(
 
 
 def _together(
-    level: BatchLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
+    level: RuleLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
 ) -> list[Tensor]:
     """Move each tensor's batch dim first; ``ranks`` are the ranks of a single matrix or vector."""
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
@@ -161,7 +161,7 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
     """
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         count = len(ranks)
         if not ranks_at_least(dims, args[:count], *ranks):
@@ -191,7 +191,7 @@ _unpacked = together(2, 1)
 
 @row("aten::lu_unpack")
 def lu_unpack(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that were not requested are empty and have no batch dim."""
     found = _unpacked(op, level, dims, args, kwargs)
@@ -203,7 +203,7 @@ def lu_unpack(
 
 @row("aten::linalg_cross")
 def linalg_cross(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is counted from the end, where a batch dim at the front does not change it."""
     x, y = args
@@ -218,7 +218,7 @@ def linalg_cross(
 def _as_columns(
     solve: Callable[[Tensor], Any], rhs: Tensor, at: int, left: bool
 ) -> tuple[Any, Tensor, int]:
-    """Solve with one matrix for the right-hand sides of all examples: NOTE [solving for many].
+    """Solve with one matrix for the right-hand sides of all examples: NOTE [batched solves].
 
     Returns:
         The results of ``solve``, the solution, and the batch dim of the solution.
@@ -239,7 +239,7 @@ def _shape(x: Tensor, at: int | None) -> Any:
 
 @row("aten::_linalg_solve_ex", "aten::linalg_solve")
 def solve(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
@@ -275,7 +275,7 @@ def solve(
 
 @row("aten::linalg_solve_triangular")
 def solve_triangular(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix is the first argument."""
     if not ranks_at_least(dims, args, 2, 2):
@@ -290,7 +290,7 @@ def solve_triangular(
 
 @row("aten::cholesky_solve", "aten::triangular_solve")
 def solve_factored(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrix is the second argument. triangular_solve also returns a copy of the matrix."""
     if not ranks_at_least(dims, args, 2, 2):
@@ -306,7 +306,7 @@ def solve_factored(
 
 @row("aten::linalg_lu_solve")
 def lu_solve(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Factors and pivots have the same batch.
 
@@ -327,7 +327,7 @@ def lu_solve(
 
 @row("aten::linalg_lstsq")
 def lstsq(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that the driver does not compute are empty."""
     if not level.batch_size:
@@ -347,7 +347,7 @@ def lstsq(
 
 @row("aten::_linalg_check_errors")
 def check_errors(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Check the error codes of a batch of matrices."""
     return op(args[0], *args[1:], **{**kwargs, "is_matrix": False}), None
@@ -358,7 +358,7 @@ _over_dims = reduction(2, 3, None, (None,))
 
 @row("aten::linalg_norm", "aten::linalg_norm.ord_str")
 def norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce vectors or matrices over ``dim``.
 
@@ -378,7 +378,7 @@ def norm(
 
 @row("aten::linalg_matrix_norm", "aten::linalg_matrix_norm.str_ord")
 def matrix_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce the matrices in ``dim``, by default the last two dims."""
     x, order, over, keep = filled(args, None, "fro", (-2, -1), False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, every_dim, front, lines, logical_rank
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
 
@@ -46,7 +46,7 @@ def pointwise_loss(count: int) -> Rule:
     """Return the rule of a loss with ``count`` tensors, a reduction and possibly a number."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensors = [*args[:count], None, None][:count]
         reduction = args[count] if len(args) > count else MEAN
@@ -60,7 +60,7 @@ def pointwise_loss_backward(count: int) -> Rule:
     """Return the rule of the backward operator; its first tensor, the gradient, is expanded."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensors = [*args[:count], None][:count]
         reduction = args[count] if len(args) > count else MEAN
@@ -86,7 +86,7 @@ rows(pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
 
 
 def _picked(
-    level: BatchLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
+    level: RuleLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
 ) -> tuple[Tensor, int, Tensor, Tensor]:
     """Return ``x`` with its batch dim first, its dim of classes, the targets and their weights.
 
@@ -112,7 +112,7 @@ def _picked(
 
 @row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 def nll_loss_forward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Look up the value of each target; also return the sum of the targets' weights."""
     x, target, weight, reduction, ignore = args
@@ -129,7 +129,7 @@ def nll_loss_forward(
 
 @row("aten::nll_loss_backward", "aten::nll_loss2d_backward")
 def nll_loss_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write the gradient at the place of each target."""
     grad, x, target, weight, reduction, ignore, total = args
@@ -153,7 +153,7 @@ def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
 
 @row("aten::multi_margin_loss")
 def multi_margin_loss(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
@@ -177,7 +177,7 @@ def _own_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]
 
 @row("aten::multi_margin_loss_backward")
 def multi_margin_loss_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch as in the forward pass."""
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
@@ -203,7 +203,7 @@ def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Te
 
 @row("aten::multilabel_margin_loss_forward")
 def multilabel_margin_loss_forward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
@@ -217,7 +217,7 @@ def multilabel_margin_loss_forward(
 
 @row("aten::multilabel_margin_loss_backward")
 def multilabel_margin_loss_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     grad, x, target, reduction, is_target = args

@@ -22,7 +22,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.reductions import flat
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def fold(x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ def fold(x: Tensor) -> Tensor:
 
 @row("aten::repeat")
 def repeat(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
     x, at = args[0], dims[0]
@@ -48,7 +48,7 @@ def repeat(
 
 @row("aten::tile")
 def tile(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like repeat, which requires one number for each dim."""
     times = [*[1] * (args[0].dim() - 1 - len(args[1])), *args[1]]
@@ -57,7 +57,7 @@ def tile(
 
 @row("aten::flip")
 def flip(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flip logical dims. A scalar is cloned."""
     x, at = args[0], dims[0]
@@ -71,7 +71,7 @@ def flip(
 
 @row("aten::roll")
 def roll(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Without ``dims``, roll the flattened logical tensor."""
     x, at = args[0], dims[0]
@@ -88,7 +88,7 @@ def roll(
 
 @row("aten::rot90")
 def rot90(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Rotate in the plane of two logical dims."""
     x, at = args[0], dims[0]
@@ -97,7 +97,7 @@ def rot90(
 
 
 def triangle(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The matrices are the last two dims, so the batch dim must come before them."""
     x, at = args[0], dims[0]
@@ -109,7 +109,7 @@ def triangle(
 
 
 def triangle_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write through a view that has the batch dim first."""
     if args[0].dim() < 3:
@@ -120,7 +120,7 @@ def triangle_inplace(
 
 @row("aten::constant_pad_nd")
 def constant_pad_nd(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The last dims are padded, so the batch dim must come before them."""
     x, at = args[0], dims[0]
@@ -143,7 +143,7 @@ def constant_pad_nd(
 
 @row("aten::pad")
 def pad(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Constant mode only; other modes run by decomposition."""
     x, sizes, mode, value = filled(args, None, None, "constant", None)
@@ -157,7 +157,7 @@ def edge_pad(spatial: int) -> Rule:
     """Return the rule of a pad that takes ``spatial`` dims, a channel dim and a batch dim."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensors = len(dims) - 1
         size = level.batch_size
@@ -173,7 +173,7 @@ def edge_pad(spatial: int) -> Rule:
 
 @row("aten::diag_embed")
 def diag_embed(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim1`` and ``dim2`` are dims of the result, which has one dim more than the argument."""
     x = front(args[0], dims[0])
@@ -184,7 +184,7 @@ def diag_embed(
 
 @row("aten::trace")
 def trace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the sum of the diagonal."""
     x, at = args[0], dims[0]
@@ -195,7 +195,7 @@ def trace(
 
 @row("aten::select_backward")
 def select_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Insert the selected dim, as unsqueeze does."""
     grad, sizes, dim, index = args
@@ -209,7 +209,7 @@ def select_backward(
 
 @row("aten::slice_backward")
 def slice_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result has the rank of the gradient."""
     grad, sizes, dim = args[:3]
@@ -221,7 +221,7 @@ def slice_backward(
 
 @row("aten::diagonal_backward")
 def diagonal_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim1`` and ``dim2`` are dims of the input."""
     grad, sizes, offset, dim1, dim2 = args
@@ -232,7 +232,7 @@ def diagonal_backward(
 
 @row("aten::unfold_backward")
 def unfold_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is a dim of the input. A scalar input has one window."""
     grad, sizes, dim, size, step = args
@@ -243,7 +243,7 @@ def unfold_backward(
     return op(grad, [level.batch_size, *sizes], dim, size, step), 0
 
 
-def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def _pair(level: RuleLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Return the target and the source of a scatter, both with the batch dim first."""
     size = level.batch_size
     return batched_front(args[0], dims[0], size), batched_front(args[1], dims[1], size)
@@ -251,7 +251,7 @@ def _pair(level: BatchLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, T
 
 @row("aten::select_scatter", "aten::slice_scatter")
 def scatter_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write along one logical dim of the target."""
     x, source = _pair(level, dims, args)
@@ -261,7 +261,7 @@ def scatter_dim(
 
 @row("aten::diagonal_scatter")
 def diagonal_scatter(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write along a diagonal of two logical dims of the target."""
     x, source = _pair(level, dims, args)
@@ -271,7 +271,7 @@ def diagonal_scatter(
 
 @row("aten::pixel_shuffle", "aten::pixel_unshuffle")
 def pixel_shuffle(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel accepts any dims before the last three; only four dims can be channels-last.
 
@@ -288,7 +288,7 @@ def pixel_shuffle(
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")
 def channel_shuffle(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes one dim before the channels."""
     x = front(args[0], dims[0])
@@ -309,7 +309,7 @@ for _n in (1, 2, 3):
 
 @row("aten::repeat_interleave.self_int")
 def repeat_interleave(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Without ``dim``, repeat the elements of the flattened logical tensor."""
     x, at = args[0], dims[0]

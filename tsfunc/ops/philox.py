@@ -1,6 +1,6 @@
 """Random bits as a function of a key and a counter: Philox 4x32-10 in tensor operators.
 
-NOTE [draws of an example]
+NOTE [random numbers of an example]
 With ``randomness="split"`` an example draws as if it ran alone. Its numbers depend on the seed, on
 its index in the batch, and on the number of draws it made before. They do not depend on the other
 examples, or on how many examples run at a time. Each random operator draws two 32-bit words from
@@ -13,7 +13,7 @@ within the draw, and its purpose. This has four consequences:
 - the chunks of a batch start with the same generator state, so an example gets the same nonces in
   every chunk;
 - if some examples run separately, each example still gets its nonces in order
-  (NOTE [courses of draws] in ``bridge/tracers/courses``);
+  (NOTE [random streams] in ``bridge/tracers/rng_streams``);
 - an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
   for all. A trace records how the nonce is drawn.
 
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.registry import BatchLevel
+from tsfunc.ops.registry import RuleLevel
 
 _ROUNDS = 10
 _WORD = 0xFFFFFFFF
@@ -68,7 +68,7 @@ def _column(words: Sequence[int], like: Tensor) -> Tensor:
     return pair.view(2, *[1] * (like.dim() - 1))
 
 
-class Draw:
+class Philox:
     """The random words of one call of a random operator, separate for each example.
 
     Args:
@@ -79,7 +79,7 @@ class Draw:
 
     def __init__(
         self,
-        level: BatchLevel,
+        level: RuleLevel,
         device: torch.device,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -120,11 +120,11 @@ class Attempts:
     """The random words of several attempts, which are the first dim.
 
     Attributes:
-        examples: the indices of the examples, as in ``Draw``.
+        examples: the indices of the examples, as in ``Philox``.
         device: the device of the words.
     """
 
-    def __init__(self, draw: Draw, stage: int, first: int, number: int) -> None:
+    def __init__(self, draw: Philox, stage: int, first: int, number: int) -> None:
         self.draw, self.number = draw, number
         self.examples, self.device = draw.examples, draw.device
         self._next = (stage << 16) + (first << 4)

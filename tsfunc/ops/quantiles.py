@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import filled, front, logical_rank, unit_dims, wrap
 from tsfunc.ops.refusal import refused, require
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
 
@@ -22,7 +22,7 @@ _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
     "aten::nanquantile.scalar",
 )
 def quantile(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Several quantiles are the first logical dim of the result."""
     (x, at), (q, q_at) = (args[0], dims[0]), (args[1], dims[1])

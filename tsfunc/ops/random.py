@@ -32,10 +32,10 @@ from tsfunc.ops.dims import (
     unit_dims,
 )
 from tsfunc.ops.refusal import refused, require
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
-def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> None:
+def check_randomness(op: Any, level: RuleLevel, kwargs: Mapping[str, Any]) -> None:
     """Raise if the vmap forbids random operators.
 
     Otherwise record on the level that an operator is about to draw.
@@ -44,7 +44,7 @@ def check_randomness(op: Any, level: BatchLevel, kwargs: Mapping[str, Any]) -> N
     level.draws(kwargs.get("generator"))
 
 
-def refuse_in_error_mode(op: Any, level: BatchLevel) -> None:
+def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:
     """Raise if the vmap forbids random operators."""
     if level.randomness == "error":
         raise RuntimeError(
@@ -55,7 +55,7 @@ def refuse_in_error_mode(op: Any, level: BatchLevel) -> None:
         )
 
 
-def one_distribution(op: Any, level: BatchLevel, dims: Dims) -> None:
+def one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
     """Raise if one draw is required but the parameters differ between examples."""
     if level.randomness == "same" and any(dim is not None for dim in dims):
         raise RuntimeError(
@@ -73,7 +73,7 @@ def example_of(x: Tensor, at: int | None) -> Tensor:
     return x.new_empty([size for dim, size in enumerate(x.shape) if dim != at])
 
 
-def shaped_like(level: BatchLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def shaped_like(level: RuleLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     """Return a tensor of the shape to draw: the batch, or one example under ``"same"``."""
     if level.randomness == "same":
         return example_of(x, at), None
@@ -84,7 +84,7 @@ def sized(place_of_size: int) -> Rule:
     """Return the rule of a random factory whose size is ``args[place_of_size]``."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         check_randomness(op, level, kwargs)
         if level.randomness == "same":
@@ -99,7 +99,7 @@ def sized(place_of_size: int) -> Rule:
 
 @row("aten::randperm", "aten::randperm.generator")
 def randperm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator per example, as torch.func does: its kernel draws one permutation."""
     check_randomness(op, level, kwargs)
@@ -118,7 +118,7 @@ def _without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drawn_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     check_randomness(op, level, kwargs)
@@ -132,7 +132,7 @@ def drawn_like(
 
 @row("aten::randint_like.Tensor", "aten::randint_like.Tensor_generator")
 def randint_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The upper bound is a tensor with one number, shared or per example."""
     x, high = args
@@ -155,7 +155,7 @@ def randint_like(
 
 
 def drawn_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Overwrite the first argument."""
     check_randomness(op, level, kwargs)
@@ -187,7 +187,7 @@ def drawn_inplace(
 
 
 def drawn_from(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
@@ -208,7 +208,7 @@ def drawn_from(
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
 def bernoulli(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The last argument has the probabilities.
 
@@ -233,7 +233,7 @@ def bernoulli(
     "aten::normal.float_Tensor",
 )
 def normal(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A separate rule serves ``"split"``: it scales standard normal numbers."""
     check_randomness(op, level, kwargs)
@@ -244,7 +244,7 @@ def normal(
 
 @row("aten::multinomial")
 def multinomial(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes one matrix, whose rows are distributions."""
     check_randomness(op, level, kwargs)
@@ -261,7 +261,7 @@ def multinomial(
 
 
 def keep_mask(
-    level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool = False
+    level: RuleLevel, x: Tensor, at: int | None, keep: float, features: bool = False
 ) -> tuple[Tensor, int | None]:
     """Return ones with probability ``keep``, else zeros, per element or per feature map."""
     if level.randomness == "split":
@@ -277,7 +277,7 @@ def dropping(alpha: bool, features: bool) -> Rule:
     """Return the rule of a dropout function; all of them have the same arguments."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, p, train = args
         if not train or p == 0:
@@ -309,7 +309,7 @@ def dropping(alpha: bool, features: bool) -> Rule:
 
 @row("aten::native_dropout")
 def native_dropout(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the result and the mask."""
     x, p, train = args
@@ -329,7 +329,7 @@ def native_dropout(
 
 @row("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
 def rrelu_with_noise(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw the slopes of negative values, and write them into ``noise``."""
     x, noise, lower, upper, training = filled(args[:5], None, None, 1 / 8, 1 / 3, False)
@@ -347,7 +347,7 @@ def rrelu_with_noise(
     return (x.mul_(slopes) if inplace else x * slopes), at
 
 
-def _slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+def _slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Return uniform slopes that broadcast with ``x``. Only the signs of ``x`` are read."""
     if level.randomness == "split":
         return random_split.slopes(level, x, at, lower, upper)
@@ -375,7 +375,7 @@ def _slopes_in_order(x: Tensor, at: int, lower: float, upper: float) -> Tensor:
 
 @row("aten::rrelu")
 def rrelu(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``rrelu_with_noise``, without the noise."""
     x, lower, upper, training = filled(args[:4], None, 1 / 8, 1 / 3, False)

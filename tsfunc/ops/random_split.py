@@ -1,6 +1,6 @@
 """Rules of random operators for ``randomness="split"``: each example draws as if it ran alone.
 
-See NOTE [draws of an example] in ``philox``. The rules have the arguments of the rules in
+See NOTE [random numbers of an example] in ``philox``. The rules have the arguments of the rules in
 ``random``, which call them.
 """
 
@@ -16,15 +16,15 @@ from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
 from tsfunc.ops.dims import align, front, logical_shape, op_name, unit_dims
-from tsfunc.ops.philox import Draw
-from tsfunc.ops.registry import BatchLevel, Dims
+from tsfunc.ops.philox import Philox
+from tsfunc.ops.registry import Dims, RuleLevel
 
 Sampler = Callable[..., Tensor]
 
 
-def draw_for(level: BatchLevel, device: Any, kwargs: Mapping[str, Any]) -> Draw:
+def draw_for(level: RuleLevel, device: Any, kwargs: Mapping[str, Any]) -> Philox:
     """Return the source of random words for a call with these keyword arguments."""
-    return Draw(level, torch.device(device), kwargs.get("generator"))
+    return Philox(level, torch.device(device), kwargs.get("generator"))
 
 
 def _require(condition: bool, op: Any, message: str) -> None:
@@ -33,7 +33,7 @@ def _require(condition: bool, op: Any, message: str) -> None:
 
 
 def _uniform(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, low: float = 0.0, high: float = 1.0
 ) -> Tensor:
     _require(low <= high, op, f"from <= to, got from={low} > to={high}")
     u = distributions.uniform(draw, count, dtype)
@@ -41,7 +41,7 @@ def _uniform(
 
 
 def _normal(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 0.0, std: float = 1.0
 ) -> Tensor:
     _require(std >= 0.0, op, f"std >= 0.0, but found std {std}")
     z = distributions.normal(draw, count, dtype)
@@ -49,30 +49,34 @@ def _normal(
 
 
 def _log_normal(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, mean: float = 1.0, std: float = 2.0
 ) -> Tensor:
     _require(std > 0.0, op, f"std > 0.0, but found std={std}")
     return (distributions.normal(draw, count, dtype) * std + mean).exp()
 
 
-def _exponential(op: Any, draw: Draw, count: Any, dtype: torch.dtype, rate: float = 1.0) -> Tensor:
+def _exponential(
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, rate: float = 1.0
+) -> Tensor:
     _require(rate > 0.0, op, f"lambda > 0.0, but found lambda={rate}")
     return distributions.exponential(draw, count, dtype) / rate
 
 
 def _cauchy(
-    op: Any, draw: Draw, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, median: float = 0.0, scale: float = 1.0
 ) -> Tensor:
     _require(scale > 0.0, op, f"sigma > 0.0, but found sigma={scale}")
     return distributions.cauchy(draw, count, dtype) * scale + median
 
 
-def _geometric(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
+def _geometric(op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
     _require(0 < chance <= 1, op, f"p to be in (0, 1], but got p={chance}")
     return distributions.geometric(draw, count, chance)
 
 
-def _bernoulli(op: Any, draw: Draw, count: Any, dtype: torch.dtype, chance: float = 0.5) -> Tensor:
+def _bernoulli(
+    op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float = 0.5
+) -> Tensor:
     _require(0 <= chance <= 1, op, f"p to be in [0, 1], but got p={chance}")
     return distributions.below(draw, count, chance)
 
@@ -86,17 +90,17 @@ def _greatest(dtype: torch.dtype) -> int:
     return torch.iinfo(dtype).max
 
 
-def _between(op: Any, draw: Draw, count: Any, low: int, high: int) -> Tensor:
+def _between(op: Any, draw: Philox, count: Any, low: int, high: int) -> Tensor:
     _require(low < high, op, f"from < to, got from={low} >= to={high}")
     return distributions.integers(draw, count, low, high - low)
 
 
-def _random(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
+def _random(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int | None) -> Tensor:
     low, high = (0, *bounds)[-2:] if bounds else (0, None)
     return _between(op, draw, count, low or 0, _greatest(dtype) + 1 if high is None else high)
 
 
-def _randint(op: Any, draw: Draw, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
+def _randint(op: Any, draw: Philox, count: Any, dtype: torch.dtype, *bounds: int) -> Tensor:
     low, high = (0, *bounds)[-2:]
     return _between(op, draw, count, low, high)
 
@@ -120,7 +124,7 @@ def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
 
 
 def _sampled(
-    op: Any, level: BatchLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
+    op: Any, level: RuleLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
     params: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
     """Return numbers of a shape for each example, with the batch dim first."""
@@ -140,7 +144,7 @@ def _sampled(
 
 
 def sized(
-    op: Any, level: BatchLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Rule of a factory whose size is ``args[place]``, after the distribution's parameters."""
     default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
@@ -149,7 +153,7 @@ def sized(
     return _sampled(op, level, args[place], dtype, device, args[:place], kwargs), 0
 
 
-def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def randperm(op: Any, level: RuleLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Draw a permutation for each example."""
     draw = draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
     order = distributions.permutation(draw, args[0])
@@ -157,7 +161,7 @@ def randperm(op: Any, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[st
 
 
 def drawn_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     x, at = args[0], dims[0]
@@ -169,7 +173,7 @@ def drawn_like(
 
 
 def drawn_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Overwrite the first argument, which is batched."""
     x, *params = args
@@ -182,7 +186,7 @@ def drawn_inplace(
 
 
 def randint_like(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw integers below a separate bound for each example."""
     x, high = args
@@ -218,7 +222,7 @@ def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
 
 
 def bernoulli(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Draw in the shape and dtype of the first argument, with the batch dim first.
 
@@ -231,7 +235,7 @@ def bernoulli(
 
 
 def normal(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw standard normal numbers for each example, then scale and shift them."""
     params, where = (*args, 1.0)[:2], [*dims, None][:2]
@@ -249,7 +253,7 @@ def normal(
 
 
 def multinomial(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw by search in the cumulative weights.
 
@@ -283,7 +287,7 @@ def multinomial(
 
 
 def _sample_rows(
-    draw: Draw, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
+    draw: Philox, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
 ) -> Tensor:
     params = [_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
     if name == "aten::poisson":
@@ -294,7 +298,7 @@ def _sample_rows(
 
 
 def drawn_from(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw from a distribution with tensor parameters: poisson, binomial, gamma, dirichlet."""
     tensors = [x for x in args if isinstance(x, Tensor)]
@@ -324,7 +328,7 @@ def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tenso
     return out + (alpha - fixed) * slope
 
 
-def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
+def keep_mask(level: RuleLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
     """Return ones with probability ``keep``, else zeros, with the batch dim first."""
     shape = logical_shape(x, at)
     if features:
@@ -335,7 +339,7 @@ def keep_mask(level: BatchLevel, x: Tensor, at: int | None, keep: float, feature
     return _in_shape(distributions.below(draw, math.prod(shape), keep).to(x.dtype), shape)
 
 
-def slopes(level: BatchLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
+def slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Return uniform slopes that broadcast with ``x``."""
     shape = logical_shape(x, at)
     draw = draw_for(level, x.device, {})

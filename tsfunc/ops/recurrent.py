@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, batched_front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 LSTM = 2  # the kernel's number of an LSTM layer
 
@@ -57,7 +57,7 @@ def _state(x: Tensor, at: int | None, size: int) -> Tensor:
 
 @row("aten::mkldnn_rnn_layer")
 def layer(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch an LSTM layer: NOTE [an LSTM layer and its gradient]."""
     x, *weights, h, c, reverse, batch_sizes, mode, _, _, biased = args[:13]
@@ -118,7 +118,7 @@ def _gate_grads(
 
 @row("aten::mkldnn_rnn_layer_backward")
 def layer_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Recompute the gates and run the backward pass: NOTE [an LSTM layer and its gradient]."""
     reverse, mode, _, _, biased, _, _, batch_sizes = args[13:21]
@@ -166,7 +166,7 @@ def _split(x: Tensor | None, size: int) -> Tensor | None:
 
 @row("aten::_thnn_fused_lstm_cell", "aten::_thnn_fused_gru_cell")
 def fused_cell(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
@@ -182,7 +182,7 @@ def fused_cell(
 
 @row("aten::_thnn_fused_lstm_cell_backward_impl")
 def fused_lstm_cell_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The bias gradient is the sum of the gate gradients over each example's samples."""
     size = level.batch_size
@@ -197,7 +197,7 @@ def fused_lstm_cell_backward(
 
 @row("aten::_thnn_fused_gru_cell_backward")
 def fused_gru_cell_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like the LSTM cell, with two biases, one for each part of the gates."""
     size = level.batch_size

@@ -27,7 +27,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def flat(x: Tensor, at: int) -> Tensor:
@@ -52,7 +52,7 @@ def reduction(
     """
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
         if len(args) < place:
@@ -102,7 +102,7 @@ def over_all(reduce: Callable[..., Any]) -> Rule:
     """Return the rule of a reduction over all dims; ``reduce(x, dims)`` reduces some dims."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
         if x.dim() == 1:
@@ -126,7 +126,7 @@ _keyword_keepdim = reduction(1, None)
 
 
 def variance(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce with correction -1 for an empty batch, or torch warns about degrees of freedom."""
     if type(level.batch_size) is int and level.batch_size == 0:
@@ -135,7 +135,7 @@ def variance(
 
 
 def all_or_any(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """An empty list of dims reduces no dim; other reductions treat it as all dims."""
     if len(args) > 1 and args[1] is not None and len(args[1]) == 0:
@@ -144,7 +144,7 @@ def all_or_any(
 
 
 def arg_extreme(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
@@ -158,7 +158,7 @@ def arg_extreme(
 
 @row("aten::aminmax")
 def aminmax(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is keyword-only.
 
@@ -179,7 +179,7 @@ def aminmax(
 
 @row("aten::prod")
 def prod(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the logical dims, because the kernel takes one dim."""
     return torch.prod(flat(args[0], dims[0]), 1, **kwargs), 0
@@ -187,7 +187,7 @@ def prod(
 
 @row("aten::median")
 def median(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Median of all elements: the logical dims are flattened into one."""
     x = flat(args[0], dims[0])
@@ -196,7 +196,7 @@ def median(
 
 @row("aten::nanmedian")
 def nanmedian(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like median."""
     x = flat(args[0], dims[0])
@@ -217,7 +217,7 @@ def _shared(x: Tensor, found: Tensor) -> Tensor:
 
 @row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")
 def norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Norm of all elements, by the overload that takes dims."""
     x, at = args[0], dims[0]
@@ -232,7 +232,7 @@ def norm(
 
 @row("aten::dist")
 def dist(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the norm of the difference."""
     (x, y), at = align(promote_scalars(args[:2], dims[:2]), dims)
@@ -242,7 +242,7 @@ def dist(
 
 @row("aten::renorm")
 def renorm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Scale each slice by a factor from its norm: the kernel has no second dim for the batch."""
     x, p, dim, limit = args
@@ -257,7 +257,7 @@ def renorm(
 
 @row("aten::renorm_")
 def renorm_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like renorm; the result is copied into the argument."""
     if dims[0] is None:
@@ -275,7 +275,7 @@ def along(tensors: int = 1) -> Rule:
     """
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
         if tensors == 1:
@@ -302,7 +302,7 @@ _along = along()
 
 
 def along_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """In-place operators with one tensor: the result is written into it."""
     _along(op, level, dims, args, kwargs)
@@ -386,7 +386,7 @@ rows(along(5), "aten::glu_backward_jvp")
 
 @row("aten::count_nonzero")
 def count_nonzero(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is an int or None; None is replaced by the list of all logical dims."""
     x, at = args[0], dims[0]

@@ -77,7 +77,7 @@ class Splitter(Protocol):
         """Continue with examples of equal rows; return their indices, or None if all are equal."""
 
 
-class BatchLevel(Protocol):
+class RuleLevel(Protocol):
     """The interface of a vmap level that batching rules use."""
 
     @property
@@ -101,7 +101,7 @@ class BatchLevel(Protocol):
 
 
 Dims = Sequence[Any]
-Rule = Callable[[Any, BatchLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
+Rule = Callable[[Any, RuleLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)

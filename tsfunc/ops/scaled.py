@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import filled, front
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _FLOAT8 = (
     torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -41,7 +41,7 @@ def _sum(out: Tensor, bias: Tensor | None, at: int | None, dtype: torch.dtype) -
 
 @row("aten::_scaled_mm")
 def scaled_mm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return ``self @ mat2``, each multiplied by its scale.
 
@@ -61,7 +61,7 @@ def scaled_mm(
 
 @row("aten::_scaled_mm_v2")
 def scaled_mm_v2(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``scaled_mm``, with lists of scales.
 

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, logical_rank, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 NAMES = ("aten::segment_reduce", "aten::_segment_reduce_backward")
 
 
 @row(*NAMES)
 def segment_reduce(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is one more leading dim; each example has its own segments.
 

@@ -13,7 +13,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import batched_front, front, lines, logical_rank, physical_dim, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.splitting import agree
 
 
@@ -26,7 +26,7 @@ def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
 
 @row("aten::sort", "aten::sort.stable", "aten::argsort", "aten::argsort.stable")
 def sort(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim`` is positional, or a keyword argument of the stable overloads."""
     x = args[0]
@@ -43,7 +43,7 @@ def sort(
 
 @row("aten::topk")
 def topk(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A scalar is treated as one element; ``k`` can be 0 or 1."""
     x, k, *rest = args
@@ -74,7 +74,7 @@ def _search(
 
 @row("aten::searchsorted.Tensor")
 def searchsorted(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Sequences with several dims match the rows of values with the same leading dims."""
     s = keyword_dim(dims, args, "sorter")
@@ -86,7 +86,7 @@ takes_keywords(["aten::searchsorted.Tensor", "aten::searchsorted.Scalar"], "sort
 
 @row("aten::searchsorted.Scalar")
 def searchsorted_number(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Search one number in the sequence of each example."""
     x = torch.as_tensor(args[1], device=args[0].device)
@@ -97,7 +97,7 @@ def searchsorted_number(
 
 @row("aten::bucketize.Tensor")
 def bucketize(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call searchsorted with the arguments in reverse order."""
     if dims[1] is None:
@@ -107,7 +107,7 @@ def bucketize(
 
 @row("aten::bucketize.Scalar")
 def bucketize_number(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Search one number in the boundaries of each example."""
     return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
@@ -115,7 +115,7 @@ def bucketize_number(
 
 @row("aten::one_hot")
 def one_hot(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare the indices with each class.
 

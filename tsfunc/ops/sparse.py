@@ -23,7 +23,7 @@ from tsfunc.ops.compressed import (
 )
 from tsfunc.ops.dims import align, batched_front, front, logical_rank, op_name, wrap
 from tsfunc.ops.dynamic import refuse_dynamic
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.ops.splitting import agree
 
@@ -150,7 +150,7 @@ def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any
 
 @row("aten::_sparse_mm")
 def sparse_mm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``torch.sparse.mm`` of a sparse and a dense matrix, in either order."""
     return product(args[0], dims[0], args[1], dims[1], op)
@@ -158,7 +158,7 @@ def sparse_mm(
 
 @row("aten::_sparse_addmm")
 def sparse_addmm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return ``beta`` times a matrix plus ``alpha`` times a product."""
     if dims[1] is None and dims[2] is None:
@@ -177,7 +177,7 @@ def sparse_addmm(
 
 
 def added_instead(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``addmm`` of sparse tensors, called after the rule of dense tensors raised an error."""
     if not is_sparse(args[1]) and not is_sparse(args[2]):
@@ -207,7 +207,7 @@ def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
 
 @row("aten::_sparse_mm.reduce")
 def sparse_mm_reduce(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each column is reduced separately, so the examples become further columns."""
     x, p = args[0], dims[0]
@@ -221,7 +221,7 @@ def sparse_mm_reduce(
 
 @row("aten::_sparse_mm_reduce_impl")
 def sparse_mm_reduce_impl(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the product, and for its derivative the stored element that each result is from."""
     x = batch_of(args[0], dims[0], level.batch_size)
@@ -253,7 +253,7 @@ def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 @row("aten::_sparse_mm_reduce_impl_backward")
 def sparse_mm_reduce_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Use the block-diagonal matrix, as the product does."""
     size = level.batch_size
@@ -285,7 +285,7 @@ def _of_each(chosen: Tensor, stored: int, sign: int) -> Tensor:
 
 @row("aten::_to_sparse.sparse_dim")
 def to_sparse_dims(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim becomes an additional sparse dim."""
     return op(front(args[0], dims[0]), args[1] + 1), 0
@@ -293,7 +293,7 @@ def to_sparse_dims(
 
 @row("aten::_to_sparse")
 def to_sparse(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compressed layouts have batch dims too, and these also come first."""
     return op(front(args[0], dims[0]), **kwargs), 0
@@ -301,7 +301,7 @@ def to_sparse(
 
 @row("aten::to_sparse")
 def to_sparse_of_any(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
     return op(front(args[0], dims[0]), **kwargs), 0
@@ -312,7 +312,7 @@ def to_sparse_of_any(
     "aten::_to_sparse_csr", "aten::_to_sparse_csc", "aten::_to_sparse_bsr", "aten::_to_sparse_bsc",
 )  # fmt: skip
 def to_compressed(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """All examples must store the same number of elements."""
     x = front(args[0], dims[0])
@@ -325,7 +325,7 @@ def to_compressed(
     return op(x, *args[1:], **kwargs), 0
 
 
-def _rows_compressed(op: Any, level: BatchLevel, x: Tensor) -> Tensor:
+def _rows_compressed(op: Any, level: RuleLevel, x: Tensor) -> Tensor:
     """Convert a batch of COO matrices to a batch of CSR matrices."""
     places, stored = _stored(op, level, x.coalesce())
     begins = torch.arange(x.shape[1] + 1, device=x.device).expand(level.batch_size, -1)
@@ -335,7 +335,7 @@ def _rows_compressed(op: Any, level: BatchLevel, x: Tensor) -> Tensor:
     )
 
 
-def _same_number(op: Any, level: BatchLevel, counts: Tensor, instead: str) -> None:
+def _same_number(op: Any, level: RuleLevel, counts: Tensor, instead: str) -> None:
     """Require that the examples store the same number of elements, or split the batch."""
     if bool((counts != counts[:1]).any()):
         if level.splitter is None:
@@ -345,7 +345,7 @@ def _same_number(op: Any, level: BatchLevel, counts: Tensor, instead: str) -> No
 
 @row("aten::_sparse_sum.dim")
 def sparse_sum(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A result without sparse dims is dense, and then the batch of results is dense too."""
     x = front(args[0], dims[0])
@@ -357,7 +357,7 @@ def sparse_sum(
 
 @row("aten::_sparse_sum_backward")
 def sparse_sum_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is a sparse dim that is not reduced, so the gradient is sparse too."""
     size = level.batch_size
@@ -372,7 +372,7 @@ def sparse_sum_backward(
 
 @row("aten::_sparse_softmax_backward_data", "aten::_sparse_log_softmax_backward_data")
 def sparse_softmax_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift the dim past the batch dim, as the softmax does."""
     grad, out, dim, x = args
@@ -386,7 +386,7 @@ def sparse_softmax_backward(
 
 @row("aten::_sparse_softmax", "aten::_sparse_log_softmax")
 def sparse_softmax(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Normalize over the stored elements of a dim."""
     x = front(args[0], dims[0])
@@ -395,7 +395,7 @@ def sparse_softmax(
 
 @row("aten::_sparse_sum", "aten::_sparse_sum.dtype")
 def sparse_sum_of_all(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return one dense number for each example."""
     x = front(args[0], dims[0])
@@ -405,7 +405,7 @@ def sparse_sum_of_all(
 
 @row("aten::_nnz")
 def stored_count(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the largest number of elements that an example stores.
 
@@ -422,7 +422,7 @@ def stored_count(
 
 @row("aten::_sparse_mask_projection")
 def sparse_mask_projection(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The transpose of ``sparse_mask``, for two sparse tensors."""
     x, mask = (
@@ -433,7 +433,7 @@ def sparse_mask_projection(
 
 @row("aten::indices", "aten::_indices")
 def indices(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the indices within each example."""
     return _stored(op, level, front(args[0], dims[0]))[0].movedim(2, 1), 0
@@ -441,7 +441,7 @@ def indices(
 
 @row("aten::values", "aten::_values")
 def values(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the stored elements of each example."""
     if is_compressed(args[0]):
@@ -449,7 +449,7 @@ def values(
     return _stored(op, level, front(args[0], dims[0]))[1], 0
 
 
-def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
+def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return indices (example, element, dim) and values (example, element, ...) of a COO batch.
 
     All examples must store the same number of elements.
@@ -471,7 +471,7 @@ def _stored(op: Any, level: BatchLevel, x: Tensor) -> tuple[Tensor, Tensor]:
 
 @row("aten::_coalesce")
 def coalesce(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index of the example is part of each index, so examples are coalesced separately."""
     return args[0].coalesce(), dims[0]
@@ -479,7 +479,7 @@ def coalesce(
 
 @row("aten::is_coalesced")
 def is_coalesced(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The examples are coalesced if the batch is."""
     return op(args[0]), None
@@ -487,7 +487,7 @@ def is_coalesced(
 
 @row("aten::sparse_dim")
 def sparse_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim counts as one sparse dim, which is subtracted."""
     return op(args[0]) - is_sparse(args[0]), None
@@ -495,7 +495,7 @@ def sparse_dim(
 
 @row("aten::dense_dim")
 def dense_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """All dims of a strided tensor are dense, so there the batch dim is subtracted."""
     return op(args[0]) - (not is_sparse(args[0])), None
@@ -503,7 +503,7 @@ def dense_dim(
 
 @row("aten::_sparse_coo_tensor_with_dims_and_tensors")
 def sparse_coo_tensor(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index of the example becomes an additional row of the indices."""
     sparse, dense, size, places, stored = args
@@ -516,7 +516,7 @@ def sparse_coo_tensor(
 
 @row("aten::sparse_mask")
 def sparse_mask(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the values of a tensor at the indices that the mask stores."""
     x, mask = batched_front(args[0], dims[0], level.batch_size), args[1]
@@ -527,7 +527,7 @@ def sparse_mask(
 
 @row("aten::_to_dense", "aten::to_dense")
 def to_dense(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Every dim keeps its place."""
     return op(*args, **kwargs), dims[0]

@@ -22,7 +22,7 @@ from tsfunc.ops.compressed import (
 )
 from tsfunc.ops.dims import align, front, op_name, unit_dims
 from tsfunc.ops.dynamic import refuse_dynamic
-from tsfunc.ops.registry import BatchLevel, Dims
+from tsfunc.ops.registry import Dims, RuleLevel
 
 _SUMS = frozenset({"add", "sub", "subtract"})
 _PRODUCTS = frozenset({"mul", "multiply"})
@@ -30,7 +30,7 @@ _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 
 
 def elementwise_instead(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two tensors, at least one of them sparse.
 
@@ -86,7 +86,7 @@ def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
 
 
 def _of_both(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two sparse tensors; compressed matrices are combined as one block-diagonal matrix.
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from tsfunc.ops.dims import every_dim, filled, physical_dim, physical_dims
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, Rule, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 @row("aten::_fft_r2c", "aten::_fft_c2c", "aten::_fft_c2r")
 def fourier(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The second argument has the dims; other arguments do not refer to dims."""
     x, at = args[0], dims[0]
@@ -20,7 +20,7 @@ def fourier(
 
 
 def along_one(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch ``f(x, n, dim, norm)``."""
     x, at = args[0], dims[0]
@@ -34,7 +34,7 @@ def along_several(default: Sequence[int] | None) -> Rule:
     """Batch ``f(x, sizes, dims, norm)``; ``dims`` has a default, or one dim per size."""
 
     def rule(
-        op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
         rank = x.dim() - 1
@@ -54,7 +54,7 @@ def along_several(default: Sequence[int] | None) -> Rule:
 
 
 def shifted(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift each dim by half of its size, all dims by default."""
     x, at = args[0], dims[0]

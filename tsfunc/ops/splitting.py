@@ -12,15 +12,15 @@ from torch import Tensor
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import is_compressed, taken
 from tsfunc.ops.dims import op_name
-from tsfunc.ops.registry import BatchLevel
+from tsfunc.ops.registry import RuleLevel
 
 
 class BatchChanged(Exception):
     """Internal: examples were deferred, so the rule must run again on the remaining batch."""
 
 
-def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
-    """Return if all examples have equal rows of ``answers``.
+def agree(op: Any, level: RuleLevel, answers: Tensor) -> None:
+    """Return if all examples have equal rows of ``data_methods``.
 
     Raises:
         BatchChanged: the rows differ; the level's batch now has only examples with equal rows.
@@ -36,7 +36,7 @@ def agree(op: Any, level: BatchLevel, answers: Tensor) -> None:
         raise BatchChanged
 
 
-def agree_on_results(op: Any, level: BatchLevel, results: Sequence[Any]) -> None:
+def agree_on_results(op: Any, level: RuleLevel, results: Sequence[Any]) -> None:
     """Call :func:`agree` on the shapes and Python values of the results of each example."""
     known: dict[Any, int] = {}
     kinds = [known.setdefault(_kind(result), len(known)) for result in results]

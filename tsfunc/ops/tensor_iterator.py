@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 from tsfunc.ops.sparse_elementwise import elementwise_instead, is_mixed
 
 
@@ -32,7 +32,7 @@ def uniform(args: Sequence[Any], dims: Dims) -> bool:
 
 
 def pointwise(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Call the operator on any number of tensors and numbers, broadcast together."""
     try:
@@ -71,7 +71,7 @@ def pointwise(
 
 
 def pointwise_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write the first argument; the other arguments are aligned with its batch dim."""
     x, at = args[0], dims[0]
@@ -88,7 +88,7 @@ def pointwise_inplace(
 
 @row("aten::clamp", "aten::clamp.Tensor", "aten::clip", "aten::clip.Tensor")
 def clamp(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch all three arguments if both bounds are tensors.
 
@@ -104,7 +104,7 @@ def clamp(
 
 @row("aten::frexp.Tensor", "aten::_prelu_kernel_backward")
 def pointwise_pair(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators with two results: a separate rule, so that ``pointwise`` means one result."""
     return pointwise(op, level, dims, args, kwargs)
@@ -112,7 +112,7 @@ def pointwise_pair(
 
 @row("aten::where.self", "aten::where.ScalarSelf", "aten::where.ScalarOther", "aten::where.Scalar")
 def where(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The condition does not affect type promotion."""
     if uniform(args, dims):
@@ -124,7 +124,7 @@ def where(
 
 @row("aten::masked_fill.Scalar")
 def masked_fill(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result has the dtype of the first argument, so scalars are not promoted."""
     aligned, at = align(args, dims)
@@ -133,7 +133,7 @@ def masked_fill(
 
 @row("aten::masked_fill.Tensor")
 def masked_fill_tensor(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A batched value is filled by ``where``: the operator accepts only a value without dims."""
     if dims[2] is None:
@@ -147,7 +147,7 @@ def masked_fill_tensor(
 
 @row("aten::masked_fill_.Scalar")
 def masked_fill_scalar_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Align the mask with the batch dim of the written tensor."""
     x, at = args[0], dims[0]
@@ -160,7 +160,7 @@ def masked_fill_scalar_inplace(
 
 @row("aten::masked_fill_.Tensor")
 def masked_fill_tensor_inplace(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like the scalar overload, except that a batched value is filled by ``where``."""
     if dims[2] is None:
@@ -177,7 +177,7 @@ def masked_fill_tensor_inplace(
 
 @row("aten::gelu_backward", "aten::rrelu_with_noise_backward", "aten::_prelu_kernel")
 def pointwise_of_equal_shapes(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Broadcast explicitly: these kernels do not broadcast all arguments, or warn about it."""
     if uniform(args, dims):
@@ -190,7 +190,7 @@ def pointwise_of_equal_shapes(
 
 @row("aten::log_sigmoid_forward")
 def log_sigmoid_forward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The second result is a buffer for the backward pass, empty on devices other than the CPU."""
     buffered = args[0].device.type == "cpu"
@@ -199,7 +199,7 @@ def log_sigmoid_forward(
 
 @row("aten::log_sigmoid_backward")
 def log_sigmoid_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Ignore the buffer on devices other than the CPU, where it is empty."""
     if args[0].device.type == "cpu":

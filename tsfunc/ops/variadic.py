@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, unit_dims, wrap
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
@@ -36,7 +36,7 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 @row("aten::cat", "aten::concat", "aten::concatenate")
 def cat(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Concatenate along one logical dim."""
     tensors, at = together(args[0], dims[0], level.batch_size)
@@ -60,7 +60,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
 
 @row("aten::stack", "aten::_stack")
 def stack(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A new dim at the place of the batch dim is inserted after the batch dim."""
     tensors, at = together(args[0], dims[0], level.batch_size)
@@ -74,7 +74,7 @@ def stack(
 
 @row("aten::block_diag")
 def block_diag(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Pad each block to the width of the result and concatenate the blocks."""
     tensors = in_front(args[0], dims[0], level.batch_size)
@@ -90,7 +90,7 @@ def block_diag(
 
 @row("aten::broadcast_tensors")
 def broadcast_tensors(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Unbatched tensors are broadcast over the batch dim too."""
     pairs = list(zip(args[0], dims[0], strict=True))

@@ -23,7 +23,7 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import BatchLevel, Dims, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
 def same(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
 
 @row("aten::reshape", "aten::view_copy")
 def reshape(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reshape with the batch dim first."""
     sizes = _sizes(op, dims, args)
@@ -73,7 +73,7 @@ def reshape(
 
 @row("aten::view")
 def view(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """With the batch dim first, a physical view exists if a view of each example exists.
 
@@ -90,7 +90,7 @@ def view(
 
 @row("aten::_unsafe_view")
 def unsafe_view(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reshape: the batch dim of an intermediate result can lie between other dims."""
     return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
@@ -98,7 +98,7 @@ def unsafe_view(
 
 @row("aten::_reshape_alias", "aten::_reshape_alias_copy")
 def reshape_alias(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The strides are those of a view with the given sizes, so they are ignored."""
     x = front(args[0], dims[0])
@@ -107,7 +107,7 @@ def reshape_alias(
 
 @row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
 def expand(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """New dims come before all logical dims, and after a batch dim that is first."""
     x, at = args[0], dims[0]
@@ -123,7 +123,7 @@ def expand(
 
 @row("aten::permute", "aten::permute_copy")
 def permute(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim keeps its place."""
     x, at = args[0], dims[0]
@@ -142,7 +142,7 @@ def permute(
     "aten::swapdims_",
 )
 def transpose(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Exchange two logical dims; the batch dim keeps its place."""
     x, first, second = args
@@ -155,9 +155,7 @@ def transpose(
 
 
 @row("aten::t", "aten::t_copy", "aten::t_")
-def t(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def t(op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Transpose a matrix; vectors and scalars are returned as views."""
     x, at = args[0], dims[0]
     rank = x.dim() - 1
@@ -170,7 +168,7 @@ def t(
 
 @row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
 def squeeze(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove all logical dims of size 1, but never the batch dim."""
     x = front(args[0], dims[0])
@@ -179,7 +177,7 @@ def squeeze(
 
 @row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
 def squeeze_dim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim moves only if the removed dim lies before it."""
     x, at = args[0], dims[0]
@@ -193,7 +191,7 @@ def squeeze_dim(
 
 @row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
 def squeeze_dims(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``squeeze_dim``, for several dims."""
     x, at = args[0], dims[0]
@@ -207,7 +205,7 @@ def squeeze_dims(
 
 @row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
 def unsqueeze(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A new dim at the place of the batch dim is inserted after it.
 
@@ -220,7 +218,7 @@ def unsqueeze(
 
 @row("aten::select.int", "aten::select_copy.int")
 def select(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove one logical dim."""
     x, at = args[0], dims[0]
@@ -233,7 +231,7 @@ def select(
 
 @row("aten::slice.Tensor", "aten::slice_copy.Tensor")
 def slice_(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Slice one logical dim, the first by default."""
     x, at = args[0], dims[0]
@@ -245,7 +243,7 @@ def slice_(
 
 @row("aten::narrow", "aten::narrow_copy")
 def narrow(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Narrow one logical dim."""
     x, at = args[0], dims[0]
@@ -268,7 +266,7 @@ def narrow(
     "aten::tensor_split.indices",
 )
 def split(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Each part has the batch dim in the same place as the whole."""
     x, at = args[0], dims[0]
@@ -280,7 +278,7 @@ def split(
 
 @row("aten::unbind.int", "aten::unbind_copy.int")
 def unbind(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove one logical dim from each result."""
     x, at = args[0], dims[0]
@@ -292,7 +290,7 @@ def unbind(
 
 @row("aten::diagonal", "aten::diagonal_copy")
 def diagonal(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove two dims and append the diagonal as the last dim."""
     x, at = args[0], dims[0]
@@ -303,7 +301,7 @@ def diagonal(
 
 @row("aten::unfold", "aten::unfold_copy")
 def unfold(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The dim of the windows is last. A scalar is one window."""
     x, dim, size, step = args
@@ -347,7 +345,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
 
 @row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
 def as_strided(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim keeps its stride: NOTE [offsets into memory]."""
     x, sizes, strides, offset = filled(args, None, None, None, None)
@@ -360,7 +358,7 @@ def as_strided(
 
 @row("aten::as_strided_scatter")
 def as_strided_scatter(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like as_strided. An unbatched target is copied for each example."""
     x, source, sizes, strides, offset = filled(args, None, None, None, None, None)
@@ -382,7 +380,7 @@ def as_strided_scatter(
 
 @row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
 def view_last(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """These operators change the last dim, so the batch dim moves away from it."""
     x, at = args[0], dims[0]
@@ -395,9 +393,17 @@ def view_last(
     return op(x, *args[1:]), at
 
 
-@row("aten::view_as_real", "aten::view_as_real_copy", "aten::real", "aten::imag")
+@row("aten::real", "aten::imag")
+def part_of_complex(
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Views of the physical value, lazily conjugated or not."""
+    return op(args[0]), dims[0]
+
+
+@row("aten::view_as_real", "aten::view_as_real_copy")
 def view_as_real(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Resolve conjugation: the physical value can have a conjugate bit that the tracer lacks."""
     return op(args[0].resolve_conj()), dims[0]
@@ -405,7 +411,7 @@ def view_as_real(
 
 @row("aten::flatten.using_ints")
 def flatten(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten logical dims only. A scalar becomes a vector."""
     x = front(args[0], dims[0])
@@ -421,7 +427,7 @@ rows(reshape, "aten::_reshape_copy")
 
 @row("aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist")
 def movedim(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is moved first, and all other dims count from the one after it."""
     x = front(args[0], dims[0])
@@ -433,7 +439,7 @@ def movedim(
 
 @row("aten::diag")
 def diag(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a copy of a matrix's diagonal, or the matrix with a vector as its diagonal."""
     x, offset = front(args[0], dims[0]), args[1] if len(args) > 1 else 0

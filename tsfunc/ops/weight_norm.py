@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front, filled
-from tsfunc.ops.registry import BatchLevel, Dims, row
+from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _except_dim(x: Tensor, dim: int) -> list[int]:
@@ -18,7 +18,7 @@ def _except_dim(x: Tensor, dim: int) -> list[int]:
 
 @row("aten::_weight_norm_interface")
 def weight_norm(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a weight with the direction of ``v`` and the length ``g``, and the norms of ``v``."""
     v, g, dim = filled(args, None, None, 0)
@@ -29,7 +29,7 @@ def weight_norm(
 
 @row("aten::_weight_norm_interface_backward")
 def weight_norm_backward(
-    op: Any, level: BatchLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args

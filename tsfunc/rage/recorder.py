@@ -50,7 +50,7 @@ def _if_many(times: int) -> dict[str, int]:
     return {"times": times} if times > 1 else {}
 
 
-class Recorder:
+class EventRecorder:
     """Recorder of events that forgets the oldest ones; never raises and never blocks for long."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def _heading() -> str:
     return json.dumps(heading()) + "\n"
 
 
-_recorder = Recorder()
+_recorder = EventRecorder()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_recorder._renew)
 

@@ -148,7 +148,7 @@ class _Ranks:
         self.forker.connection.send(("stop", 0, str(self.folder)))
 
 
-class _Running:
+class _RunningRanks:
     """The processes that are kept between calls."""
 
     forker: _Forker | None = None
@@ -184,7 +184,7 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> 
         >>> spawn(total, 2, 10)
         [21.0, 21.0]
     """
-    running = _Running
+    running = _RunningRanks
     if running.forker is None:
         running.forker = _Forker()
     ranks = running.ranks.get(n)
@@ -199,7 +199,7 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> 
 
 def stop(n: int) -> None:
     """End the processes of a group of ``n``; the next call of ``spawn`` starts new ones."""
-    _Running.ranks.pop(n).stop()
+    _RunningRanks.ranks.pop(n).stop()
 
 
 def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
@@ -225,7 +225,7 @@ def _pickled(call: tuple[Callable[..., Any], Any]) -> bytes:
 
 @atexit.register
 def _stop_all() -> None:
-    if _Running.forker is not None:
-        _Running.ranks.clear()
-        _Running.forker.stop()
-        _Running.forker = None
+    if _RunningRanks.forker is not None:
+        _RunningRanks.ranks.clear()
+        _RunningRanks.forker.stop()
+        _RunningRanks.forker = None

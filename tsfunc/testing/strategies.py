@@ -27,7 +27,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from tsfunc import ops
-from tsfunc.ops.catalogue.arguments import Setting, arguments, settings
+from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import Trial
 from tsfunc.ops.registry import Category
@@ -263,7 +263,7 @@ def _is_plain(signature: Any) -> bool:
 
 
 @cache
-def _taken(name: str) -> tuple[Setting | None, list[dict[str, int]]]:
+def _taken(name: str) -> tuple[TrialParameters | None, list[dict[str, int]]]:
     """Return a setting that an operator accepts, and the ranks in it; tried on the meta device."""
     trial = Trial(_signature(name), "meta")
     for setting in settings(trial.signature):

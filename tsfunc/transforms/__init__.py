@@ -1,6 +1,6 @@
 """The public transforms: a file for each transform or for a few of a kind.
 
-A transform is imported on first access (``tsfunc.late``). The bridge needs two parts of control
+A transform is imported on first access (``tsfunc._lazy``). The bridge needs two parts of control
 flow before that: the replacements of torch's own operators inside of transforms, and the function
 that records a call of an ``autograd.Function`` in a trace.
 """

@@ -14,7 +14,7 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
-    all_seen_here,
+    all_as_seen_by_current_level,
     current_tracer_level,
     innermost_level,
     tracer_level_outside,
@@ -116,7 +116,7 @@ def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor],
                 f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
                 f"must be Tensor, got {type(leaf)}"
             )
-    return all_seen_here(leaves), spec
+    return all_as_seen_by_current_level(leaves), spec
 
 
 def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
@@ -132,7 +132,7 @@ def flatten_output(api: str, out: Any) -> tuple[list[torch.Tensor], Any]:
                 f"{api}: expected f(*primals) to return only tensors, got unsupported type "
                 f"{type(leaf)}"
             )
-    return all_seen_here(leaves), spec
+    return all_as_seen_by_current_level(leaves), spec
 
 
 def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:

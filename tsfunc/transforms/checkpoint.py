@@ -1,7 +1,7 @@
 """``checkpoint``: recompute the values that a derivative needs instead of keeping them.
 
 Reverse mode saves values through torch's hooks, and a checkpoint is torch's non-reentrant one:
-NOTE [run again in a backward pass] in ``bridge/grad/checkpoints`` explains why it is correct
+NOTE [recomputation] in ``bridge/grad/checkpoints`` explains why it is correct
 inside of every transform. In a trace a checkpoint is a node of the program, which does the same
 when the program runs.
 """
@@ -21,15 +21,15 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
-from tsfunc.bridge.grad.kept import KeptResults, Policy, policy_of
+from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import NO_KWARGS, seen_here
+from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
-from tsfunc.transforms.control.derived import Operator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
 
 
@@ -136,11 +136,11 @@ def run(
 
     options: dict[str, Any] = {"preserve_rng_state": False}
     if policy is not nothing_saveable:
-        options["context_fn"] = KeptResults(policy).contexts
+        options["context_fn"] = SavedResults(policy).contexts
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
-class CheckpointCall(Operator):
+class CheckpointCall(ControlFlowOperator):
     """A checkpoint in a program; its operands are the values that the body uses."""
 
     def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
@@ -161,7 +161,7 @@ class CheckpointCall(Operator):
         return OnceCall(self.name, self.bodies).pullback(count, by, of)
 
 
-class OnceCall(Operator):
+class OnceCall(ControlFlowOperator):
     """The body of a checkpoint as an operator."""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def _record(
     assert trace is not None
 
     def of_seen() -> Any:
-        seen_args, seen_kwargs = pytrees.tree_map(seen_here, (args, kwargs))
+        seen_args, seen_kwargs = pytrees.tree_map(as_seen_by_current_level, (args, kwargs))
         return func(*seen_args, **seen_kwargs)
 
     traced = TracedBody(trace, of_seen, ())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tsfunc.bridge.grad.kept import KeepsEither, Policy
+from tsfunc.bridge.grad.remat_policy import Policy, SaveEither
 
 _WITHOUT_BATCH = frozenset(
     f"aten::{name}"
@@ -65,7 +65,7 @@ def save_from_both_policies(first: Policy, second: Policy) -> Policy:
         >>> both = policies.save_from_both_policies(policies.dots_saveable, exponentials)
         >>> f = checkpoint(lambda x: (x @ x).exp(), policy=both)
     """
-    return KeepsEither(first, second)
+    return SaveEither(first, second)
 
 
 # JAX's other names of two of these policies.

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.seen_as import seen_as
-from tsfunc.bridge.tracers.tracer import seen_here
-from tsfunc.transforms.closed_over import closed_over
+from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.vmap_spec import name_of
 
 
@@ -43,8 +43,8 @@ def closure_convert(
     Similar to ``jax.closure_convert``. It serves functions with custom rules, such as solvers and
     integrators, whose closed-over tensors must be among the differentiable arguments.
     """
-    originals = closed_over([func])
-    closed = [seen_here(x) for x in originals]
+    originals = consts_of([func])
+    closed = [as_seen_by_current_level(x) for x in originals]
     tree = pytrees.structure_of(example_args)
     name = name_of(func)
 
@@ -58,7 +58,7 @@ def closure_convert(
                 f"{tree}, as its examples, and then the {len(closed)} tensors that {name} closes "
                 f"over; got {pytrees.structure_of(args)}."
             )
-        with seen_as(originals, given):
+        with substitute_tensors(originals, given):
             return func(*own)
 
     return converted, closed

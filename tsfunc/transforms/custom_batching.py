@@ -22,7 +22,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import batched_value, is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.tracer import innermost_level, seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, innermost_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.forward import jvp
@@ -66,7 +66,7 @@ def call_rule(
         otherwise: the function.
         check: called with the arguments of one example and the rule's result.
     """
-    leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, args))
+    leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, args))
     level = level_to_batch(leaves)
     if level is None:
         return otherwise(*args)
@@ -141,7 +141,7 @@ def call_whole(
         x if isinstance(x, BatchTracer) and x.dispatch_level is level else level.lift(x)
         for x in tensors
     ]
-    outs = torch_apply(_Recorded, plan, torch.is_grad_enabled(), *lifted)
+    outs = torch_apply(_RecordedBatchCall, plan, torch.is_grad_enabled(), *lifted)
     return plan.filled(outs)
 
 
@@ -215,7 +215,7 @@ class _Plan:
         return [next(rest) if x is None else x for x in self.others]
 
 
-class _Recorded(Function):
+class _RecordedBatchCall(Function):
     """A recorded call in the autograd graph of the vmap's own level."""
 
     @staticmethod

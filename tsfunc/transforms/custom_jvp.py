@@ -20,9 +20,16 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import comes_from, next_node
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracer import seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error, zero_of
+from tsfunc.transforms.custom_rules import (
+    Rule,
+    RuleCall,
+    RuleFunction,
+    alike,
+    structure_error,
+    zero_of,
+)
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
@@ -108,7 +115,7 @@ class custom_jvp(Rule):
         return self.differentiated(args)
 
     def pushed(
-        self, call: Call, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
+        self, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
         """Return the tangents of the result's tensors; None for zeros."""
         assert self.rule is not None
@@ -132,9 +139,9 @@ class custom_jvp(Rule):
                 f"custom_jvp: the rule of {self.name} must return a pair, the result and its "
                 f"tangent, got {type(found).__name__}."
             )
-        return self._checked(call, *pytrees.tree_map(seen_here, tuple(found)))
+        return self._checked(call, *pytrees.tree_map(as_seen_by_current_level, tuple(found)))
 
-    def _checked(self, call: Call, out: Any, tangent: Any) -> list[Any]:
+    def _checked(self, call: RuleCall, out: Any, tangent: Any) -> list[Any]:
         leaves, tree = pytrees.flatten(out)
         tangents, tangent_tree = pytrees.flatten(tangent)
         if tree != tangent_tree:
@@ -195,7 +202,7 @@ def _is_transposed(args: Any) -> bool:
 
 class _Jvp(RuleFunction):
     @staticmethod
-    def forward(ctx: Any, call: Call, sizes: Sequence[Any], *operands: Any) -> Any:
+    def forward(ctx: Any, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> Any:
         rule = call.rule
         out, ctx.depends = call.watched(
             lambda fixed, rest: rule.func(*rule.whole(fixed, rest)), sizes, operands

@@ -2,9 +2,9 @@
 
 A call is an ``autograd.Function`` of its operands: the tensors among the differentiated arguments,
 the tensors among the other arguments, and the tensors that the rules close over
-(NOTE [hidden operands] in ``bridge/tracers/seen_as``). A rule defines no derivative by the last
-two kinds. A derivative by them is an error if the result depends on them, which is known when the
-function has run.
+(NOTE [hidden operands] in ``bridge/tracers/substitution``). A rule defines no derivative by the
+last two kinds. A derivative by them is an error if the result depends on them, which is known when
+the function has run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.bridge.tracers.seen_as import seen_as
-from tsfunc.bridge.tracers.tracer import seen_here
+from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
-from tsfunc.transforms.closed_over import closed_over
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 from tsfunc.transforms.vmap_spec import name_of
 
 
 @dataclass(frozen=True)
-class Result:
+class ResultMetadata:
     """The metadata of a result tensor, as known when a rule computes its derivative."""
 
     shape: tuple[Any, ...]
@@ -63,7 +63,7 @@ def _both(
 
 
 @dataclass(eq=False)
-class Call:
+class RuleCall:
     """A call of a function with a rule: its operands' positions and its results' form.
 
     Attributes:
@@ -91,7 +91,7 @@ class Call:
     out_tree: Any = None
     out_places: tuple[int, ...] = ()
     out_leaves: tuple[Any, ...] = ()
-    results: tuple[Result, ...] = ()
+    results: tuple[ResultMetadata, ...] = ()
     axes: MeshAxes = field(default_factory=MeshAxes)
 
     @property
@@ -127,7 +127,7 @@ class Call:
         The mesh axes of the call are bound, also in a later backward pass.
         """
         first = len(self.places)
-        seen = seen_as(self.closed, operands[first : first + len(self.closed)])
+        seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
         return _both(self.axes.bound(), seen) if self.axes.levels else seen
 
     def watched(
@@ -141,11 +141,11 @@ class Call:
         with self.seeing(operands):
             if not any(self.hidden):
                 found = func(*self.arguments(sizes, operands))
-                return pytrees.tree_map(seen_here, found), False
+                return pytrees.tree_map(as_seen_by_current_level, found), False
             own = [x.detach() for x in operands[: self.count]]
             with outside_graph(True), _watching():
                 found = func(*self.arguments(sizes, (*own, *operands[self.count :])))
-                leaves, tree = pytrees.flatten(pytrees.tree_map(seen_here, found))
+                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, found))
                 depends = any(map(is_perturbed, leaves))
         cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytrees.unflatten(tree, cut), depends
@@ -157,7 +157,7 @@ class Call:
             i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)
         )
         tensors = tuple(unaliased(leaves[i], operands) for i in self.out_places)
-        self.results = tuple(Result(x.shape, x.dtype, x.device) for x in tensors)
+        self.results = tuple(ResultMetadata(x.shape, x.dtype, x.device) for x in tensors)
         self.out_leaves = tuple(None if isinstance(x, torch.Tensor) else x for x in leaves)
         return tensors
 
@@ -178,10 +178,10 @@ class Call:
         raise UndefinedDerivativeError(_undefined(self))
 
 
-pytrees.add_leaf(Call)  # not a container of its tensors
+pytrees.add_leaf(RuleCall)  # not a container of its tensors
 
 
-def _undefined(call: Call) -> str:
+def _undefined(call: RuleCall) -> str:
     rule = call.rule
     return (
         f"{rule.what}: the result of {rule.name} depends on a tensor by which it is to be "
@@ -195,7 +195,7 @@ class _Undefined(Function):
     """A guard tensor that depends on hidden operands; its derivative is an error."""
 
     @staticmethod
-    def forward(call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(call: RuleCall, *tensors: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=tensors[0].device)
 
     @staticmethod
@@ -218,15 +218,15 @@ class RuleFunction(Function):
     """The call of a function with a rule, as an ``autograd.Function`` of the operands."""
 
     @classmethod
-    def outline(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def outline(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """Return the result without a derivative: for traces, which do not call the rule yet."""
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             out = call.rule.func(*call.rule.whole(fixed, rest))
-            return call.kept(pytrees.tree_map(seen_here, out), operands)
+            return call.kept(pytrees.tree_map(as_seen_by_current_level, out), operands)
 
     @classmethod
-    def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         """Run a call of a program, when the program runs."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
@@ -240,7 +240,7 @@ class RuleFunction(Function):
         return found
 
     @classmethod
-    def run(cls, call: Call, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
+    def run(cls, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run the call on tensors; in a trace, record it."""
         found: tuple[Any, ...]
         if trace_of(operands) is not None:
@@ -257,7 +257,7 @@ class RuleFunction(Function):
         return found
 
     @staticmethod
-    def others(call: Call, operands: Sequence[Any], depends: bool) -> list[Any]:
+    def others(call: RuleCall, operands: Sequence[Any], depends: bool) -> list[Any]:
         """Return the cotangents of the hidden operands; the guard's cotangent raises the error."""
         found: list[Any] = [None] * (len(operands) - call.count)
         if depends:
@@ -265,7 +265,7 @@ class RuleFunction(Function):
         return found
 
 
-def is_differentiated(call: Call) -> bool:
+def is_differentiated(call: RuleCall) -> bool:
     """True if a derivative by an operand is requested, so that the rule is needed.
 
     Without a tsfunc transform that differentiates, closed-over tensors are parameters. If only
@@ -276,7 +276,7 @@ def is_differentiated(call: Call) -> bool:
     return any(call.hidden) and differentiates_here() and not _watched.depth
 
 
-class _Watched(threading.local):
+class _DependencySearches(threading.local):
     """The number of functions on this thread that run in order to find hidden dependencies.
 
     Meanwhile, a function with a rule that they call is differentiated by autograd if only its
@@ -286,7 +286,7 @@ class _Watched(threading.local):
     depth = 0
 
 
-_watched = _Watched()
+_watched = _DependencySearches()
 
 
 @contextmanager
@@ -405,7 +405,7 @@ class Rule:
 
     def differentiated(self, args: tuple[Any, ...]) -> Any:
         """Run a call that may be differentiated."""
-        args = pytrees.tree_map(seen_here, args)
+        args = pytrees.tree_map(as_seen_by_current_level, args)
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
             call.perturbed = [is_perturbed(x) for x in operands]
@@ -413,7 +413,7 @@ class Rule:
                 return self.func(*args)
         return call.result(self.kind.run(call, sizes, operands))
 
-    def prepared(self, args: tuple[Any, ...]) -> tuple[Call, Sequence[Any], Sequence[Any]]:
+    def prepared(self, args: tuple[Any, ...]) -> tuple[RuleCall, Sequence[Any], Sequence[Any]]:
         """Return a call, the symbolic sizes among its arguments, and its operands."""
         fixed, rest = self.fixed(args)
         leaves, tree = pytrees.flatten(rest)
@@ -424,10 +424,10 @@ class Rule:
         tensors, sizes = [leaves[i] for i in places], [leaves[i] for i in sized]
         for i in (*places, *sized):
             leaves[i] = None
-        closed = closed_over((*self.functions(), *leaves))
+        closed = consts_of((*self.functions(), *leaves))
         count = sum(i < tree.num_leaves for i in places)
-        call = Call(self, leaves, (tree, fixed_tree), places, count, sized, closed)
-        return call, tuple(sizes), (*tensors, *map(seen_here, closed))
+        call = RuleCall(self, leaves, (tree, fixed_tree), places, count, sized, closed)
+        return call, tuple(sizes), (*tensors, *map(as_seen_by_current_level, closed))
 
 
 def apply(function: Any, *args: Any) -> Any:
@@ -456,7 +456,7 @@ def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
     if value is None:
         return None
     if isinstance(value, int | float | complex) and not like.shape:
-        return Result(like.shape, like.dtype, like.device).zero() + value
+        return ResultMetadata(like.shape, like.dtype, like.device).zero() + value
     if not isinstance(value, torch.Tensor | SymbolicZero):
         raise CustomRuleError(f"{what} must be a tensor, or None for zeros; got {value!r}.")
     if value.shape != like.shape or value.dtype != like.dtype:

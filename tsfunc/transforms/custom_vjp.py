@@ -10,10 +10,10 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracer import at_level_of, seen_here
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like
-from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, alike, structure_error
+from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, alike, structure_error
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
@@ -85,7 +85,7 @@ class custom_vjp(Rule):
             raise self.missing("defvjp(fwd, bwd)")
         return self.differentiated(self.positional(args, kwargs))
 
-    def forward(self, call: Call, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
+    def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
         if self.symbolic_zeros:
             fixed, rest = pytrees.tree_map(_unperturbed, fixed), _with_flags(call, rest)
@@ -95,12 +95,12 @@ class custom_vjp(Rule):
                 f"custom_vjp: the fwd rule of {self.name} must return a pair, the result and the "
                 f"residuals, got {type(found).__name__}."
             )
-        out, residuals = pytrees.tree_map(seen_here, (found[0], found[1]))
+        out, residuals = pytrees.tree_map(as_seen_by_current_level, (found[0], found[1]))
         return out, residuals
 
     def backward(self, fixed: Sequence[Any], residuals: Any, cotangent: Any, rest: Any) -> Any:
         assert self.bwd is not None
-        found = pytrees.tree_map(seen_here, self.bwd(*fixed, residuals, cotangent))
+        found = pytrees.tree_map(as_seen_by_current_level, self.bwd(*fixed, residuals, cotangent))
         if not isinstance(found, tuple | list) or len(found) != len(rest):
             raise CustomRuleError(
                 f"custom_vjp: the bwd rule of {self.name} must return a tuple of {len(rest)}, a "
@@ -115,7 +115,7 @@ def _unperturbed(leaf: Any) -> Any:
     return CustomVJPPrimal(leaf, False) if taken else leaf
 
 
-def _with_flags(call: Call, rest: Any) -> Any:
+def _with_flags(call: RuleCall, rest: Any) -> Any:
     """Return the arguments of a ``fwd`` rule with symbolic zeros: values with perturbed flags."""
     leaves = [_unperturbed(leaf) for leaf in pytrees.leaves_of(rest)]
     for place, flag in zip(call.places[: call.count], call.perturbed, strict=False):
@@ -130,7 +130,7 @@ def _cut(leaf: Any) -> Any:
 
 class _Vjp(RuleFunction):
     @staticmethod
-    def forward(ctx: Any, call: Call, sizes: Sequence[Any], *operands: Any) -> Any:
+    def forward(ctx: Any, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> Any:
         rule: Any = call.rule
 
         def forward(fixed: Any, rest: Any) -> Any:
@@ -185,7 +185,7 @@ class _Vjp(RuleFunction):
 
 
 def _pushed(
-    call: Call, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
+    call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
 ) -> tuple[Any, ...]:
     fixed, rest = call.arguments(sizes, operands)
     rule: Any = call.rule
@@ -212,7 +212,7 @@ def _pushed(
 
 
 def pulled_by_rule(
-    call: Call, fixed: Any, rest: Any, residuals: Any, cotangents: Any, operands: Sequence[Any]
+    call: RuleCall, fixed: Any, rest: Any, residuals: Any, cotangents: Any, operands: Sequence[Any]
 ) -> list[Any]:
     """Return a cotangent for each differentiated tensor, from the rule's tuple of pytrees."""
     rule: Any = call.rule

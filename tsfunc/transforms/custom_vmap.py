@@ -11,11 +11,11 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.errors import CustomRuleError
+from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
-from tsfunc.transforms.custom_rules import Call, Rule, RuleFunction, apply
-from tsfunc.transforms.outlines import eval_shape
+from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
 
 
@@ -146,7 +146,7 @@ class _Alone(RuleFunction):
     """A call in a trace; when the program runs, it calls the user's function again."""
 
     @classmethod
-    def called(cls, call: Call, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
+    def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
             found = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))

@@ -154,7 +154,7 @@ def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Valu
 TENSOR = object()  # placeholder for a tensor among other results
 
 
-class Call:
+class SolverCall:
     """One call of an equation's solver, and its non-tensor results."""
 
     def __init__(self, equation: Linear | Root) -> None:
@@ -174,7 +174,7 @@ def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
         given: the right-hand side, or the guess.
         closed: the values that the equation's functions close over.
     """
-    call = Call(equation)
+    call = SolverCall(equation)
     apply: Any = Solved.apply
     tensors = iter(apply(call, *given, *closed))
     return [next(tensors) if x is TENSOR else x for x in call.rest]
@@ -182,7 +182,7 @@ def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
 
 class Solved(Function):
     @staticmethod
-    def forward(call: Call, *values: Any) -> Any:
+    def forward(call: SolverCall, *values: Any) -> Any:
         count = call.equation.count
         found = call.tensors(values[:count], values[count:])
         return tuple(x.view_as(x) if any(x is v for v in values) else x for x in found)

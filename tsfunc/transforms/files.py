@@ -17,13 +17,13 @@ from tsfunc.errors import (
     FileFormatError,
     TypeCheckError,
 )
-from tsfunc.program.calling.cache import Entry
+from tsfunc.program.calling.cache import CachedProgram
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.unanswered import why_unanswered
+from tsfunc.program.calling.no_match import why_unanswered
 from tsfunc.transforms.specialize import Specialized
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
-    from tsfunc.program.files.state import State
+    from tsfunc.program.files.state import CellState
 
 
 class LoadedFunction(Specialized):
@@ -34,7 +34,7 @@ class LoadedFunction(Specialized):
     def __repr__(self) -> str:
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 
-    saved_state: State
+    saved_state: CellState
     what: str  # the file that it was loaded from
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +151,7 @@ def _read(
         ) from None
     loaded.saved_state, loaded.what = saved.state, what
     loaded.cache.entries = tuple(
-        Entry.of_form(
+        CachedProgram.of_form(
             answer.program, answer.form, answer.reason, loaded.target.refused_by(None, True)
         )
         for answer in saved.answers

@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_seen_here
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_as_seen_by_current_level
 from tsfunc.transforms.arguments import (
     flatten_output,
     level_of,
@@ -135,7 +135,7 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
                 f"{tuple(t.shape)}, but its primal is {x.dtype} of shape {tuple(x.shape)}; they "
                 f"must be the same."
             )
-    return all_seen_here(flat), all_seen_here(directions), spec
+    return all_as_seen_by_current_level(flat), all_as_seen_by_current_level(directions), spec
 
 
 def _jvp(

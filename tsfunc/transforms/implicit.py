@@ -19,7 +19,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level, seen_here
+from tsfunc.bridge.tracers.tracer import (
+    as_seen_by_current_level,
+    current_tracer_level,
+    innermost_level,
+)
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import Converted, converted
 from tsfunc.transforms.equations import Closed, Linear, Root, Values, solved, transpose
@@ -161,7 +165,7 @@ class _Unknown:
     def __init__(self, what: str, like: Any, has_aux: bool) -> None:
         self.what = what
         leaves, self.spec = flatten_tensors(what, "the tensors to solve for", like)
-        self.flat = [seen_here(x) for x in leaves]
+        self.flat = [as_seen_by_current_level(x) for x in leaves]
         for x in self.flat:
             if not differentiable(x):
                 raise TypeError(

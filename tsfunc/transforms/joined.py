@@ -34,12 +34,14 @@ class Joined:
         self.spec = spec
         self.size = size
         self._tree: optree.PyTreeSpec | None = None
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[_JoinedLeaf] = []
 
     @property
     def kept(self) -> int:
         """The bytes of the largest result with parts to concatenate, so far."""
-        return max([leaf.bytes for leaf in self._leaves if isinstance(leaf, _Kept)], default=0)
+        return max(
+            [leaf.bytes for leaf in self._leaves if isinstance(leaf, _PartsJoiner)], default=0
+        )
 
     def add(self, start: int, out: Any) -> None:
         """Add the result of the chunk that begins at the example ``start``."""
@@ -70,7 +72,7 @@ class Joined:
         )
 
 
-class _Leaf(Protocol):
+class _JoinedLeaf(Protocol):
     """Joiner of one leaf of the results."""
 
     @property
@@ -87,14 +89,14 @@ class _Leaf(Protocol):
         """Return the value for all examples."""
 
 
-def _leaf(value: Any, dim: int | None, size: int) -> _Leaf:
+def _leaf(value: Any, dim: int | None, size: int) -> _JoinedLeaf:
     if dim is None or not isinstance(value, torch.Tensor):
         return _Once(value)
     dim %= value.dim()
     plain = type(value) in _PLAIN and value.layout is torch.strided
     if plain and not value.requires_grad and not tangents_here():
         return _Copied(value, dim, size)
-    return _Kept(value, dim)
+    return _PartsJoiner(value, dim)
 
 
 class _Once:
@@ -114,7 +116,7 @@ class _Once:
         return self.value
 
 
-class _Kept:
+class _PartsJoiner:
     """Joiner that keeps the parts and concatenates them at the end."""
 
     def __init__(self, value: torch.Tensor, dim: int) -> None:

@@ -15,7 +15,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp
-from tsfunc.transforms.reverse import Recorded, grad, match_cotangents, record
+from tsfunc.transforms.reverse import RecordedCall, grad, match_cotangents, record
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType
 
@@ -139,7 +139,7 @@ def _zeros(what: str, leaf: Any) -> torch.Tensor:
     return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
 
 
-def _check_linear(what: str, recorded: Recorded) -> None:
+def _check_linear(what: str, recorded: RecordedCall) -> None:
     """Raise if the derivative depends on the arguments, or the value at zero is not zero."""
     level = recorded.level
     for i, out in enumerate(recorded.outputs):

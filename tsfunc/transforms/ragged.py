@@ -32,7 +32,7 @@ from tsfunc.errors import DataDependentError
 from tsfunc.transforms.chunk_sizes import ChunkSizes
 from tsfunc.transforms.in_dims import is_nested, mapped
 from tsfunc.transforms.out_dims import match_out_dims
-from tsfunc.transforms.split import Part, Run, Runner, Source, run_traced
+from tsfunc.transforms.split import GroupResult, InputSource, Run, Runner, run_traced
 from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
 
@@ -40,7 +40,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 @dataclass(frozen=True)
-class Nested(Source):
+class Nested(InputSource):
     """A nested tensor that is mapped over its first dim."""
 
     examples: Sequence[torch.Tensor]
@@ -94,7 +94,7 @@ def match_sources(
             )
         for i, dim in enumerate(at):
             if dim is not None:
-                sources[i] = Source(flat[i], dim)
+                sources[i] = InputSource(flat[i], dim)
     return sources, size
 
 
@@ -130,10 +130,10 @@ def run_parts(spec: Spec, sources: Sequence[Any], size: Any, sizes_of: SizesOf, 
     return put_together(spec, runner.finish(), sources)
 
 
-def put_together(spec: Spec, parts: Sequence[Part], sources: Sequence[Any]) -> Any:
+def put_together(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any]) -> Any:
     """Return the results of all parts, in the order of the examples."""
     nested = [source.value for source in sources if isinstance(source, Nested)]
-    single = bool(nested) or any(part.asked for part in parts)
+    single = bool(nested) or any(part.reads_values for part in parts)
     if len(parts) == 1 and not single:
         return parts[0].out
     outs, dims = [part.out for part in parts], None

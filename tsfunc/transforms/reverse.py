@@ -1,6 +1,6 @@
 """Reverse mode: ``vjp``, ``grad`` and its two forms with the value.
 
-NOTE [whose autograd] in ``bridge/grad/autograd`` explains which level records which operators.
+NOTE [autograd levels] in ``bridge/grad/autograd`` explains which level records which operators.
 
 NOTE [differentiable derivatives]
 torch must know before a backward pass if its result will be differentiated again. That is the
@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import TracerLevel, all_seen_here
+from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -41,7 +41,7 @@ from tsfunc.transforms.arguments import (
 )
 
 
-class Recorded:
+class RecordedCall:
     """A function run once with its autograd graph: inputs, outputs and the pullback."""
 
     __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
@@ -99,7 +99,7 @@ def record(
     func: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     primals: Sequence[torch.Tensor],
     everything: Any,
-) -> tuple[Recorded, Any]:
+) -> tuple[RecordedCall, Any]:
     """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
@@ -109,7 +109,7 @@ def record(
         outputs, rest = func(inputs)
         refuse_unseen(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
-    return Recorded(inputs, outputs, level, outer_grad, outer_inputs), rest
+    return RecordedCall(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
 @boundary("vjp")
@@ -191,7 +191,7 @@ def match_cotangents(
                 f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
                 f"{tuple(out.shape)}; they must be the same."
             )
-    seen: list[torch.Tensor] = all_seen_here(flat)
+    seen: list[torch.Tensor] = all_as_seen_by_current_level(flat)
     return [replicated_like(ct, out) for ct, out in zip(seen, outputs, strict=True)]
 
 

@@ -1,6 +1,6 @@
 """``sparse_jacobian``: Jacobians with many zeros, with one derivative for each color.
 
-NOTE [colors]
+NOTE [coloring]
 Columns that share no nonzero row can be computed together: the derivative along the sum of their
 unit vectors has the entries of all of them, each in another row. The columns are therefore colored
 so that two columns with an entry in the same row have different colors, and one pushforward is

@@ -28,16 +28,16 @@ from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DescriptorError, RetraceWarning, UnboundAxisError
 from tsfunc.program import Program
-from tsfunc.program.calling.cache import Cache, CacheInfo, TracedAgain
+from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.own_checks import raise_own
 from tsfunc.program.calling.target import Target
+from tsfunc.program.calling.user_assertions import raise_user_assertion
+from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.program.guarding.guard_texts import Guards
-from tsfunc.program.reading.holding import Closure
-from tsfunc.transforms.control.saved import register_all
+from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
@@ -105,10 +105,10 @@ class Specialized:
                         self.cache.use(entry)
                     try:
                         return entry.build(entry.run(values))
-                    except TracedAgain:
+                    except NeedsInlining:
                         return self._traced_again(args, kwargs)
                     except RuntimeError as error:
-                        raise_own(self.func, args, kwargs, entry.program, error)
+                        raise_user_assertion(self.func, args, kwargs, entry.program, error)
                         raise
             return self._first_call(args, kwargs)
         except UnboundAxisError as error:
@@ -147,7 +147,7 @@ class Specialized:
         try:
             return program([*flat, *reached])
         except RuntimeError as error:
-            raise_own(self.func, args, kwargs, program, error)
+            raise_user_assertion(self.func, args, kwargs, program, error)
             raise
 
     def lower(self, *descriptors: object) -> Any:

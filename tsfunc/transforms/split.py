@@ -1,6 +1,6 @@
 """A ``vmap`` that runs part by part: ``data_dependent="split"``, and inputs of differing sizes.
 
-NOTE [what is run again]
+NOTE [repeated runs]
 For each group of examples that is put off (NOTE [splitting] in ``bridge/batch/split_level``), the
 function runs again from its start. Side effects happen in every run: the function prints again,
 and appends to an outer list again. Random draws are the same numbers for an example in all runs
@@ -28,7 +28,7 @@ from tsfunc.transforms.vmap_spec import Spec
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """An input of the vmapped call, from which some examples can be taken at a time.
 
     Attributes:
@@ -54,18 +54,18 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Part:
+class GroupResult:
     """The result of one run of the function.
 
     Attributes:
         lanes: the examples of the run.
         out: the result.
-        asked: True if the function read values of examples as Python values.
+        reads_values: True if the function read values of examples as Python values.
     """
 
     lanes: torch.Tensor
     out: Any
-    asked: bool
+    reads_values: bool
 
 
 # Runs the function at a level on the flattened inputs, and unwraps the results from the level.
@@ -75,7 +75,8 @@ Run = Callable[[BatchLevel, Sequence[Any]], Any]
 def dense_sources(flat: Sequence[Any], at: Sequence[int | None]) -> list[Any]:
     """Return the inputs, with a source for each mapped input."""
     return [
-        value if dim is None else Source(value, dim) for value, dim in zip(flat, at, strict=True)
+        value if dim is None else InputSource(value, dim)
+        for value, dim in zip(flat, at, strict=True)
     ]
 
 
@@ -96,7 +97,7 @@ class Runner:
         self.generators = rewindable(self.randomness)
         self._runs = 0
         self._copying = False
-        self._parts: list[Part] = []
+        self._parts: list[GroupResult] = []
         self._written: list[_Written] = []
 
     def add(self, group: torch.Tensor) -> None:
@@ -114,7 +115,7 @@ class Runner:
     def _attempt(self, lanes: torch.Tensor, alone: bool) -> list[torch.Tensor]:
         """Run the function once, and return the groups that are still to be run.
 
-        See NOTE [one example] for ``alone``.
+        See NOTE [single examples] for ``alone``.
         """
         spec = self.spec
         level = SplitLevel(
@@ -130,13 +131,13 @@ class Runner:
                 raise
             self._copying = self._copying or level.writes_arguments
             return [level.lanes, *level.put_off]
-        self._parts.append(Part(level.lanes, out, level.asked))
+        self._parts.append(GroupResult(level.lanes, out, level.reads_values))
         for i, source in enumerate(self.sources):
             if i in level.written or (alone and level.copying and was_written(inputs[i])):
                 self._written.append(_Written(source, level, level.lanes, inputs[i]))
         return level.put_off
 
-    def finish(self) -> list[Part]:
+    def finish(self) -> list[GroupResult]:
         """Return the results of all runs, after copying the writes into the arguments."""
         if self.generators is not None:
             self.generators.finish()
@@ -165,13 +166,13 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
     level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
     level.splitter = _NoSplitter(level) if spec.splits else None
     inputs = [
-        wrap(source.value, source.dim, level) if isinstance(source, Source) else source
+        wrap(source.value, source.dim, level) if isinstance(source, InputSource) else source
         for source in sources
     ]
     return run(level, inputs)
 
 
-# NOTE [one example]
+# NOTE [single examples]
 # An example that is put off alone is passed to the function as a plain tensor: there is nothing to
 # batch, and torch's own calls take a fifth of the time of a tracer's. A batch in which every
 # example takes its own path therefore costs little more than a loop. The level is active all the
@@ -182,7 +183,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]
     inputs: list[Any] = []
     taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
     for i, source in enumerate(sources):
-        if not isinstance(source, Source):
+        if not isinstance(source, InputSource):
             inputs.append(source)
             continue
         key = id(source.value), source.dim
@@ -201,7 +202,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]
 class _Written:
     """An argument that the function wrote into."""
 
-    source: Source
+    source: InputSource
     level: SplitLevel
     lanes: torch.Tensor
     became: torch.Tensor

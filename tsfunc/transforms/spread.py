@@ -17,7 +17,7 @@ from tsfunc.transforms.vmap_spec import Spec
 def spread_once(func: Callable[..., Any], axes: Sequence[str]) -> Callable[..., Any]:
     """Return a function that runs one example of a batch that is spread over all ranks.
 
-    The function draws the random numbers of its own index: NOTE [draws of an example] in
+    The function draws the random numbers of its own index: NOTE [random numbers of an example] in
     ``ops/philox``.
     """
     spec = Spec(func, None, 0, "split", None, None, 1, False, "error", "error", None)

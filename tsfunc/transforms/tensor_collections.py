@@ -1,6 +1,6 @@
 """TensorDict and similar classes under ``vmap``: collections with batch dims of their own.
 
-NOTE [collections of tensors]
+NOTE [tensor collections]
 A TensorDict, a tensorclass or a lazy stack is mapped over one of its own batch dims, as
 ``torch.func.vmap`` does once ``tensordict.nn`` is imported. The function receives a collection
 without that dim, and a returned collection gets one more dim. The batch size, the names and nested
@@ -53,7 +53,7 @@ class _Opaque:
         self.collection = collection
 
 
-class _Node:
+class _CollectionNode:
     """A pytree node with a collection's tensors."""
 
     def __init__(self, collection: Any, change: _Change) -> None:
@@ -202,7 +202,7 @@ def _with_tensors_at(collection: Any, dim: int) -> Any:
     return collection
 
 
-def _flatten(node: _Node) -> tuple[Sequence[Any], _Change]:
+def _flatten(node: _CollectionNode) -> tuple[Sequence[Any], _Change]:
     return tuple(leaf for leaf, _ in _leaves(node.collection, node.change)), node.change
 
 
@@ -210,7 +210,7 @@ def _unflatten(change: _Change, leaves: Sequence[Any]) -> Any:
     return _rebuilt(change.like, change, iter(leaves))
 
 
-optree.register_pytree_node(_Node, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
+optree.register_pytree_node(_CollectionNode, _flatten, _unflatten, namespace=pytrees.NAMESPACE)
 
 
 def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] | None:
@@ -239,7 +239,7 @@ def collections_of(spec: Spec, given: Any) -> tuple[Any, Sequence[int | None]] |
             dim = _dim_of(spec, leaf.collection, dim)
             collection = _with_tensors_at(leaf.collection, dim)
             change = _Change(collection, "drop", dim)
-            made.append(_Node(collection, change))
+            made.append(_CollectionNode(collection, change))
             flat_dims += [dim for _, dim in _leaves(collection, change)]
     return pytrees.unflatten(tree, made), flat_dims
 
@@ -328,6 +328,6 @@ def returned_collections(
                 )
             dim %= rank
         change = _Change(collection, kind, dim, size)
-        made.append(_Node(collection, change))
+        made.append(_CollectionNode(collection, change))
         flat_dims += [dim for _, dim in _leaves(collection, change)]
     return pytrees.unflatten(tree, made), flat_dims

@@ -14,20 +14,20 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch import hot
+from tsfunc.bridge.batch import function_rules
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.bridge.tracers.hot_calls import HOT
 from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import MARKED, seen_here
-from tsfunc.bridge.writing.assigned import ASSIGNED, put_back_assigned, refuse_assigned
-from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level
+from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
+from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
     Models,
@@ -260,7 +260,7 @@ def _in_trace(flat: Sequence[Any], at: Sequence[int | None]) -> Sequence[Any]:
     if trace is None:
         return flat
     return [
-        value if dim is None else trace.lifted_here(seen_here(value))
+        value if dim is None else trace.lifted_here(as_seen_by_current_level(value))
         for value, dim in zip(flat, at, strict=True)
     ]
 
@@ -290,8 +290,8 @@ def _run(
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
     """Run the function once, for all examples of the level."""
-    if not HOT:
-        hot.fill()
+    if not FUNCTION_RULES:
+        function_rules.fill()
     guards = entered.random_guards
     watching = guards.pop() if guards else watching_random()
     try:
@@ -306,15 +306,15 @@ def _run(
                 if spec.by_name:
                     inputs, kwargs = inputs
             out = spec.func(*inputs, **kwargs)
-            if MARKED:
-                settle_all(out)
+            if HOOKED:
+                sync_all(out)
         guards.append(watching)
     except BaseException:
-        if ASSIGNED:
-            put_back_assigned(level)
+        if BUFFER_WRITES:
+            restore_buffers(level)
         raise
-    if ASSIGNED:
-        refuse_assigned(level)
+    if BUFFER_WRITES:
+        refuse_buffer_writes(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
     dims: Sequence[int | None] | None = None

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tsfunc.late import late
+from tsfunc._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tsfunc.types.annotation import from_annotation, parse
@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from tsfunc.types.reading import as_descriptor, parse_descriptor
     from tsfunc.types.signatures import Signature, signature
 else:
-    __getattr__, __dir__ = late(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "annotation": "from_annotation parse",

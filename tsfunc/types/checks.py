@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.types.check_context import Check, CheckContext, Failure, Path, place_text
 from tsfunc.types.classes import primitive_of
 from tsfunc.types.conformance import mismatches
 from tsfunc.types.container_checks import (
@@ -46,7 +47,6 @@ from tsfunc.types.grammar import (
     assert_never,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.runs import Check, Failure, Path, Run, place_text
 from tsfunc.types.tensor_checks import tensor_check
 from tsfunc.types.values import describe, same_value
 
@@ -103,11 +103,11 @@ def compile_check(descriptor: Descriptor, dims: Mapping[str, Dim]) -> Check | No
 def _both(first: Check, second: Check) -> Check:
     """Return a check that runs the second only if the first passes."""
 
-    def check(value: Any, path: Path, run: Run) -> None:
-        before = len(run.failures)
-        first(value, path, run)
-        if len(run.failures) == before:
-            second(value, path, run)
+    def check(value: Any, path: Path, context: CheckContext) -> None:
+        before = len(context.failures)
+        first(value, path, context)
+        if len(context.failures) == before:
+            second(value, path, context)
 
     return check
 
@@ -116,11 +116,11 @@ def _both(first: Check, second: Check) -> Check:
 
 
 def _class_check(cls: type) -> Check:
-    def check(value: Any, path: Path, run: Run) -> None:
+    def check(value: Any, path: Path, context: CheckContext) -> None:
         # In Python a bool and the members of some enums are ints; in the language they are not.
         derived = cls in _NUMBERS and type(value) is not cls
         if not isinstance(value, cls) or (derived and str(primitive_of(value)) != cls.__name__):
-            run.fail(path, "", f"expected {cls.__name__}, got {describe(value)}")
+            context.fail(path, "", f"expected {cls.__name__}, got {describe(value)}")
 
     return check
 
@@ -129,19 +129,19 @@ _NUMBERS = (int, float, str)
 
 
 def _type_check(type_: TSType) -> Check:
-    def check(value: Any, path: Path, run: Run) -> None:
-        for found in mismatches([(place_text(path, run.arguments), value, type_)]):
-            deeper = found.path != place_text(path, run.arguments)
+    def check(value: Any, path: Path, context: CheckContext) -> None:
+        for found in mismatches([(place_text(path, context.arguments), value, type_)]):
+            deeper = found.path != place_text(path, context.arguments)
             line = f"{found.path}: expected {found.expected}, got {found.got}"
-            run.failures.append(Failure((len(path), deeper), line))
+            context.failures.append(Failure((len(path), deeper), line))
 
     return check
 
 
 def _value_check(expected: object) -> Check:
-    def check(value: Any, path: Path, run: Run) -> None:
+    def check(value: Any, path: Path, context: CheckContext) -> None:
         if value is not expected and not same_value(expected, value):
-            run.fail(path, "", f"expected the value {describe(expected)}, got {_other(value)}")
+            context.fail(path, "", f"expected the value {describe(expected)}, got {_other(value)}")
 
     def _other(value: object) -> str:
         same_text = describe(value) == describe(expected)

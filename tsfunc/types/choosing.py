@@ -30,7 +30,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.meta import MetaTensorType, on_device
 
 Place = tuple[int, str]
-"""A name of a size, and in which of two sets it is one."""
+"""A named size, and the index of its set of descriptors."""
 
 
 def in_order(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 NAME = re.compile(r"[^\W\d]\w*(?:\.(?:[^\W\d]\w*|<\w+>))*(?:#\d+)?")
-"""A dotted name as this file makes them."""
+"""A dotted name, as this module makes it."""
 
 _PUBLIC: dict[str, type] = {
     "torch.device": torch.device,

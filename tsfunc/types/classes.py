@@ -45,7 +45,7 @@ BUILTIN_CLASSES: frozenset[type] = frozenset(
         torch.nn.ModuleDict,
     }
 )
-"""The classes, beside Tensor, whose meaning the language has built in."""
+"""The classes besides Tensor that are built into the type language."""
 
 _MARK = "__ts_interface__"
 _C = TypeVar("_C", bound=type)

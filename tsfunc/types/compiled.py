@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.types.check_context import Check, CheckContext, Path
 from tsfunc.types.checks import compile_check
 from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
@@ -16,7 +17,6 @@ from tsfunc.types.grammar import Descriptor, TSMetaType, TSOptional, TSUnion
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import most, solved_for
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.runs import Check, Path, Run
 from tsfunc.types.tensor_checks import check_expressions
 
 _ABSENT = object()
@@ -99,8 +99,8 @@ class CompiledDescriptors:
         sizes = None if quick is None else quick(arguments)
         if sizes is not None:
             return Bindings(sizes, lambda: self._run(arguments).leaves)
-        run = self._run(arguments)
-        return Bindings(run.sizes, run.leaves)
+        context = self._run(arguments)
+        return Bindings(context.sizes, context.leaves)
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
         """Return True if a call fits, by a fast check if there is one, which can miss a fit."""
@@ -112,24 +112,26 @@ class CompiledDescriptors:
             return False
         return True
 
-    def _run(self, arguments: Mapping[str, object]) -> Run:
+    def _run(self, arguments: Mapping[str, object]) -> CheckContext:
         """Check a call in full, and find every mismatch.
 
         Raises:
             DescriptorViolation: there is a mismatch.
         """
-        run = Run(arguments)
+        context = CheckContext(arguments)
         for name, path, default, check in self._checks:
             value = arguments.get(name, default)
             if value is _ABSENT:
-                run.fail(path, "", "expected an argument, which its descriptor describes, got none")
+                context.fail(
+                    path, "", "expected an argument, which its descriptor describes, got none"
+                )
             else:
-                check(value, path, run)
-        if run.pending:
-            check_expressions(run)
-        if run.failures:
-            raise self._violation(run)
-        return run
+                check(value, path, context)
+        if context.pending:
+            check_expressions(context)
+        if context.failures:
+            raise self._violation(context)
+        return context
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
         """Return the only metadata that can describe a tensor at `path`; None if the leaf is open.
@@ -146,8 +148,8 @@ class CompiledDescriptors:
         found = governing(self.descriptors[path[0]], tuple(path[1:]))
         return found.pop() if len(found) == 1 else None
 
-    def _violation(self, run: Run) -> DescriptorViolation:
-        lines = dict.fromkeys(failure.line for failure in run.failures)
+    def _violation(self, context: CheckContext) -> DescriptorViolation:
+        lines = dict.fromkeys(failure.line for failure in context.failures)
         return DescriptorViolation(
             f"{self.call}: the call breaks its descriptors:\n"
             + "".join(f"  {line}\n" for line in lines)

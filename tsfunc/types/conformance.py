@@ -107,11 +107,11 @@ def decide(type_: TSAllType) -> Fits:
 
 def mismatches(values: Iterable[tuple[str, Any, TSAllType]]) -> list[Mismatch]:
     """Return the mismatches of named values; sizes of one name are equal in all of them."""
-    run = _Run()
+    context = _Run()
     for name, value, type_ in values:
-        run.visit(value, type_, name)
-    run.settle()
-    return run.found
+        context.visit(value, type_, name)
+    context.settle()
+    return context.found
 
 
 class _Run:
@@ -127,7 +127,7 @@ class _Run:
         self.found.append(Mismatch(path, str(expected), describe(value)))
 
     def visit(self, value: Any, type_: TSAllType, path: str, shown: object = None) -> None:
-        """Check one value; `shown` is the Optional that contains the type."""
+        """Check one value; `viewed_state` is the Optional that contains the type."""
         expected = type_ if shown is None else shown
         match type_:
             case TSMetaType():

@@ -31,7 +31,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 _LONGEST_EXPRESSION = 200
-"""Characters; deep nesting would exhaust the parser."""
+"""The maximum length of an expression in characters; deep nesting would exhaust the parser."""
 
 
 def is_dim_name(name: object) -> bool:
@@ -209,7 +209,7 @@ class Dim:
 
 
 _FEW = 4096
-"""The number of sizes up to which all are tried one by one."""
+"""The maximum number of sizes that are tried one by one."""
 
 
 def _step(dim: Dim) -> int:
@@ -332,7 +332,7 @@ ShapeSpec: TypeAlias = "Sequence[DimSpec | EllipsisType]"
 """A shape as it is written; ``...`` as its first entry stands for any number of dims."""
 
 DimForm: TypeAlias = int | Dim | DimExpr | None
-"""A dim as it is worked with: fixed, named, computed, or open."""
+"""A dim in parsed form: fixed, named, computed or open."""
 
 
 def parse_dim(spec: object) -> DimForm:

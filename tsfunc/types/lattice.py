@@ -110,7 +110,7 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
-from tsfunc.types.sizes import ABSENT, Absent, Generalization, Instance, SideForm
+from tsfunc.types.sizes import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.values import same_keys
 
 
@@ -133,7 +133,7 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
     if isinstance(wider, TSModuleType):
         return False
     inner = nominal_view(narrower)
-    sizes = Instance(dims_in(inner))
+    sizes = SizeMatch(dims_in(inner))
     return _below(inner, wider, sizes, of_call=False) and sizes.settled()
 
 
@@ -147,12 +147,12 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
         wider: the types of the same parameters; names of sizes hold in all of them.
     """
     ones = list(narrower)
-    sizes = Instance(dim for each in ones for dim in dims_in(each))
+    sizes = SizeMatch(dim for each in ones for dim in dims_in(each))
     pairs = zip(ones, wider, strict=True)
     return all(_below(*pair, sizes, of_call=True) for pair in pairs) and sizes.settled()
 
 
-def _below(narrower: TSType, wider: TSType, sizes: Instance, *, of_call: bool) -> bool:
+def _below(narrower: TSType, wider: TSType, sizes: SizeMatch, *, of_call: bool) -> bool:
     """Return True if one type is below another, under the names assigned so far."""
 
     def below(one: TSType, other: TSType) -> bool:
@@ -221,7 +221,7 @@ def _below(narrower: TSType, wider: TSType, sizes: Instance, *, of_call: bool) -
 _Below: TypeAlias = Callable[[TSType, TSType], bool]
 
 
-def _below_if(narrower: TSType, wider: TSType, sizes: Instance, of_call: bool) -> bool:
+def _below_if(narrower: TSType, wider: TSType, sizes: SizeMatch, of_call: bool) -> bool:
     """Return `_below`, and assign names only if it is True."""
     trial = sizes.copy()
     if not _below(narrower, wider, trial, of_call=of_call):
@@ -260,7 +260,7 @@ def plain(type_: TSType) -> TSType:
     return map_tensors(type_, lambda meta: MetaTensorType())
 
 
-def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
     """Return True if every property in `wider` follows from `narrower`."""
     for name in _EXACT:
         known = getattr(wider, name)
@@ -280,7 +280,7 @@ def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: Inst
 _EXACT = ("dtype", "requires_grad", "layout", "memory_format")
 
 
-def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: Instance) -> bool:
+def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
     if wider.shape is None:
         return True
     if narrower.dims is not None:

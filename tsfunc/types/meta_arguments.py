@@ -24,7 +24,7 @@ _FIELDS: tuple[str, ...] = (
 )  # fmt: skip
 
 FORMAT_RANKS = {torch.channels_last: 4, torch.channels_last_3d: 5}
-"""The ranks that memory formats are of."""
+"""The ranks that each memory format applies to."""
 
 Shape: TypeAlias = tuple["DimSpec | EllipsisType", ...]
 

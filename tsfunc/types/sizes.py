@@ -48,7 +48,7 @@ def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
     return found
 
 
-class Instance:
+class SizeMatch:
     """The assignment of a narrower type's sizes to a wider type's names, built up size by size.
 
     Args:
@@ -61,13 +61,13 @@ class Instance:
         self._pending: list[tuple[DimExpr, Key]] = []
         self._opens = 0
 
-    def copy(self) -> Instance:
+    def copy(self) -> SizeMatch:
         """Return a copy, to continue with a type that may not fit."""
-        made = Instance(())
+        made = SizeMatch(())
         made.adopt(self)
         return made
 
-    def adopt(self, other: Instance) -> None:
+    def adopt(self, other: SizeMatch) -> None:
         """Take over the state of a copy."""
         self._bounds, self._opens = other._bounds, other._opens
         self._meaning, self._pending = dict(other._meaning), list(other._pending)
@@ -284,7 +284,7 @@ class Generalization:
 
 
 _MOST_CHOICES = 64
-"""The number of ways to read the names of an expression on the other side that are tried."""
+"""The maximum number of assignments of an expression's names that are tried."""
 
 
 def names_of_dim(dim: SideForm) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from tsfunc.types.check_context import Check, CheckContext, Failure, Path, place_text
 from tsfunc.types.dims import Dim, DimExpr, DimForm
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device, tensor_text
-from tsfunc.types.runs import Check, Failure, Path, Run, place_text
 from tsfunc.types.values import describe
 
 
@@ -18,23 +18,23 @@ def tensor_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
     check_shape = None if meta.shape is None else _shape_check(meta, dims)
     has_layout = meta.strides is not None or meta.memory_format is not None
 
-    def check(value: Any, path: Path, run: Run) -> None:
+    def check(value: Any, path: Path, context: CheckContext) -> None:
         if not isinstance(value, torch.Tensor):
-            run.fail(path, "", f"expected a tensor, {meta}, got {describe(value)}")
+            context.fail(path, "", f"expected a tensor, {meta}, got {describe(value)}")
             return
-        run.leaves[path] = meta
+        context.leaves[path] = meta
         if dtype is not None and value.dtype != dtype:
-            run.fail(path, ".dtype", f"expected {dtype}, got {value.dtype}")
+            context.fail(path, ".dtype", f"expected {dtype}, got {value.dtype}")
         if check_shape is not None:
-            check_shape(value, path, run)
+            check_shape(value, path, context)
         if device is not None and not on_device(value.device, device):
-            run.fail(path, ".device", f"expected {device}, got {value.device}")
+            context.fail(path, ".device", f"expected {device}, got {value.device}")
         if grad is not None and value.requires_grad != grad:
-            run.fail(path, ".requires_grad", f"expected {grad}, got {value.requires_grad}")
+            context.fail(path, ".requires_grad", f"expected {grad}, got {value.requires_grad}")
         if layout is not None and value.layout != layout:
-            run.fail(path, ".layout", f"expected {layout}, got {value.layout}")
+            context.fail(path, ".layout", f"expected {layout}, got {value.layout}")
         elif has_layout:
-            _check_memory(meta, value, path, run)
+            _check_memory(meta, value, path, context)
 
     return check
 
@@ -45,15 +45,15 @@ def _shape_check(meta: MetaTensorType, dims: Mapping[str, Dim]) -> Check:
     count = len(meta.trailing)
     of_rank: dict[int, Check] = {}
 
-    def check(value: Any, path: Path, run: Run) -> None:
+    def check(value: Any, path: Path, context: CheckContext) -> None:
         rank = value.dim()
         if rank < count:
             expected, got = _brackets((..., *meta.trailing)), _brackets(value.shape)
-            run.fail(path, ".shape", f"expected {expected}, got {got}")
+            context.fail(path, ".shape", f"expected {expected}, got {got}")
             return
         if rank not in of_rank:
             of_rank[rank] = _sizes_check(meta.trailing, rank - count, dims)
-        of_rank[rank](value, path, run)
+        of_rank[rank](value, path, context)
 
     return check
 
@@ -69,94 +69,100 @@ def _sizes_check(forms: tuple[DimForm, ...], first: int, dims: Mapping[str, Dim]
     named = [(axis, dims[form.name]) for axis, form in numbered if isinstance(form, Dim)]
     computed = [(f".shape[{i}]", i, form) for i, form in numbered if isinstance(form, DimExpr)]
 
-    def check(value: Any, path: Path, run: Run) -> None:
+    def check(value: Any, path: Path, context: CheckContext) -> None:
         shape = value.shape
         if len(shape) != rank:
-            run.fail(path, ".shape", f"expected {_brackets(forms)}, got {_brackets(shape)}")
+            context.fail(path, ".shape", f"expected {_brackets(forms)}, got {_brackets(shape)}")
             return
         for axis, size in fixed:
             if shape[axis] != size:
-                run.fail(path, f".shape[{axis}]", f"expected {size}, got {shape[axis]}")
+                context.fail(path, f".shape[{axis}]", f"expected {size}, got {shape[axis]}")
         for axis, dim in named:
-            if run.sizes.get(dim.name) != shape[axis]:  # usually the size is bound already
-                _bind(dim, shape[axis], f".shape[{axis}]", path, run)
+            if context.sizes.get(dim.name) != shape[axis]:  # usually the size is bound already
+                _bind(dim, shape[axis], f".shape[{axis}]", path, context)
         for part, axis, expression in computed:
-            run.pending.append((path, part, expression, shape[axis]))
+            context.pending.append((path, part, expression, shape[axis]))
 
     return check
 
 
-def _check_memory(meta: MetaTensorType, value: torch.Tensor, path: Path, run: Run) -> None:
+def _check_memory(
+    meta: MetaTensorType, value: torch.Tensor, path: Path, context: CheckContext
+) -> None:
     """Check the strides and the memory format of a tensor. A sparse tensor has neither."""
     if value.layout != torch.strided:
         expected = meta.memory_format or f"strides {list(meta.strides or ())}"
-        run.fail(path, ".layout", f"expected {expected}, got {value.layout}")
+        context.fail(path, ".layout", f"expected {expected}, got {value.layout}")
         return
     strides, forms = value.stride(), meta.stride_forms
     if forms and len(strides) != len(forms):
-        run.fail(path, ".stride()", f"expected {_brackets(forms)}, got {_brackets(strides)}")
+        context.fail(path, ".stride()", f"expected {_brackets(forms)}, got {_brackets(strides)}")
     for axis, (form, step) in enumerate(zip(forms, strides, strict=False)):
         if isinstance(form, DimExpr):
-            run.pending.append((path, f".stride()[{axis}]", form, step))
+            context.pending.append((path, f".stride()[{axis}]", form, step))
         elif form is not None and form != step:
-            run.fail(path, f".stride()[{axis}]", f"expected {form}, got {step}")
+            context.fail(path, f".stride()[{axis}]", f"expected {form}, got {step}")
     wanted = meta.memory_format
     if wanted is not None and not is_in_format(value, wanted):
-        run.fail(path, "", f"expected {wanted}, got strides {_brackets(strides)}")
+        context.fail(path, "", f"expected {wanted}, got strides {_brackets(strides)}")
 
 
-def _bind(dim: Dim, size: int, part: str, path: Path, run: Run) -> None:
+def _bind(dim: Dim, size: int, part: str, path: Path, context: CheckContext) -> None:
     """Bind a named dim at its first occurrence; check it at the others."""
-    known = run.sizes.get(dim.name)
+    known = context.sizes.get(dim.name)
     if known is None:
-        run.sizes[dim.name] = size
-        run.places[dim.name] = (path, part)
+        context.sizes[dim.name] = size
+        context.places[dim.name] = (path, part)
         if not dim.admits(size):
-            run.fail(path, part, f"expected {dim}, got {size}")
+            context.fail(path, part, f"expected {dim}, got {size}")
     elif known != size:
-        here = f"{place_text(path, run.arguments)}{part}"
-        line = f"{run.bound_at(dim.name)} but {size} at {here}"
-        run.failures.append(Failure((len(path), True), line))
+        here = f"{place_text(path, context.arguments)}{part}"
+        line = f"{context.bound_at(dim.name)} but {size} at {here}"
+        context.failures.append(Failure((len(path), True), line))
 
 
-def check_expressions(run: Run) -> None:
+def check_expressions(context: CheckContext) -> None:
     """Check the computed dims, after all named dims are bound.
 
     A name that no shape has as a dim is solved for.
     """
-    pending, before = run.pending, None
+    pending, before = context.pending, None
     while pending and len(pending) != before:
         before = len(pending)
-        pending = [each for each in pending if not _is_settled(*each, run)]
+        pending = [each for each in pending if not _is_settled(*each, context)]
     for path, part, expression, size in pending:
-        missing = ", ".join(name for name in expression.names if name not in run.sizes)
-        run.fail(path, part, f"expected {expression}, got {size}: the call has no {missing}")
+        missing = ", ".join(name for name in expression.names if name not in context.sizes)
+        context.fail(path, part, f"expected {expression}, got {size}: the call has no {missing}")
 
 
-def _is_settled(path: Path, part: str, expression: DimExpr, size: int, run: Run) -> bool:
+def _is_settled(
+    path: Path, part: str, expression: DimExpr, size: int, context: CheckContext
+) -> bool:
     """Check a computed dim, or bind its only unknown name; False if neither is possible."""
-    because = ", ".join(run.bound_at(name) for name in expression.names if name in run.sizes)
-    if any(name not in run.sizes for name in expression.names):
-        found = expression.solve(size, run.sizes)
+    because = ", ".join(
+        context.bound_at(name) for name in expression.names if name in context.sizes
+    )
+    if any(name not in context.sizes for name in expression.names):
+        found = expression.solve(size, context.sizes)
         if found is None:
             return False
         name, solution = found
         if solution is not None:
-            run.sizes[name] = solution
-            run.places[name] = (path, f"{part} = {expression}")
-        elif {expression.evaluate({**run.sizes, name: each}) for each in (0, 1)} == {size}:
+            context.sizes[name] = solution
+            context.places[name] = (path, f"{part} = {expression}")
+        elif {expression.evaluate({**context.sizes, name: each}) for each in (0, 1)} == {size}:
             what = f"{expression} is {size} for every {name} ({because})"
             what += f", so {name} can't be determined"
-            run.fail(path, part, f"expected {expression}, got {size}: {what}")
+            context.fail(path, part, f"expected {expression}, got {size}: {what}")
         else:
-            run.fail(path, part, f"expected {expression}, got {size}: no size {name} gives it")
+            context.fail(path, part, f"expected {expression}, got {size}: no size {name} gives it")
         return True
     try:
-        expected = expression.evaluate(run.sizes)
+        expected = expression.evaluate(context.sizes)
     except ZeroDivisionError:
         what = f"expected {expression}, which divides by zero ({because}), got {size}"
-        run.fail(path, part, what)
+        context.fail(path, part, what)
         return True
     if expected != size:
-        run.fail(path, part, f"expected {expression} = {expected} ({because}), got {size}")
+        context.fail(path, part, f"expected {expression} = {expected} ({because}), got {size}")
     return True

@@ -12,7 +12,7 @@ from torch import Tensor
 from tsfunc.ops import Category
 from tsfunc.ops.catalogue.classify import Verdict, dim_arguments, verdict
 from tsfunc.ops.catalogue.decisions import Decisions
-from tsfunc.ops.catalogue.signature import Argument, Signature, functional_form
+from tsfunc.ops.catalogue.signature import Argument, OperatorSignature, functional_form
 from tsfunc.ops.catalogue.trial import Evidence, Trial
 
 X, Y = Argument("x", "Tensor"), Argument("y", "Tensor")
@@ -26,11 +26,11 @@ def operator(
     returns: tuple[str, ...] = ("Tensor",),
     tags: tuple[str, ...] = (),
     name: str = "made::up",
-) -> Signature:
-    return Signature(name, arguments, returns, frozenset(tags), call)
+) -> OperatorSignature:
+    return OperatorSignature(name, arguments, returns, frozenset(tags), call)
 
 
-def classified(signature: Signature, decisions: str = "", device: str = "cpu") -> Verdict:
+def classified(signature: OperatorSignature, decisions: str = "", device: str = "cpu") -> Verdict:
     evidence = Trial(signature, device).evidence() if signature.call is not None else Evidence()
     return verdict(signature, Decisions(decisions), lambda packet: [], lambda name: None, evidence)
 
@@ -55,7 +55,7 @@ def batched(x: Tensor) -> Tensor:
         (operator(torch.linalg.inv, X), "Batched", "x 2-6"),
     ],
 )
-def test_by_trying(signature: Signature, category: str, source: str) -> None:
+def test_by_trying(signature: OperatorSignature, category: str, source: str) -> None:
     found = classified(signature)
     assert (found.category.value, found.source) == (category, f"tried: {source}")
 
@@ -76,7 +76,7 @@ def test_a_softmax_is_not_taken_for_a_sine_where_values_are_seen() -> None:
         (operator(None, X), "Other", "unknown: "),
     ],
 )
-def test_by_schema_and_tags(signature: Signature, category: str, source: str) -> None:
+def test_by_schema_and_tags(signature: OperatorSignature, category: str, source: str) -> None:
     found = classified(signature)
     assert found.category.value == category
     assert found.source.startswith(source)
@@ -156,7 +156,9 @@ FORMS = {"made::add": [ADD_SCALAR, ADD]}
         (operator(None, X, Y, OUT, name="made::sub.out"), None),
     ],
 )
-def test_the_form_that_a_variant_follows(variant: Signature, form: Signature | None) -> None:
+def test_the_form_that_a_variant_follows(
+    variant: OperatorSignature, form: OperatorSignature | None
+) -> None:
     assert functional_form(variant, lambda packet: FORMS.get(packet, [])) is form
 
 
@@ -171,7 +173,7 @@ def test_the_form_that_a_variant_follows(variant: Signature, form: Signature | N
         (operator(None, X, Argument("y", "Tensor", writes=True)), "writing"),
     ],
 )
-def test_forms(signature: Signature, form: str) -> None:
+def test_forms(signature: OperatorSignature, form: str) -> None:
     assert signature.form == form
 
 

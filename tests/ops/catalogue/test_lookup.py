@@ -15,7 +15,7 @@ from tsfunc.errors import UnknownOperatorError
 from tsfunc.ops import Category, all_rows, lookup
 from tsfunc.ops.catalogue import lookup as module
 from tsfunc.ops.catalogue.counts import CENSUS_2020, rows
-from tsfunc.ops.catalogue.facts import Result
+from tsfunc.ops.catalogue.facts import ResultDims
 from tsfunc.ops.catalogue.table import read_table
 
 
@@ -26,7 +26,7 @@ def test_an_entry() -> None:
     assert entry.source == "decided: vectors and matrices, with no batch dims or just one"
     assert entry.evidence.ranks == {"self": [0, 1, 2], "mat1": [2], "mat2": [2]}
     assert entry.facts.carriers == ("self", "mat1", "mat2")
-    assert entry.facts.result is Result.COMPUTED
+    assert entry.facts.result is ResultDims.COMPUTED
     assert entry.rule is not None
     written = Path(entry.file).read_text().splitlines()[entry.line - 1 : entry.line + 2]
     assert any("addmm" in line for line in written)
@@ -37,19 +37,19 @@ def test_an_entry() -> None:
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("aten::add.Tensor", "result", Result.BROADCAST),
-        ("aten::sum.dim_IntList", "result", Result.REDUCED),
+        ("aten::add.Tensor", "result", ResultDims.BROADCAST),
+        ("aten::sum.dim_IntList", "result", ResultDims.REDUCED),
         ("aten::sum.dim_IntList", "dims", ("dim",)),
-        ("aten::mse_loss", "result", Result.REDUCED),
-        ("aten::median", "result", Result.REDUCED),
-        ("aten::clone", "result", Result.SAME),
-        ("aten::nonzero", "result", Result.DATA),
+        ("aten::mse_loss", "result", ResultDims.REDUCED),
+        ("aten::median", "result", ResultDims.REDUCED),
+        ("aten::clone", "result", ResultDims.SAME),
+        ("aten::nonzero", "result", ResultDims.DATA),
         ("aten::nonzero", "data_dependent", True),
         ("aten::masked_select.out", "data_dependent", True),
         ("aten::item", "data_dependent", True),
         ("aten::is_nonzero", "data_dependent", True),
         ("aten::add.Tensor", "data_dependent", False),
-        ("aten::size.int", "result", Result.NONE),
+        ("aten::size.int", "result", ResultDims.NONE),
         ("aten::zeros", "carriers", ()),
         ("aten::new_zeros", "carriers", ()),
         ("aten::masked_fill.Tensor", "carriers", ("self", "mask")),

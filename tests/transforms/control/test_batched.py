@@ -196,7 +196,7 @@ def test_only_those_that_need_a_step_make_it() -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen])
 def test_tracers_run_what_no_program_does(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batched.Batch, "every", lambda self, body: None)
+    monkeypatch.setattr(batched.PhysicalBatch, "every", lambda self, body: None)
     x, n = _inputs([3, 0, 5, 1, 3])
     torch.testing.assert_close(specialize(vmap(f))(x, n), _every(f, x, n))
     torch.testing.assert_close(vmap(specialize(f))(x, n), _every(f, x, n))
@@ -272,7 +272,7 @@ def test_files_keep_it(f: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("f", [_until, _chosen, LONGER, _in_place])
 def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
-    """Its operators are for one choice: NOTE [choices that can't be read] in ``cond``."""
+    """Its operators are for one choice: NOTE [unreadable choices] in ``cond``."""
     program = specialize(vmap(f))
     expected = program(*_inputs([3, 0, 2, 1, 3]))
     found = program.graph_module(*_inputs([3, 0, 2, 1, 3]))

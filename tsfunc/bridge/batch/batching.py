@@ -11,11 +11,11 @@ from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
+from tsfunc.bridge.tracers.decompositions import is_outside
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
-from tsfunc.bridge.tracers.parts import is_outside
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
-from tsfunc.bridge.tracers.tracer import METHODS, innermost_level, into_torch
+from tsfunc.bridge.tracers.tracer import METHODS, call_torch, innermost_level
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -52,7 +52,7 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     dims: list[Any] = []
     any_batched = False
     for arg in args:
-        if type(arg) is MadeTracer and arg.dispatch_level is level:
+        if type(arg) is SlottedBatchTracer and arg.dispatch_level is level:
             values.append(arg.value)
             dims.append(arg.bdim)
             if arg.bdim is not None:
@@ -190,7 +190,7 @@ def _lifting_all(
             return level.lift(value) if is_outside(value, level) else value
 
         args = tuple(lifted(arg) for arg in args)
-    return into_torch(func, types, args, kwargs)
+    return call_torch(func, types, args, kwargs)
 
 
 for _name in "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu".split():
@@ -203,4 +203,4 @@ def _detach(value: BatchTracer) -> BatchTracer:
 
     A user's call of ``detach`` does not arrive here: the function handler answers it.
     """
-    return value.again()
+    return value.aliased_here()

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
-from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
-from tsfunc.bridge.writing.gathered import gather
+from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
@@ -373,8 +373,8 @@ def _resize_as(
     return x.resize_(template.shape, memory_format=memory_format)
 
 
-PARTS["aten::resize_as_"] = _resize_as
-PARTS["aten::ctc_loss.IntList"] = _ctc_loss
+DECOMPOSITIONS["aten::resize_as_"] = _resize_as
+DECOMPOSITIONS["aten::ctc_loss.IntList"] = _ctc_loss
 
 
 @_instead(Tensor.coalesce)

@@ -1,4 +1,4 @@
-"""Operators without a batching rule: parts, torch's decompositions, the loop over examples.
+"""Operators without a batching rule: decompositions and the loop over examples.
 
 Private names used here (torch 2.11 to 2.13): ``OpOverload._schema`` names an operator's arguments;
 ``OpOverload.impl_aten`` is the implementation of a primitive of torch's references
@@ -16,14 +16,18 @@ import torch
 
 from tsfunc.bridge.batch.torch_rules import by_torchs_rule, has_torchs_rule
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.decompositions import (
+    decomposition_of,
+    own_decomposition,
+    run_decomposition,
+)
+from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     functional_form,
     operator_of,
     overload_of,
 )
-from tsfunc.bridge.tracers.parts import parts_of_composite, run_parts, written_here
 from tsfunc.bridge.writing.writes import tensors_in
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place, warn
@@ -32,7 +36,7 @@ from tsfunc.dispatch.state import tls
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.compressed import is_compressed, stacked
 from tsfunc.ops.dims import refuse_inplace
-from tsfunc.ops.philox import Draw
+from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
 
@@ -40,17 +44,17 @@ from tsfunc.ops.splitting import agree_on_results
 def without_rule(
     op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Run an operator without a row, by torch's own batching rule, its parts, or the loop."""
+    """Run an operator without a row, by torch's rule, a decomposition or the loop."""
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
         out = by_torchs_rule(op, level, args, kwargs)
         if out is not NotImplemented:
             return out
-        parts = _parts_of(op)
-        if parts is not None:
-            note("decomposition", *_name_and_source(parts, op))
-            out = run_parts(parts, level, args, kwargs)
+        decomposition = _decomposition_of(op)
+        if decomposition is not None:
+            note("decomposition", *_name_and_source(decomposition, op))
+            out = run_decomposition(decomposition, level, args, kwargs)
             if out is not NotImplemented:
                 return out
     return loop(op, level, args, kwargs)
@@ -68,9 +72,9 @@ def way_of(name: str) -> str:
         return "by the rule that was registered with torch"
     if op.composite:
         return "by its parts, as torch composes it"
-    if written_here(name) is not None:
+    if own_decomposition(name) is not None:
         return "by its parts, as written here"
-    if _parts_of(op) is not None:
+    if _decomposition_of(op) is not None:
         return "by torch's decomposition"
     if op.is_view:
         return "not at all: a view can't be looped over"
@@ -123,11 +127,11 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
     out.copy_(result)
 
 
-def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
-    if (own := written_here(op.name)) is not None:
+def _decomposition_of(op: TorchOperator) -> Callable[..., Any] | None:
+    if (own := own_decomposition(op.name)) is not None:
         return own
     if op.composite:
-        return parts_of_composite(op.overload)
+        return decomposition_of(op.overload)
     if op.overload.namespace == "prims":
         return _functions_of_torch(op.overload)
     if op.writes or op.random or op.is_view:
@@ -139,13 +143,13 @@ def _parts_of(op: TorchOperator) -> Callable[..., Any] | None:
     return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
 
 
-def _name_and_source(parts: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
-    """Return the name and the ``file:line`` of an operator's parts, as reports show them."""
+def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
+    """Return the name and ``file:line`` of a decomposition, as reports show them."""
     if op.composite:
         return "torch's own composite", ""
-    code = getattr(inspect.unwrap(parts), "__code__", None)  # C functions have none
+    code = getattr(inspect.unwrap(decomposition), "__code__", None)  # C functions have none
     place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{parts.__module__}.{parts.__name__}", place
+    return f"{decomposition.__module__}.{decomposition.__name__}", place
 
 
 def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
@@ -237,16 +241,16 @@ def _beginning(
     """Return the function to call before each example of a loop, and with None after the last.
 
     An operator that draws its own random numbers starts from one generator state for all
-    examples (randomness "same"), or from a seed for each example ("split"). See NOTE [draws of
-    an example] in ``ops/philox``.
+    examples (randomness "same"), or from a seed for each example ("split"). See NOTE [random
+    numbers of an example] in ``ops/philox``.
     """
     if not (isinstance(op, TorchOperator) and op.random) or level.randomness == "different":
         return lambda i: None
     generator = kwargs.get("generator")
     seeds: list[list[int]] = []
     if level.randomness == "split":
-        seeds = Draw(level, torch.device("cpu"), generator).words(2).tolist()
-    generators = Generators()
+        seeds = Philox(level, torch.device("cpu"), generator).words(2).tolist()
+    generators = GeneratorStates()
     generators.draws(generator)
 
     def begin(i: int | None) -> None:

@@ -3,7 +3,7 @@
 On the CPU torch does the same. Broadcasting, type promotion and writes are left to the rules of
 the single operators.
 
-NOTE [a number that is added]
+NOTE [added numbers]
 If ``_foreach_add`` adds a tensor without dims that does not require a gradient, torch's parser
 reads the tensor as a number and loses its tangent. The parser does not read tracers. A batched call
 must give the result of the loop over examples, so the tangent of such a tracer is dropped here.
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.parts import PARTS
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer
 
 Single = Callable[..., Any]
@@ -116,7 +116,7 @@ def _declare() -> None:
         each = _each(single, inplace)
         if name.startswith("addc"):
             each = _with_factors(each)
-        PARTS[f"aten::_foreach_{name}"] = each
+        DECOMPOSITIONS[f"aten::_foreach_{name}"] = each
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
             method = _method(each, inplace)
@@ -135,7 +135,7 @@ def _with_factors(each: Single) -> Single:
 
 
 def _reading_a_number(method: Method) -> Method:
-    """Drop the tangent of an added tensor without dims: NOTE [a number that is added]."""
+    """Drop the tangent of an added tensor without dims: NOTE [added numbers]."""
 
     def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if len(args) == 2 and not kwargs and isinstance(args[1], Tracer) and not args[1].dim():

@@ -24,7 +24,7 @@ from tsfunc.bridge.sizes.sized_indexing import basic_view, depends_on_sizes, is_
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, WRITERS, Tracer
-from tsfunc.bridge.writing.gathered import gather
+from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError

@@ -26,8 +26,15 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.tracer import MARKED, METHODS, NO_KWARGS, Tracer, hop, innermost_level
-from tsfunc.bridge.writing.copied_views import state_of
+from tsfunc.bridge.tracers.tracer import (
+    HOOKED,
+    METHODS,
+    NO_KWARGS,
+    Tracer,
+    call_below_function,
+    innermost_level,
+)
+from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.errors import DataDependentError
@@ -106,8 +113,8 @@ class Selection(Tracer):
         return NotImplemented
 
     @property
-    def record(self) -> Selection:
-        """The selection itself: marked tracers have a ``record`` (``marked``)."""
+    def hook(self) -> Selection:
+        """The selection itself, which is its own hook (``tracer_hooks``)."""
         return self
 
     @property
@@ -120,7 +127,7 @@ class Selection(Tracer):
         """True if the dim of the places is the first."""
         return self.places.dim() == self.after + 1
 
-    def settle(self) -> NoReturn:
+    def sync(self) -> NoReturn:
         """Raise, because a selection has no tensor of a known size."""
         self.refuse("a transform or a result")
 
@@ -297,7 +304,7 @@ def _same(one: Any, other: Any) -> bool:
 def _make(
     places: torch.Tensor, mask: torch.Tensor, after: int, source: Any, line: Place
 ) -> Selection:
-    MARKED.setdefault(Selection, _serve)
+    HOOKED.setdefault(Selection, _serve)
     level = innermost_level((places, mask))
     return Selection.make(
         places.detach(), level, places=places, mask=mask, after=after, source=source, line=line
@@ -324,7 +331,7 @@ def _composite(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     code = getattr(func, "__code__", None)
     if code is None or func in METHODS:
         return NotImplemented
-    return hop(func, (), args, kwargs)
+    return call_below_function(func, (), args, kwargs)
 
 
 # The methods of Python's operators, with the names of torch's functions.

@@ -17,7 +17,7 @@ tracer is narrowed at the next access: its ``value`` is a property that selects 
 examples, under the state that the level captured, so that the graphs of outer levels include the
 selection.
 
-NOTE [memory that examples left]
+NOTE [memory of finished examples]
 Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
 them is written to. If another one is still alive at that time, the level's own examples start anew:
 their answers agree up to here, so the new run narrows nothing. If the function writes into an
@@ -35,10 +35,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.generators import Generators
-from tsfunc.bridge.tracers.hot_calls import KINDS, HotTracer
+from tsfunc.bridge.tracers.fast_handlers import KINDS, FastBatchTracer
+from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.births import take_place
+from tsfunc.bridge.writing.creation_tracking import take_place
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
@@ -60,7 +60,7 @@ class SplitLevel(BatchLevel):
         lanes: the indices of the call's examples that are in the batch, in ascending order.
         put_off: the groups of examples that gave other answers.
         generation: the number of times that the batch became smaller.
-        asked: True if the function has read a Python value.
+        reads_values: True if the function has read a Python value.
         copying: True if the level's arguments are copies of the caller's.
         alone: True if the only example is passed as a plain value, not as a tracer.
         written: the input positions of the copies that were written into.
@@ -68,8 +68,20 @@ class SplitLevel(BatchLevel):
             a copy.
     """
 
-    __slots__ = ("_call_size", "_moves", "_past", "_picked", "alone", "asked", "copying",
-                 "generation", "lanes", "put_off", "writes_arguments", "written")  # fmt: skip
+    __slots__ = (
+        "_call_size",
+        "_moves",
+        "_past",
+        "_picked",
+        "alone",
+        "copying",
+        "generation",
+        "lanes",
+        "put_off",
+        "reads_values",
+        "writes_arguments",
+        "written",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -77,7 +89,7 @@ class SplitLevel(BatchLevel):
         randomness: str,
         name: str,
         strict: bool,
-        generators: Generators | None,
+        generators: GeneratorStates | None,
         copying: bool,
     ) -> None:
         super().__init__(len(lanes), randomness, name, strict, generators=generators)
@@ -86,7 +98,7 @@ class SplitLevel(BatchLevel):
         self._call_size = int(lanes.max()) + 1 if len(lanes) else 0
         self.put_off: list[torch.Tensor] = []
         self.generation = 0
-        self.asked = False
+        self.reads_values = False
         self.copying = copying
         self.written: set[int] = set()
         self.writes_arguments = False
@@ -118,7 +130,7 @@ class SplitLevel(BatchLevel):
         Raises:
             StartAnew: the batch comes apart; its first example runs alone, and the others later.
         """
-        self.asked = True
+        self.reads_values = True
         groups = groups_of(answers)
         if len(groups) == 1:
             return None
@@ -141,7 +153,7 @@ class SplitLevel(BatchLevel):
         The condition is at least three splits with at most two examples per split on average. The
         remaining examples are then expected to part as well, as in a loop that ends at a different
         step for each example, and each split would rerun all that leave. They run one by one
-        instead, as plain tensors (NOTE [one example] in ``transforms/split``), as a loop would.
+        instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop would.
         """
         gone = len(self._past[0]) - len(self.lanes)
         often = self.generation
@@ -203,7 +215,7 @@ def before_write(level: BatchLevel, target: Any) -> None:
         level.before_write(target)
 
 
-class SplitTracer(HotTracer):
+class SplitTracer(FastBatchTracer):
     """A batched tensor that follows its level when the level's batch becomes smaller."""
 
     __slots__ = ()
@@ -298,11 +310,11 @@ def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
 
 
 class SlottedSplitTracer(SplitTracer, SlottedTracer):
-    """The class of a slotted tracer that is turned into a split tracer (``turning``)."""
+    """The class of a slotted tracer that was promoted to a split tracer (``promotion``)."""
 
     __slots__ = ()
 
 
-SplitTracer.forms = SplitTracer, SlottedSplitTracer
+SplitTracer.layouts = SplitTracer, SlottedSplitTracer
 SplitTracer.__name__ = SlottedSplitTracer.__name__ = BatchTracer.__name__
 KINDS |= {SplitTracer, SlottedSplitTracer}

@@ -26,8 +26,8 @@ from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.operators import TorchOperator, vmap_rule
 from tsfunc.dispatch.recorder import name_of_rule
 from tsfunc.dispatch.recording import note
-from tsfunc.ops.by_category import rule_of_category
 from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.category_rules import rule_of_category
 from tsfunc.ops.registry import Category, Rule
 
 

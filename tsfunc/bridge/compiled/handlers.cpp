@@ -1,6 +1,6 @@
 // The function handler and the dispatch handler of batched tensors, in compiled code.
 //
-// Python remains the reference: hot_calls.py has the same two handlers, and everything that this
+// Python remains the reference: fast_handlers.py has the same two handlers, and everything that this
 // file does not take is given to them. The file has no batching semantics. It unwraps the tracers
 // of one level, restores what the level captured, calls the operator (pointwise operators on values
 // that are batched alike) or the row's rule (all others) on the values, and wraps the results.
@@ -13,7 +13,7 @@
 // - State is read from the Python objects that own it (levels, the thread's dispatch state), by the
 //   offsets of their slots, which setup() looks up. Nothing is cached here beside what an operator's
 //   schema says, so the handlers need no invalidation: a kernel that a user registers clears
-//   TorchOperator.hot, and the handler sees that at the next call.
+//   TorchOperator.direct_rule, and the handler sees that at the next call.
 // - Calls run on any thread: the GIL is taken before a Python object is read.
 #include <Python.h>
 #include <structmember.h>
@@ -82,7 +82,7 @@ struct Names {
   PyObject* plain_types = nullptr;      // classes of arguments that a rule takes as they are
   PyObject* item_types = nullptr;       // classes of the items of lists that it takes so
   PyObject* wrap = nullptr;             // wrap(value, bdim, level, offset) in Python
-  PyObject* again = nullptr;            // the answer to aten::alias and aten::detach
+  PyObject* alias = nullptr;            // the answer to aten::alias and aten::detach
   PyObject* batch_changed = nullptr;    // the exception BatchChanged
   PyObject* functorch_level = nullptr;  // the depth of torch.func's stack, or None
   PyObject* no_kwargs = nullptr;        // an empty dict
@@ -97,7 +97,7 @@ struct Slots {
       kernel_states;                          // of levels
   Py_ssize_t plain, remap, mask;              // of the dispatch state
   Py_ssize_t key_sets, grad_mode, quiet;      // of a level's TorchState
-  Py_ssize_t hot, function, by_tracers, ruled, composite, overload;  // of operators
+  Py_ssize_t direct_rule, function, by_tracers, ruled, composite, overload;  // of operators
 } slots;
 
 PyObject*& slot(PyObject* object, Py_ssize_t offset) {
@@ -571,9 +571,9 @@ class DispatchHandler : public c10::OperatorKernel {
   // True if the call was made here. Otherwise the stack is as it was.
   bool run(const c10::OperatorHandle& op, Stack* stack) {
     py::gil_scoped_acquire gil;
-    PyObject* rule = slot(op_, slots.hot);
-    bool is_again = slot(op_, slots.by_tracers) == names.again;
-    if (!is_again && (rule == nullptr || rule == Py_None)) return false;
+    PyObject* rule = slot(op_, slots.direct_rule);
+    bool is_alias = slot(op_, slots.by_tracers) == names.alias;
+    if (!is_alias && (rule == nullptr || rule == Py_None)) return false;
     if (!learned_) learn(op);
     const size_t count = kinds_.size();
     const size_t first = stack->size() - count;
@@ -621,7 +621,7 @@ class DispatchHandler : public c10::OperatorKernel {
     Unwrapped call;
     bool direct = false;
     PyObject* level = nullptr;
-    if (is_again) {
+    if (is_alias) {
       if (args.size() != 1 || !is_tracer(args[0])) return false;
       level = slot(args[0], slots.level);
     } else if (
@@ -640,7 +640,7 @@ class DispatchHandler : public c10::OperatorKernel {
       if (!reached) throw python_error();
       if (PyLong_CheckExact(reached.get()) && Py_SIZE(reached.get()) == 0) return false;
     }
-    if (is_again) {
+    if (is_alias) {
       Owned tracer(wrap(slot(args[0], slots.value), slot(args[0], slots.bdim), level));
       if (!tracer) throw python_error();
       finish(stack, count, THPVariable_Unpack(tracer.get()));
@@ -865,7 +865,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   slots.key_sets = offset_of(torch_state, "key_sets");
   slots.grad_mode = offset_of(torch_state, "grad_mode");
   slots.quiet = offset_of(torch_state, "quiet");
-  slots.hot = offset_of(op, "hot");
+  slots.direct_rule = offset_of(op, "direct_rule");
   slots.function = offset_of(op, "function");
   slots.by_tracers = offset_of(op, "by_tracers");
   slots.ruled = offset_of(op, "ruled");
@@ -882,7 +882,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   names.plain_types = required(options, "plain_types");
   names.item_types = required(options, "item_types");
   names.wrap = required(options, "wrap");
-  names.again = required(options, "again");
+  names.alias = required(options, "alias");
   names.batch_changed = required(options, "batch_changed");
   names.functorch_level = required(options, "functorch_level");
   names.no_kwargs = PyDict_New();

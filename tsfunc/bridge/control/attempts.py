@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.generators import GeneratorStates
 
 
 class NeedsWholeBatch(BaseException):
@@ -34,7 +34,7 @@ class Attempt:
         self._level = level
         self._before = level.generators
         # With randomness="error" nothing is drawn.
-        self._generators = None if level.randomness == "error" else Generators(self._before)
+        self._generators = None if level.randomness == "error" else GeneratorStates(self._before)
         self._drawn = 0 if self._before is None else self._before.drawn
 
     def __enter__(self) -> Attempt:

@@ -39,8 +39,8 @@ from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.questions import unasked
-from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
+from tsfunc.bridge.tracers.tracer import LevelProxy, Tracer, TracerLevel, as_seen_by_current_level
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using
 
@@ -78,7 +78,7 @@ def unwrap_all(value: Any) -> tuple[Any, TracerStack]:
     return value, TracerStack(tuple(frames))
 
 
-class HiddenVmap(Level, StandIn):
+class HiddenVmap(Level, LevelProxy):
     """Replaces the level of a vmap that the traced body does not see: NOTE [hidden vmaps].
 
     It keeps the depths of inner levels, and has no tracers.
@@ -87,7 +87,7 @@ class HiddenVmap(Level, StandIn):
     __slots__ = ("parent",)
 
     def __init__(self, parent: BatchLevel) -> None:
-        self.stand_in_for(parent)
+        self.copy_from(parent)
         self.parent = parent
         self.key = DispatchKey.Trace  # the body records what it draws
         self._kernel_states = {}
@@ -100,7 +100,7 @@ class HiddenVmap(Level, StandIn):
     def root(self) -> TracerLevel:
         return self.parent.root
 
-    def into(self, value: Any) -> Any:
+    def remap(self, value: Any) -> Any:
         return value
 
 
@@ -160,7 +160,7 @@ class HiddenVmaps:
         return known[1]
 
 
-class BodyLevel(TraceLevel, StandIn):
+class BodyLevel(TraceLevel, LevelProxy):
     """Replaces a trace's level while a body of control flow is traced.
 
     Attributes:
@@ -186,7 +186,7 @@ class BodyLevel(TraceLevel, StandIn):
     )
 
     def __init__(self, parent: TraceLevel, hidden: HiddenVmaps) -> None:
-        self.stand_in_for(parent)
+        self.copy_from(parent)
         self.parent = parent
         self.hidden = hidden
         self.surroundings = tls.state
@@ -219,9 +219,9 @@ class BodyLevel(TraceLevel, StandIn):
         return level is other
 
     def lift(self, value: torch.Tensor) -> Any:
-        return self.into(value)
+        return self.remap(value)
 
-    def into(self, value: Any) -> Any:
+    def remap(self, value: Any) -> Any:
         """Return the body's input for a tensor; values that are not tensors are unchanged.
 
         A nested body calls kernels of levels that were entered in this body; values that belong to
@@ -266,7 +266,7 @@ class BodyLevel(TraceLevel, StandIn):
         """Return a fake tensor like one example of a value that hidden vmaps batch."""
         if value.layout is not torch.strided:
             raise CannotUnbatch(next(iter(self.hidden.levels.values())).origin.whole)
-        with unasked(self.fake):
+        with suppress_guards(self.fake):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
@@ -303,13 +303,13 @@ class BodyLevel(TraceLevel, StandIn):
         if not isinstance(inner, TraceTracer) or inner.value.is_conj() or inner.value.is_neg():
             return self.input(value)
         known = inner.value
-        with unasked(self.fake):
+        with suppress_guards(self.fake):
             return self.input(value, self.fake_like(known, known.shape, known.stride()))
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the surroundings of the body see it."""
         if isinstance(self.parent, BodyLevel):
-            value = self.parent.into(value)
+            value = self.parent.remap(value)
         inner, stack = unwrap_all(value)
         # While a kernel runs, only levels outside of its own are active.
         own = isinstance(inner, TraceTracer) and inner.dispatch_level.root is self.root
@@ -322,9 +322,9 @@ class BodyLevel(TraceLevel, StandIn):
 
     def _number(self, value: Any) -> Any:
         """Return the node of a symbolic number: an input, a constant, or read from data."""
-        born = self.symbols.born_in(self.graph, value.node.expr)
-        if born:
-            return self._own_number(value, born)
+        defined = self.symbols.nodes_in(self.graph, value.node.expr)
+        if defined:
+            return self._own_number(value, defined)
         outer = self.parent.sizes(value)
         if not isinstance(outer, torch.fx.Node):
             return outer
@@ -337,19 +337,21 @@ class BodyLevel(TraceLevel, StandIn):
             self.numbers.append(outer)
         return node
 
-    def _own_number(self, value: Any, born: dict[Any, torch.fx.Node]) -> torch.fx.Node:
+    def _own_number(self, value: Any, defined: dict[Any, torch.fx.Node]) -> torch.fx.Node:
         """Return the node of a number that depends on symbols which the body read from data."""
         expr, symbols = value.node.expr, self.symbols
         if expr not in self._own_numbers:
-            rest = {s: self._number(symbols.number_of(s)) for s in expr.free_symbols - born.keys()}
-            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **born})
+            rest = {
+                s: self._number(symbols.number_of(s)) for s in expr.free_symbols - defined.keys()
+            }
+            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **defined})
             self._own_numbers[expr].meta["number"] = value
         return self._own_numbers[expr]
 
     def is_own_size(self, size: Any) -> bool:
         """True if a size depends on data that the body has read."""
         known = isinstance(size, int)
-        return not known and bool(self.symbols.born_in(self.graph, size.node.expr))
+        return not known and bool(self.symbols.nodes_in(self.graph, size.node.expr))
 
 
 def _traced_level(value: Any) -> Any:
@@ -434,7 +436,7 @@ class _InBody(TorchFunctionMode):
 
     def _taken(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return seen_here(value)
+            return as_seen_by_current_level(value)
         if type(value) in (list, tuple):
             return type(value)(self._taken(item) for item in value)
         return value

@@ -22,7 +22,7 @@ from tsfunc.bridge.control.bodies import (
     unwrap_all,
 )
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
-from tsfunc.bridge.control.traced_bodies import Result
+from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.tracer import TracerLevel
 
 def call(
     op: ControlFlow, trace: TraceLevel, inputs: Sequence[Any], numbers: Sequence[Any],
-    results: Sequence[Result],
+    results: Sequence[TracedResult],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Call an operator at the trace, and at each inner level that its inputs belong to."""
     return _Call(op, trace, tuple(numbers)).at(inputs, results)
@@ -47,7 +47,9 @@ class _Call:
     trace: TraceLevel
     numbers: tuple[Any, ...]
 
-    def states(self, results: Sequence[Result]) -> tuple[tuple[torch.device, ...], Sequence[Any]]:
+    def states(
+        self, results: Sequence[TracedResult]
+    ) -> tuple[tuple[torch.device, ...], Sequence[Any]]:
         """Return the generators that the operator may use, and their states before the call."""
         if not self.op.random and not self.op.opaque:
             return (), ()
@@ -56,9 +58,9 @@ class _Call:
         with self.trace.fake:
             like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
         kept = _Call(RandomStates(devices), self.trace, ())
-        return devices, kept.record((), [Result(x, TracerStack()) for x in like])
+        return devices, kept.record((), [TracedResult(x, TracerStack()) for x in like])
 
-    def at(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+    def at(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
         """Call at the innermost level of the inputs: as a node of its graph, if it records one."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
         own = [x for x in inputs if x.dispatch_level.depth == depth]
@@ -72,7 +74,7 @@ class _Call:
             return found
         return self.inward(inputs, results)
 
-    def inward(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+    def inward(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
         """Call on the values that the innermost level's tracers wrap."""
         depth = max((x.dispatch_level.depth for x in inputs), default=self.trace.depth)
         depth = max([depth, *(r.stack.frames[0].level.depth for r in results
@@ -86,14 +88,14 @@ class _Call:
             own = bool(wrapped) and wrapped[0].level.depth == depth
             frames.append(wrapped[0] if own else None)
             rest = TracerStack(wrapped[1:]) if own else result.stack
-            stripped.append(Result(result.value, rest))
+            stripped.append(TracedResult(result.value, rest))
         found = self.at(inner, stripped)
         return tuple(
             value if frame is None else TracerStack((frame,)).around(value)
             for value, frame in zip(found, frames, strict=True)
         )
 
-    def record(self, inputs: Sequence[Any], results: Sequence[Result]) -> tuple[Any, ...]:
+    def record(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
         """Record the call as a node of the trace."""
         trace = self.trace
         nodes = [x.node for x in inputs]
@@ -112,7 +114,7 @@ class _Call:
         return tuple(outs)
 
 
-def _depends_on(result: Result, level: TracerLevel, trace: TraceLevel) -> bool:
+def _depends_on(result: TracedResult, level: TracerLevel, trace: TraceLevel) -> bool:
     """True if a result can depend on what a level differentiates by: it is one of its tracers."""
     own = any(frame.level.depth == level.depth for frame in result.stack.frames)
     return differentiable(result.value) and (own or level.depth <= trace.depth)
@@ -123,7 +125,7 @@ class _Recorded(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: _Call, results: Sequence[Result], grad_mode: bool, *inputs: Any
+        ctx: Any, call: _Call, results: Sequence[TracedResult], grad_mode: bool, *inputs: Any
     ) -> Any:
         ctx.call, ctx.results = call, results
         ctx.save_for_backward(*inputs)
@@ -199,7 +201,7 @@ def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
     return TracerStack((*inside, *rest))
 
 
-def _mapped(result: Result, inside: Sequence[Frame], trace: TraceLevel) -> Result:
+def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) -> TracedResult:
     """Return the type of a result of a batch of calls."""
     if not inside:
         return result
@@ -208,9 +210,9 @@ def _mapped(result: Result, inside: Sequence[Frame], trace: TraceLevel) -> Resul
         assert isinstance(frame.level, BatchLevel)
         shape = (frame.level.batch_size, *value.shape)
         value = trace.fake_like(value, shape, in_order(shape))
-    return Result(value, _batched(result.stack, inside))
+    return TracedResult(value, _batched(result.stack, inside))
 
 
-def _like(value: Any) -> Result:
+def _like(value: Any) -> TracedResult:
     inner, stack = unwrap_all(value)
-    return Result(inner.value, stack)
+    return TracedResult(inner.value, stack)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from tsfunc.bridge.tracers.attributes import OF_TYPES
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, seen_here
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, as_seen_by_current_level
 from tsfunc.dispatch.state import Level, tls
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ArgRemapper:
         quick: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind in _PLAIN or (kind is MadeTracer and arg.dispatch_level is subset):
+            if kind in _PLAIN or (kind is SlottedBatchTracer and arg.dispatch_level is subset):
                 quick.append(arg)
             elif id(arg) in known:
                 quick.append(known[id(arg)][1])
@@ -86,7 +86,7 @@ class ArgRemapper:
                 return value
             known = self.taken.get(id(value))
             if known is None:
-                known = value, seen_here(value)
+                known = value, as_seen_by_current_level(value)
                 if known[1] is not value:
                     self.taken[id(value)] = known
             return known[1]

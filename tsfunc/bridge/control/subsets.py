@@ -6,7 +6,7 @@ their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level
 and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
 over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
 calls before it does anything else (``remap_args``). One ``cat`` and one ``index_select`` merge the
-results of the subsets (``gathering``). A subset of a single example needs no batch: if nothing is
+results of the subsets (``subset_maps``). A subset of a single example needs no batch: if nothing is
 recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
 The autograd of outer levels records operations on physical values like any operator. At the vmap's
@@ -26,18 +26,24 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import StartAnew
-from tsfunc.bridge.control.gathering import Into
 from tsfunc.bridge.control.remap_args import ArgRemapper
+from tsfunc.bridge.control.subset_maps import Select
 from tsfunc.bridge.grad.linear_maps import is_recorded, linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
-from tsfunc.bridge.tracers.reruns import same_again
-from tsfunc.bridge.tracers.tracer import StandIn, Tracer, TracerLevel, seen_here, settle
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.replay import replayed
+from tsfunc.bridge.tracers.tracer import (
+    LevelProxy,
+    Tracer,
+    TracerLevel,
+    as_seen_by_current_level,
+    sync,
+)
 from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 
 
-class SubsetLevel(BatchLevel, StandIn):
+class SubsetLevel(BatchLevel, LevelProxy):
     """A subset of the examples of a vmap, which replaces the vmap's level.
 
     Attributes:
@@ -49,7 +55,7 @@ class SubsetLevel(BatchLevel, StandIn):
     __slots__ = ("_composed", "_whole", "index", "parent", "single")
 
     def __init__(self, parent: BatchLevel, index: torch.Tensor, single: bool = False) -> None:
-        self.stand_in_for(parent)
+        self.copy_from(parent)
         self.parent = parent
         self.index = index
         self._whole = parent.whole
@@ -58,11 +64,11 @@ class SubsetLevel(BatchLevel, StandIn):
         self._kernel_states = {}
         self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
-        self.kind = MadeTracer
-        self.born = 0
+        self.kind = SlottedBatchTracer
+        self.created_at = 0
         self.lifts_factories = 0
-        if parent.whole.courses is None and self.whole.randomness == "split":
-            self.whole.courses = {}
+        if parent.whole.rng_streams is None and self.whole.randomness == "split":
+            self.whole.rng_streams = {}
         self.splitter = self if self.whole.splitter is not None else None
 
     @property
@@ -93,13 +99,15 @@ class SubsetLevel(BatchLevel, StandIn):
             known = self._composed[id(level)] = parents.index_select(0, index)
             return known
         with self.restored():
-            found: torch.Tensor = seen_here(parents).index_select(0, seen_here(index))
+            found: torch.Tensor = as_seen_by_current_level(parents).index_select(
+                0, as_seen_by_current_level(index)
+            )
             return found
 
     def _seen_outside(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value of the outer levels as the currently active outer levels see it."""
         with self.restored():
-            found: torch.Tensor = seen_here(value)
+            found: torch.Tensor = as_seen_by_current_level(value)
             return found
 
     @property
@@ -169,7 +177,7 @@ class SubsetLevel(BatchLevel, StandIn):
     def _wrapped_again(self, value: Any) -> bool:
         """True if a tracer belongs to a level other than the subset's parent."""
         return isinstance(value, Tracer) and not (
-            type(value) is MadeTracer and value.dispatch_level is self.parent
+            type(value) is SlottedBatchTracer and value.dispatch_level is self.parent
         )
 
     def physical(self, value: torch.Tensor, dim: int | None, level: BatchLevel) -> torch.Tensor:
@@ -196,11 +204,11 @@ class SubsetLevel(BatchLevel, StandIn):
             return recorded
         return inner.dispatch_level is not self and self.comes_from(inner.dispatch_level)
 
-    def into(self, value: Any) -> Any:
+    def remap(self, value: Any) -> Any:
         """Return the subset's part of a value of an ancestor; other values are unchanged."""
         if isinstance(value, Tracer) and self.replaces(value):
-            settle(value)
-            return linear(Into(self), (value,))
+            sync(value)
+            return linear(Select(self), (value,))
         return value
 
 
@@ -213,7 +221,7 @@ def _serves_plain(level: BatchLevel) -> bool:
 def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> SubsetLevel:
     """Return the level of the examples with these indices; ``single`` as for the class."""
     size = index.shape[0]
-    return same_again(
+    return replayed(
         lambda: SubsetLevel(level, index, single),
         lambda known: known.parent is level and known.batch_size == size,
     )
@@ -253,5 +261,5 @@ def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
 def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
     """Call a function on the subset's part of its arguments; its results belong to the subset."""
     with in_subset(subset, what):
-        taken = pytrees.tree_map(seen_here, args)
-        return pytrees.tree_map(seen_here, func(*taken))
+        taken = pytrees.tree_map(as_seen_by_current_level, args)
+        return pytrees.tree_map(as_seen_by_current_level, func(*taken))

@@ -28,7 +28,7 @@ from tsfunc.errors import DataDependentError
 
 
 @dataclass(frozen=True)
-class Result:
+class TracedResult:
     """The type of a result: a fake value, and the tracers around it."""
 
     value: torch.Tensor
@@ -53,7 +53,7 @@ class TracedBody:
         with in_body(self.level):
             out = func(*arguments)
             leaves, self.spec = pytrees.flatten(out)
-            self.leaves = [self.level.into(leaf) for leaf in leaves]
+            self.leaves = [self.level.remap(leaf) for leaf in leaves]
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 self._refuse_own_sizes(leaf)
@@ -68,7 +68,7 @@ class TracedBody:
         with in_body(self.level):
             for i, (leaf, dtype) in enumerate(zip(self.leaves, dtypes, strict=True)):
                 if isinstance(leaf, numbers) and i not in kept:
-                    self.leaves[i] = self.level.into(torch.full((), leaf, dtype=dtype))
+                    self.leaves[i] = self.level.remap(torch.full((), leaf, dtype=dtype))
 
     def batched(self) -> list[dict[int, Frame]]:
         """Return for each result the tracers that it needs, by depth."""
@@ -78,22 +78,22 @@ class TracedBody:
             for leaf in self.leaves
         ]
 
-    def end(self, stacks: Sequence[TracerStack | None]) -> list[Result | None]:
+    def end(self, stacks: Sequence[TracerStack | None]) -> list[TracedResult | None]:
         """Give the results the layouts ``stacks``, and end the graph with them.
 
         The stack, and the returned result, of a leaf that is not a tensor is None.
         """
         nodes = []
-        results: list[Result | None] = []
+        results: list[TracedResult | None] = []
         with in_body(self.level):
             for leaf, stack in zip(self.leaves, stacks, strict=True):
                 if stack is None:
                     results.append(None)
                     continue
                 inner, _ = unwrap_all(rewrap_as(leaf, stack))
-                inner = self.level.into(inner)
+                inner = self.level.remap(inner)
                 nodes.append(inner.node)
-                results.append(Result(inner.value, stack))
+                results.append(TracedResult(inner.value, stack))
         self.level.graph.output(tuple(nodes))
         _inputs_first(self.level.graph)
         return results

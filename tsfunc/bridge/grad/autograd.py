@@ -1,6 +1,6 @@
 """torch's autograd at one level: fresh inputs, backward passes, tangents, and detached results.
 
-NOTE [whose autograd]
+NOTE [autograd levels]
 A reverse-mode transform uses torch's own graph, recorded on the tensors of the innermost level.
 Without tracers these are plain tensors (no wrapper, no cost), otherwise they are tracers of that
 level. Tensors of other levels are lifted to it first, so that the graphs of two levels never share
@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here, settle
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -42,9 +42,9 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if level is None:
         return value
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
-        found: torch.Tensor = seen_here(value)
+        found: torch.Tensor = as_seen_by_current_level(value)
         return found
-    settle(value)
+    sync(value)
     return level.lift(value)
 
 
@@ -66,7 +66,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         connected = lifted.requires_grad or forward_in_use(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
-            fresh: torch.Tensor = lifted.again()
+            fresh: torch.Tensor = lifted.aliased_here()
         elif lifted.layout is torch.strided:
             fresh = _alias(lifted)
         else:  # sparse tensors have no aliases
@@ -325,6 +325,9 @@ def backward(
         kept = [(out, ct) for out, ct in zip(outputs, cotangents, strict=True) if out.requires_grad]
     if not kept or not inputs:
         return [None] * len(inputs)
+    for level in current_levels():
+        if isinstance(level, TracerLevel):
+            level.passes_backward()
     engine: Any = Variable._execution_engine
     with watching_random() if create_graph else nullcontext():
         return list(
@@ -507,7 +510,7 @@ def make_dual(
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the primal and the tangent; the tangent is None if the value has none."""
-    settle(value)
+    sync(value)
     with DisableTorchFunctionSubclass():
         primal, tangent = forward_ad.unpack_dual(value)
     return primal, tangent

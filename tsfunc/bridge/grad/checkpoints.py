@@ -1,6 +1,6 @@
 """``torch.utils.checkpoint``: functions that a backward pass runs again.
 
-NOTE [run again in a backward pass]
+NOTE [recomputation]
 A checkpoint saves its function's inputs. A backward pass runs the function again to recompute the
 tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the
 vmap has ended, and maybe on another thread; but the inputs are values of the vmap, and random
@@ -31,9 +31,9 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
-from tsfunc.bridge.tracers.ended import entered_again
 from tsfunc.bridge.tracers.factories import on_first_transform
-from tsfunc.bridge.tracers.reruns import another_run, first_run
+from tsfunc.bridge.tracers.reentry import reenter
+from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
 from tsfunc.dispatch.state import tls, using
 
@@ -86,11 +86,11 @@ def _generator(
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
-            entered_again(state.forgetful()),
+            reenter(state.forgetful()),
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
-            another_run(made),
-            duals.again(args) as given,
+            replaying(made),
+            duals.rerun(args) as given,
         ):
             return fn(*given, **kwargs)
 
@@ -104,7 +104,7 @@ def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any
         with (
             duals.first(args) if duals.levels else nullcontext(),
             using(tls.state.forgetful()),
-            first_run(made),
+            recording_objects(made),
         ):
             yield
     except BaseException as error:

@@ -39,7 +39,7 @@ from tsfunc.bridge.grad.mapped_function import (
     value_of,
     with_outer_tangents,
 )
-from tsfunc.bridge.grad.once import guarded, is_once_differentiable
+from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.factories import on_first_transform
@@ -47,9 +47,9 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
+    as_seen_by_current_level,
     innermost_level,
     refuse_escaped,
-    seen_here,
 )
 from tsfunc.dispatch.recording import run_as
 
@@ -89,7 +89,7 @@ def _apply(cls: Any, *args: Any) -> Any:
     """Handle a call of ``Function.apply`` whose arguments are bound to those of ``forward``."""
     if is_reentrant(cls):
         return not_reentrant(*args)
-    args = tuple([seen_here(arg) for arg in args])
+    args = tuple([as_seen_by_current_level(arg) for arg in args])
     level = innermost_level(args)
     if level is not None and not level.alive:
         refuse_escaped(cls, level)

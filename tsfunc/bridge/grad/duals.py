@@ -1,6 +1,6 @@
 """The duals that a function uses, rebuilt for another run after their jvp has ended.
 
-NOTE [duals of another run]
+NOTE [duals of a rerun]
 A checkpoint in a jvp inside of a reverse-mode transform runs its function again after the jvp has
 ended, when tensors have lost their tangents. During the first run, a function mode therefore looks
 at the tensor arguments of each call. It stores the tangents of the tensors that outlive the run,
@@ -60,7 +60,7 @@ class Duals:
             yield
 
     @contextmanager
-    def again(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    def rerun(self, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
         """Context manager for another run; yields the arguments to call the function with.
 
         The run may be inside of a jvp that the first run was not in.

@@ -20,7 +20,7 @@ from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, settle
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 
 
 class LinearMap:
@@ -101,7 +101,7 @@ def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, 
 
 def at_level(value: torch.Tensor, level: BatchLevel) -> Any:
     """Return a tensor as a tracer of the level; a tracer of an inner level is unchanged."""
-    settle(value)
+    sync(value)
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return value
     return level.lift(value)

@@ -106,7 +106,7 @@ def unaliased(result: Any, operands: Sequence[Any]) -> Any:
     return result if fresh else result.detach()
 
 
-class Context:
+class FunctionContext:
     """The ``ctx`` that the methods of the class get."""
 
     def __init__(self, needs_input_grad: Sequence[bool] = ()) -> None:
@@ -132,7 +132,7 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None:
         self.materialize = value
 
-    def seen_by(self, method: str) -> Context:
+    def seen_by(self, method: str) -> FunctionContext:
         """Return the context for ``backward`` or ``jvp``, with the tensors saved for it."""
         if method == "jvp" and self.saved_for_forward is not None:
             self.saved_tensors = self.saved_for_forward
@@ -186,7 +186,7 @@ class MappedFunction:
         self.state: list[tuple[str, Any]] = []
         self.state_tree: Any = None
 
-    def __call__(self, args: Sequence[Any]) -> tuple[Any, Context]:
+    def __call__(self, args: Sequence[Any]) -> tuple[Any, FunctionContext]:
         level = self.outer
         values = [value_of(arg, level) for arg in args]
         with level.restored():
@@ -207,7 +207,7 @@ class MappedFunction:
 
     def forward(self, *values: Any) -> Any:
         """Return the results, followed by the other tensors stored on the ctx."""
-        cls, ctx = self.cls, Context(self.needs)
+        cls, ctx = self.cls, FunctionContext(self.needs)
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
             if has_setup(cls):
@@ -235,7 +235,7 @@ class MappedFunction:
         return self.run(call, values, self.dims)
 
     def _keep(
-        self, ctx: Context, level: TracerLevel, values: Sequence[Any], results: list[Any]
+        self, ctx: FunctionContext, level: TracerLevel, values: Sequence[Any], results: list[Any]
     ) -> None:
         """Record the ctx; its tensors that are neither inputs nor results join the results."""
         stored, self.state_tree = pytrees.flatten(vars(ctx))
@@ -270,11 +270,11 @@ class MappedFunction:
         known = {"input": inputs, "result": results}
         return [known[kind][where] for kind, where in self.state if kind != "other"]
 
-    def restored(self, tensors: Sequence[Any]) -> Context:
+    def restored(self, tensors: Sequence[Any]) -> FunctionContext:
         """Return the ctx that the class filled, with these tensors."""
         remaining = iter(tensors)
         leaves = [where if kind == "other" else next(remaining) for kind, where in self.state]
-        ctx = Context()
+        ctx = FunctionContext()
         vars(ctx).update(pytrees.unflatten(self.state_tree, leaves))
         return ctx
 

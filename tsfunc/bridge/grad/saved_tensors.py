@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tsfunc.bridge.tracers.ended import any_ended, entered_again
 from tsfunc.bridge.tracers.factories import on_first_level
+from tsfunc.bridge.tracers.reentry import any_ended, reenter
 from tsfunc.bridge.tracers.tracer import Tracer, serials
 from tsfunc.dispatch.state import tls
 
@@ -45,7 +45,7 @@ def _enter(self: saved_tensors_hooks) -> None:
         self.pack_hook, self.unpack_hook = pack, unpack
 
 
-class _Kept:
+class _UnhookedTensor:
     """A saved tensor that bypasses the hooks."""
 
     __slots__ = ("tensor",)
@@ -60,9 +60,9 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
     def packed(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Tracer):
             return pack(tensor)
-        alone = tensor.again()
+        alone = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
-            return _Kept(alone)
+            return _UnhookedTensor(alone)
         with torch.enable_grad():
             return pack(alone)
 
@@ -73,11 +73,11 @@ def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.T
     state = tls.state
 
     def unpacked(packed: Any) -> torch.Tensor:
-        if type(packed) is _Kept:
+        if type(packed) is _UnhookedTensor:
             return packed.tensor
         if not any_ended(state):
             return unpack(packed)
-        with entered_again(state):
+        with reenter(state):
             return unpack(packed)
 
     return unpacked

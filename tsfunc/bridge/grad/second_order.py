@@ -8,13 +8,15 @@ torch detects such a write only by version checks, which do not cover values sav
 those of a checkpoint. torch itself never differentiates the tangents of plain tensors, but a
 ``jvp`` of tsfunc may be inside of any transform. These operators are therefore intercepted before
 autograd (NOTE [the factory keys]). If a call with tangents is differentiated by another transform
-too, it is rewritten in other operators (``ops/written_out``), or its tangent is computed by
-differentiating its pullback, which torch keeps differentiable.
+too, it is rewritten in other operators (``ops/differentiable_decompositions``), or its tangent is
+computed by differentiating its pullback, which torch keeps differentiable.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
-and the deviation as constants: third derivatives by reverse mode are wrong. If a backward pass is
-recorded, these formulas are written in other operators, whose derivatives are right to any order.
+and the deviation as constants: third derivatives by reverse mode are wrong. Those of fused
+attention have none. If a backward pass is recorded, these formulas are written in other operators,
+whose derivatives are right to any order. Fused attention with tangents is written so too, as it has
+no tangent formula.
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
 own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
@@ -35,14 +37,19 @@ from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
-from tsfunc.ops.written_out import BACKWARD_WRITTEN_OUT, PUSHED_WRITTEN_OUT, WRITTEN_OUT
+from tsfunc.ops.differentiable_decompositions import (
+    BACKWARD_DECOMPOSED,
+    DECOMPOSED,
+    PUSHED_DECOMPOSED,
+    UNDIFFERENTIABLE_DECOMPOSED,
+)
 
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
     "_linalg_det _linalg_slogdet _linalg_solve_ex _linalg_eigh linalg_eig "
-    "linalg_householder_product glu cholesky_inverse "
+    "linalg_householder_product cholesky_inverse "
     # The tangent formulas of these write in place into values that autograd has saved.
-    "_softmax _log_softmax _safe_softmax logsumexp linalg_vector_norm renorm "
+    "linalg_vector_norm renorm "
     "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
 ).split()
 
@@ -57,18 +64,20 @@ def install() -> None:
     _libraries.append(library)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        twice = dict.fromkeys(f"aten::{name}" for name in PULLED_BACK) | WRITTEN_OUT
+        twice = dict.fromkeys(f"aten::{name}" for name in PULLED_BACK) | DECOMPOSED
         replaced = [(name, part, _differentiated_twice) for name, part in twice.items()]
-        replaced += [(name, part, _pushed_forward) for name, part in PUSHED_WRITTEN_OUT.items()]
+        replaced += [(name, part, _pushed_forward) for name, part in PUSHED_DECOMPOSED.items()]
         for name, part, met in replaced:
             overload = overload_of(name)
             if overload is not None:
                 kernel = _kernel(overload, part, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-        for name, written_out in BACKWARD_WRITTEN_OUT.items():
+        formulas = [(*item, _differentiated_twice) for item in BACKWARD_DECOMPOSED.items()]
+        formulas += [(*item, _pushed_forward) for item in UNDIFFERENTIABLE_DECOMPOSED.items()]
+        for name, decomposition, met in formulas:
             overload = overload_of(name)
             if overload is not None:
-                kernel = _backward_kernel(overload, written_out)
+                kernel = _backward_kernel(overload, decomposition, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
 
 
@@ -77,13 +86,13 @@ on_first_level(install)
 
 def _kernel(
     overload: Any,
-    written_out: Callable[..., Any] | None,
+    decomposition: Callable[..., Any] | None,
     met: Callable[[Sequence[Any]], bool],
 ) -> Callable[..., Any]:
     """Return the kernel of an operator for use while a level or a jvp is active.
 
     Args:
-        written_out: the operator in other operators. None: its tangents come from its pullback.
+        decomposition: the operator in other operators. None: its tangents come from its pullback.
         met: True for arguments with which torch's own tangents are not used.
     """
     rest = after(RANDOM_KEY_NAME)
@@ -92,26 +101,28 @@ def _kernel(
         # Below autograd, in the kernel of another operator, no tangents are visible.
         pushing = forward_ad._current_level >= 0 and not below_autograd()
         replaced = pushing and met((*args, *kwargs.values()))
-        if replaced and written_out is not None:
-            out = written_out(*args, **kwargs)
+        if replaced and decomposition is not None:
+            out = decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         out = overload.redispatch(keys & rest, *args, **kwargs)
-        if replaced and written_out is None:
+        if replaced and decomposition is None:
             return _with_tangents(out, overload, args, kwargs)
         return out
 
     return operator
 
 
-def _backward_kernel(overload: Any, written_out: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_kernel(
+    overload: Any, decomposition: Callable[..., Any], met: Callable[[Sequence[Any]], bool]
+) -> Callable[..., Any]:
     """Return the kernel of a backward formula (NOTE [derivatives of backward formulas])."""
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if not below_autograd() and (_recorded(values) or _differentiated_twice(values)):
-            out = written_out(*args, **kwargs)
+        if not below_autograd() and (_recorded(values) or met(values)):
+            out = decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         return overload.redispatch(keys & rest, *args, **kwargs)

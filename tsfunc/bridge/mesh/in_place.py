@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from tsfunc.bridge.grad.linear_maps import is_recorded
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.parts import PARTS
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.errors import MissingRuleError
@@ -176,7 +176,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     },
 }  # fmt: skip
 
-PARTS["_c10d_functional::_wrap_tensor_autograd"] = _functional.wait_tensor
+DECOMPOSITIONS["_c10d_functional::_wrap_tensor_autograd"] = _functional.wait_tensor
 for _operator, _kernel in _KERNELS.items():
     _overload = overload_of(f"c10d::{_operator}")
     if _overload is not None:

@@ -1,6 +1,6 @@
 """Finds pairs of sizes that an operator requires to be equal.
 
-Among the questions of an operator (NOTE [questions of operators] in ``fake_results``), equalities
+Among the questions of an operator (NOTE [guards of operators] in ``fake_results``), equalities
 of two sizes are special: two names mean two sizes, and a function that needs them equal needs
 descriptors that say so. An equality is needed if the operator raises whenever it is broken: it
 raises at all tried sizes that satisfy the other equalities but not this one. Sizes 0 and 1, which
@@ -23,35 +23,37 @@ _DRAWS = 24  # attempts to find such sizes
 _Sizes = Mapping[Any, int]
 
 
-def required(asked: Sequence[Any], here: _Sizes, takes: Callable[[_Sizes], bool]) -> list[Any]:
+def required(
+    questions: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]
+) -> list[Any]:
     """Return the equalities among the questions of an operator that the operator needs.
 
     Args:
-        asked: the questions, as sympy relations.
-        here: the sizes of the call, by symbol.
-        takes: returns True if the operator accepts given sizes.
+        questions: the questions, as sympy relations.
+        hints: the sizes of the call, by symbol.
+        accepts: returns True if the operator accepts given sizes.
     """
-    facts = _independent(_equalities(asked, here), here)
+    facts = _independent(_equalities(questions, hints), hints)
     found = []
     for fact in facts:
         kept = [other for other in facts if other is not fact]
-        broken = list(_breaking(fact, kept, here))
-        if broken and not any(map(takes, broken)):
+        broken = list(_breaking(fact, kept, hints))
+        if broken and not any(map(accepts, broken)):
             found.append(fact)
     return found
 
 
-def or_one(fact: Any, here: _Sizes, takes: Callable[[_Sizes], bool]) -> Any:
+def or_one(fact: Any, hints: _Sizes, accepts: Callable[[_Sizes], bool]) -> Any:
     """Return an equality of a size and a number, or with 1 as an alternative if that broadcasts.
 
     Args:
         fact: an equality that the operator needs.
-        here, takes: as in :func:`required`.
+        hints, accepts: as in :func:`required`.
     """
     from sympy import Eq, Or
 
     symbol, number = _solved(fact)
-    if symbol is None or not number.is_Integer or not takes({**here, symbol: 1}):
+    if symbol is None or not number.is_Integer or not accepts({**hints, symbol: 1}):
         return fact
     return Or(fact, Eq(symbol, 1))
 
@@ -75,27 +77,27 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     return kept
 
 
-def _equalities(asked: Sequence[Any], here: _Sizes) -> list[Any]:
+def _equalities(questions: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the equalities in the questions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
     found: dict[Any, None] = {}
-    for question in dict.fromkeys(asked):
+    for question in dict.fromkeys(questions):
         for part in sorted(And.make_args(question), key=str):
             fact = Eq(*part.args) if isinstance(part, Ne) else part
-            if isinstance(fact, Eq) and fact.free_symbols <= here.keys() and fact.xreplace(here):
+            if isinstance(fact, Eq) and fact.free_symbols <= hints.keys() and fact.xreplace(hints):
                 found[fact] = None
     return list(found)
 
 
-def _independent(facts: Sequence[Any], here: _Sizes) -> list[Any]:
+def _independent(facts: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the facts that do not follow from earlier ones, as far as breaking them shows."""
     found: list[Any] = []
     known: dict[Any, Any] = {}
     for fact in facts:
         rest = fact.xreplace(known)
         unsolved = any(_solved(other)[0] is None for other in found)
-        if is_true(rest) or (unsolved and not any(_breaking(fact, found, here))):
+        if is_true(rest) or (unsolved and not any(_breaking(fact, found, hints))):
             continue
         found.append(fact)
         symbol, other = _solved(rest)
@@ -124,12 +126,12 @@ def _multiple(fact: Any) -> tuple[Any, int] | None:
     return None
 
 
-def _breaking(fact: Any, kept: Sequence[Any], here: _Sizes) -> Iterator[dict[Any, int]]:
+def _breaking(fact: Any, kept: Sequence[Any], hints: _Sizes) -> Iterator[dict[Any, int]]:
     """Yield sizes of at least 2 that break a fact and satisfy the others."""
     drawn = random.Random(0)
     found = 0
     for _ in range(_DRAWS):
-        sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in here.items()}
+        sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in hints.items()}
         sizes = keeping(kept, sizes)
         if _breaks(fact, kept, sizes):
             yield sizes

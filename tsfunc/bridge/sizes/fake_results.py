@@ -1,6 +1,6 @@
 """Results of operators on fake tensors with symbolic sizes, with few guards.
 
-NOTE [questions of operators]
+NOTE [guards of operators]
 torch's fake-tensor rules ask about sizes: whether a kernel is no longer than its input, whether
 sizes are equal, how strides are ordered. Most questions only check arguments, which the operator
 checks again when the program runs, or choose between ways to the same result; few determine the
@@ -12,7 +12,7 @@ requirement on the descriptors only for these equalities, or if the results diff
 operator accepts too few sizes.
 
 If a rule fails because it does not support symbolic sizes, the sizes of the results are found in
-the same way (``results_by_example``).
+the same way (``shape_fitting``).
 
 Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which computes results, and its
 errors for data-dependent results; ``DisableTorchFunction``.
@@ -35,11 +35,11 @@ from tsfunc.bridge.sizes import packed_rules as packed_rules  # registers its ru
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
-from tsfunc.bridge.sizes.elsewhere import Elsewhere, symbols_among
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
-from tsfunc.bridge.sizes.results_by_example import found_by_example
+from tsfunc.bridge.sizes.shape_fitting import fit_shapes
+from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
 from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
-from tsfunc.bridge.tracers.questions import set_aside
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.torch_state import kept_keys
 
 _Call = Callable[..., Any]
@@ -57,7 +57,7 @@ def results_of(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return the results of an operator on fake values: NOTE [questions of operators].
+    """Return the results of an operator on fake values: NOTE [guards of operators].
 
     Args:
         fake: the mode that computes the results.
@@ -79,27 +79,27 @@ def results_of(
         with _kept(fake, keeps):
             return call(*args, **kwargs)
     try:
-        with set_aside(env) as asked, _kept(fake, keeps):
+        with defer_guards(env) as questions, _kept(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
     except Exception:
-        elsewhere = Elsewhere(env, call, args, kwargs)
-        found = found_by_example(elsewhere, fake)
-        if found is None and elsewhere.fix_refused():
-            found = found_by_example(elsewhere, fake)
+        probe = ShapeProbe(env, call, args, kwargs)
+        found = fit_shapes(probe, fake)
+        if found is None and probe.fix_refused():
+            found = fit_shapes(probe, fake)
         if found is None:
             raise
-        elsewhere.ask_fixed()
+        probe.ask_fixed()
         return found
-    if not asked:
+    if not questions:
         return results
-    elsewhere = Elsewhere(env, call, args, kwargs)
-    elsewhere.keep_needed(asked)
-    if not elsewhere.agrees(results):
-        results = found_by_example(elsewhere, fake)
+    probe = ShapeProbe(env, call, args, kwargs)
+    probe.keep_needed(questions)
+    if not probe.agrees(results):
+        results = fit_shapes(probe, fake)
     if results is not None:
-        elsewhere.ask_needed(multiples=name in OTHER_SHAPES)
+        probe.ask_needed(multiples=name in OTHER_SHAPES)
         return results
     with _kept(fake, False):
         return call(*args, **kwargs)

@@ -46,7 +46,7 @@ def _recorded() -> Any:
 
     base: Any = PythonReferenceAnalysis
 
-    class Recorded(base):  # type: ignore[misc]
+    class NumberRecorder(base):  # type: ignore[misc]
         """Python's operators and functions, recorded on the values of the graph."""
 
         int_truediv = staticmethod(operator.truediv)
@@ -83,7 +83,7 @@ def _recorded() -> Any:
         def trunc(x: Any) -> Any:
             return torch.sym_float(_called(math.trunc, x))
 
-    return Recorded
+    return NumberRecorder
 
 
 def _called(function: Callable[..., Any], x: Any, *rest: Any) -> Any:
@@ -143,8 +143,8 @@ def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
 def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
 
-    The user has not asked for the symbols of NOTE [widening], so the user's code reads the text of
-    the number, which is a question for its value.
+    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
+    reads the text of the number, which is a question for its value.
     """
     own = kind.__repr__
 

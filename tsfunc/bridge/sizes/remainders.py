@@ -1,6 +1,6 @@
 """Proves facts about quotients and remainders of sizes.
 
-NOTE [facts by remainders]
+NOTE [facts from remainders]
 If a size has a fixed remainder modulo a period, then ``+``, ``-``, ``*``, and ``//`` and ``%`` by
 numbers, make it a polynomial in the quotient: for ``h == 4 * q + 1``, ``(h + -h % 4) // 4`` is ``q
 + 1``. A fact therefore holds for all sizes if it holds for each remainder, and the coefficients of
@@ -27,7 +27,7 @@ class _NoPolynomial(Exception):
 
 
 def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool:
-    """Return True if a comparison provably holds for all sizes: NOTE [facts by remainders].
+    """Return True if a comparison provably holds for all sizes: NOTE [facts from remainders].
 
     Args:
         fact: a sympy relation between named dims.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.sizes.elsewhere import symbols_among
+from tsfunc.bridge.sizes.shape_probe import symbols_among
 from tsfunc.bridge.sizes.shape_rules import (
     has_symbols_in,
     in_order,
@@ -26,7 +26,7 @@ from tsfunc.bridge.sizes.shape_rules import (
     shape_rule,
     view_like,
 )
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 
 # Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
 # number (``hsplit``, ``glu``, ``pixel_shuffle``) check them when the program runs.
@@ -63,7 +63,7 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
     count, rest = math.prod(x.shape), math.prod(given)
     if not left_out:
         return list(shape) if _holds(count == rest) else None
-    with unasked(x.fake_mode):
+    with suppress_guards(x.fake_mode):
         if not (rest > 0 and count % rest == 0):
             return None
     if known(rest > 0) and len(symbols_among([count % rest])) == 1:

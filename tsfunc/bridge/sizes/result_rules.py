@@ -2,7 +2,7 @@
 
 Some torch kernels check data (``cov``), or read a number from a tensor that does not affect the
 shape (``ctc_loss``); the rules of other operators do not support symbolic sizes. This module
-defines their results. NOTE [questions of operators] in ``fake_results`` describes operators
+defines their results. NOTE [guards of operators] in ``fake_results`` describes operators
 without a rule here.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards, suppress_guards_of
 from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.questions import unasked, unasked_of
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -126,7 +126,7 @@ def _other_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) ->
     """Return the rearranged pixels; the operator checks the divisibility when the program runs."""
     if x.dim() < 3 or factor < 1 or all(isinstance(size, int) for size in x.shape):
         return NotImplemented
-    with unasked(x.fake_mode):
+    with suppress_guards(x.fake_mode):
         found = sizes(*x.shape[-3:], factor)
         if math.prod(found) != math.prod(x.shape[-3:]):
             return NotImplemented  # torch's rule reports the error
@@ -157,7 +157,7 @@ def _tril_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
         _twice_triangular(row + offset) - _twice_triangular(offset)
         - _twice_triangular(row + offset - col) + _twice_triangular(offset - col)
     ) // 2  # fmt: skip
-    with unasked_of([count]):
+    with suppress_guards_of([count]):
         dtype = options.get("dtype") or torch.int64
         return torch.empty(2, count, dtype=dtype, device=options.get("device"))
 

@@ -44,22 +44,22 @@ def environment_class() -> Any:
 
         Attributes:
             symbols: the owner, which writes assertions into the program.
-            asked: for each guard the line, whether it is required as asked (as questions of the
-                user's code are), and whether the function raises if the answer differs.
+            guard_origins: for each guard the line, whether it is required as asked (as questions of
+                the user's code are), and whether the function raises if the answer differs.
             kept: its methods that cache their results.
             counts: True while an operator asks for its number of results, which is required as
                 asked.
         """
 
         def __init__(self, symbols: Any) -> None:
-            self.kept = {name: _Kept(self, method) for name, method in cached.items()}
+            self.kept = {name: _CachedMethod(self, method) for name, method in cached.items()}
             own = vars(Environment)  # the methods defined here call the cached ones
             self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
             super().__init__(
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
-            self.asked: list[tuple[Place, bool, bool]] = []
+            self.guard_origins: list[tuple[Place, bool, bool]] = []
             self.counts = False
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,12 +71,15 @@ def environment_class() -> Any:
             except GuardOnDataDependentSymNode:
                 refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
                 if refused is None:
-                    raise
+                    answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
+                    if answer is None:
+                        raise
+                    return answer
                 # NOTE [checks of arguments]: the program checks the fact when it runs.
                 self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
                 return not refused
             finally:
-                new = len(self.guards) - len(self.asked)
+                new = len(self.guards) - len(self.guard_origins)
                 if new > 0:
                     frame, through = _way_to_asking()
                     in_user_code = is_users(frame)
@@ -86,7 +89,7 @@ def environment_class() -> Any:
                         and not may_be_caught(frame)
                     )
                     by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
-                    self.asked += [(users_place(), by_user or self.counts, is_check)] * new
+                    self.guard_origins += [(users_place(), by_user or self.counts, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -98,7 +101,7 @@ def environment_class() -> Any:
     return Environment
 
 
-class _Kept:
+class _CachedMethod:
     """A method of one environment, with a cache of its own.
 
     torch has one cache per method for all environments. That cache holds each environment, and so
@@ -188,7 +191,7 @@ _ROOT = os.path.dirname(torch.__file__) + os.sep
 
 _ASKED = (
     "sizes/symbols", "sizes/shape_environment", "trace/tracing", "tracers/tracer",
-    "tracers/attributes", "tracers/questions", "control/bodies",
+    "tracers/attributes", "tracers/guard_suppression", "control/bodies",
 )  # fmt: skip
 
 

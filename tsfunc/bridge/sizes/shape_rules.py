@@ -1,6 +1,6 @@
 """Result shapes for symbolic sizes that replace torch's fake-tensor rules.
 
-NOTE [slices of named sizes]
+NOTE [slices of named dims]
 ``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule asks which case applies, and
 the answer would violate a descriptor that promises neither. Here the size is the smaller one,
 ``min(5, n)``, as an expression. Only the sign of a bound is asked if it is not known, because a
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.ops.dims import wrap as wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
@@ -43,7 +43,7 @@ def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 def view_like(x: Any, shape: Sequence[Any], strides: Sequence[Any], offset: Any = None) -> Any:
     """Return a view of a fake tensor with given shape and strides."""
     offset = x.storage_offset() if offset is None else offset
-    with unasked(x.fake_mode):
+    with suppress_guards(x.fake_mode):
         return torch.as_strided(x, shape, strides, offset)
 
 
@@ -51,7 +51,7 @@ def new_like(
     x: Any, shape: Sequence[Any], dtype: torch.dtype | None = None, order: Sequence[int] = ()
 ) -> Any:
     """Return a new fake tensor on the device of ``x``; ``order`` has its dims, outermost first."""
-    with unasked(x.fake_mode):
+    with suppress_guards(x.fake_mode):
         return torch.empty_strided(
             shape, in_order(shape, order), dtype=dtype or x.dtype, device=x.device
         )

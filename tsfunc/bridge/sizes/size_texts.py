@@ -65,7 +65,7 @@ def _printer_for_people() -> Any:
 
     base: Any = _printer()
 
-    class Printer(base):  # type: ignore[misc]
+    class DisplayPrinter(base):  # type: ignore[misc]
         """A printer of sums in the usual order, and of differences with a minus sign."""
 
         def _print_Add(self, expr: Any) -> str:
@@ -78,7 +78,7 @@ def _printer_for_people() -> Any:
                 return f"-{self.parenthesize(-expr, PRECEDENCE['Mul'], strict=True)}"
             return str(super()._print_Mul(expr))
 
-    return Printer
+    return DisplayPrinter
 
 
 def moduli(expr: Any) -> list[int]:

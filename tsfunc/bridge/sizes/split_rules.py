@@ -13,7 +13,7 @@ import torch
 
 from tsfunc.bridge.sizes.shape_environment import count_of
 from tsfunc.bridge.sizes.shape_rules import is_of_data, known, new_like, shape_rule, view_like
-from tsfunc.bridge.tracers.questions import unasked
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -75,7 +75,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     if type(size) is int and size == 0:
         return NotImplemented  # torch returns that many empty parts
     goes_evenly, is_long = size % chunks == 0, size > (chunks - 1) ** 2
-    with unasked(x.fake_mode):
+    with suppress_guards(x.fake_mode):
         in_call = bool(goes_evenly), bool(is_long)
     if known(goes_evenly) or (in_call == (True, False) and goes_evenly):
         return _parts(x, dim, [size // chunks] * chunks)

@@ -13,7 +13,7 @@ replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/equal``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
-symbol without a hint, made together with the node that computes it (:meth:`Symbols.born`).
+symbol without a hint, made together with the node that computes it (:meth:`Symbols.register`).
 Questions about the symbol have no answer; assertions (``torch._check``, and operators' checks of
 their arguments) become calls of :func:`check_size` in the program.
 
@@ -80,6 +80,7 @@ class Condition(NamedTuple):
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.
+        of_read: whether it is on a number that the function reads from outside.
     """
 
     code: str
@@ -88,6 +89,7 @@ class Condition(NamedTuple):
     fact: str = ""
     fixed: str = ""
     number: str | None = None
+    of_read: bool = False
 
 
 def check_size(holds: bool, text: str) -> None:
@@ -121,6 +123,7 @@ class Symbols:
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
+        asks: returns the value of a node that computes a number, if the trace can know it.
     """
 
     def __init__(
@@ -135,12 +138,14 @@ class Symbols:
         self.scalars: dict[str, Any] = {}
         self._values = dict(scalars)
         self._read_as_numbers = frozenset(read_as_numbers)
+        self._read: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
-        self._born: dict[Any, torch.fx.Node] = {}
+        self._definitions: dict[Any, torch.fx.Node] = {}
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
+        self.asks: Callable[[torch.fx.Node], Any] = lambda node: None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
@@ -178,6 +183,24 @@ class Symbols:
         self._steps[symbol] = step
         return step * self._env.create_symintnode(symbol, hint=hint, source=source)
 
+    def add_number(self, name: str, value: int | float, variable: str) -> Any:
+        """Return a symbolic number for a number that the function reads during the trace.
+
+        Args:
+            name: its name.
+            value: its value in the call.
+            variable: its variable in the guard.
+        """
+        if self._env is None:
+            self._open()
+        self._values[name], self._read[name] = value, variable
+        self.scalars[name] = self._scalar(name, value)
+        return self.scalars[name]
+
+    def add_input(self, name: str, node: torch.fx.Node) -> None:
+        """Register the node of a number that the function reads during the trace."""
+        self._inputs = {**self._inputs, name: node}
+
     def _scalar(self, name: str, value: int | float) -> Any:
         """Return a symbolic number without promises."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -211,10 +234,10 @@ class Symbols:
         self._env.pending_fresh_unbacked_symbols.clear()
         return found
 
-    def born(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
+    def register(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
         """Register the node that computes a fresh symbol, and the symbol's text for people."""
-        if symbol not in self._born:
-            self._born[symbol] = node
+        if symbol not in self._definitions:
+            self._definitions[symbol] = node
             self._names[symbol] = text
             node.meta["expr"] = text
             if isinstance(number, torch.SymBool):
@@ -251,9 +274,9 @@ class Symbols:
         finally:
             self._bodies.pop()
 
-    def born_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
+    def nodes_in(self, graph: torch.fx.Graph, expr: Any) -> dict[Any, torch.fx.Node]:
         """Return the data-dependent symbols of an expression that a graph computes, with nodes."""
-        nodes = {symbol: self._born.get(symbol) for symbol in expr.free_symbols}
+        nodes = {symbol: self._definitions.get(symbol) for symbol in expr.free_symbols}
         return {s: node for s, node in nodes.items() if node is not None and node.graph is graph}
 
     def number_of(self, symbol: Any) -> Any:
@@ -264,6 +287,12 @@ class Symbols:
 
     # --- questions
 
+    def answer(self, expr: Any) -> Any:
+        """Return the answer to a question about numbers of data; None if it is not known."""
+        if self.graph is None or self._bodies or not expr.free_symbols <= self._names.keys():
+            return None
+        return self.asks(self._node(expr))
+
     def needs(self) -> list[Need]:
         """Return the facts about named dims that the trace relies on."""
         if self._env is None:
@@ -272,7 +301,7 @@ class Symbols:
         return [
             Need(self.spell(exact(guard.expr)), exact(guard.expr).xreplace(names), place, by_user)
             for guard, (place, by_user, is_check) in zip(
-                self._env.guards, self._env.asked, strict=True
+                self._env.guards, self._env.guard_origins, strict=True
             )
             if not is_check and not self._is_of_scalars(guard.expr)
         ]
@@ -289,6 +318,7 @@ class Symbols:
         """
         if self._env is None:
             return []
+        variables = {**variables, **self._read}
         called = {symbol: variables.get(name) for symbol, name in self._names.items()}
         known = {
             symbol: type(symbol)(_divided_text(name, self._steps[symbol]))
@@ -304,8 +334,9 @@ class Symbols:
                 code_text(guard.expr.xreplace(named)),
                 code_text(guard.expr.xreplace(stored)),
                 self._fixed_by(guard.expr),
+                any(self._names.get(symbol) in self._read for symbol in guard.expr.free_symbols),
             )
-            for guard, (*_, check) in zip(self._env.guards, self._env.asked, strict=True)
+            for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
@@ -421,7 +452,7 @@ class Symbols:
         """
         self.graph, self._inputs = None, {}
         self._nodes.clear()
-        self._born.clear()
+        self._definitions.clear()
 
     def record(self, value: Any) -> Any:
         """Return a symbolic number as a node, or as a constant if it is known."""
@@ -436,7 +467,7 @@ class Symbols:
     def _node(self, expr: Any) -> torch.fx.Node:
         assert self.graph is not None
         sized = {s for s in expr.free_symbols if self._names.get(s) in self._inputs}
-        values = {s: self._born[s] for s in expr.free_symbols - sized}
+        values = {s: self._definitions[s] for s in expr.free_symbols - sized}
         for symbol in sized:
             values[symbol] = divided(self._inputs[self._names[symbol]], self._steps[symbol])
         node = self.write(self.graph, expr, values)
@@ -453,7 +484,7 @@ class Symbols:
         answers = {symbol: Symbol(f"{symbol}_") for symbol in values if symbol in self._answers}
         known = {**values, **{answers[symbol]: values[symbol] for symbol in answers}}
         node: torch.fx.Node = number_node(graph, known, self._with_answers(expr, answers))
-        if expr not in self._born and node not in values.values():
+        if expr not in self._definitions and node not in values.values():
             node.meta["expr"] = self.spell(expr)
         return node
 

@@ -1,1 +1,1 @@
-"""The Trace and Specialize keys, and the questions of a traced function about its tensors."""
+"""The Trace and Specialize keys, and guards on the properties of tensors that a trace reads."""

@@ -25,13 +25,22 @@ from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import tls
 
 
+class _Here(threading.local):
+    """The active blocks of :func:`as_if_compiling` on this thread."""
+
+    blocks = 0
+
+
+_here: Final = _Here()
+
+
 class _TrueOnTracingThreads:
     """A flag that is true on tracing threads, and combines with other values like a bool."""
 
     __slots__ = ()
 
     def __bool__(self) -> bool:
-        return any(level.key is DispatchKey.Trace for level in tls.state.levels)
+        return _here.blocks > 0 or any(level.key is DispatchKey.Trace for level in tls.state.levels)
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -77,3 +86,14 @@ def is_compiling() -> Iterator[None]:
             _blocks -= 1
             if not _blocks and torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
                 torch.compiler._is_compiling_flag = False
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` True on this thread, in a block without a trace."""
+    _here.blocks += 1
+    try:
+        with is_compiling():
+            yield
+    finally:
+        _here.blocks -= 1

@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.sizes.assumptions import assume
-from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.fake_results import results_of
+from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import same_size, size_text
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
@@ -42,9 +42,11 @@ class Rerun:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a fake input with the metadata of another fake tensor."""
         with torch_state.outside_all_levels(), state.outside_all_levels(), self._mode:
-            return torch.empty_strided(
+            made = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device=value.device
             )
+            made = made.conj() if value.is_conj() else made
+            return torch._neg_view(made) if value.is_neg() else made
 
     def call(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

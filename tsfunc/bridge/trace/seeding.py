@@ -20,7 +20,7 @@ from tsfunc.dispatch.places import is_users, users_place
 from tsfunc.errors import TypeCheckError
 
 
-class _Watched:
+class _WatchedGenerator:
     """A replacement of the default generator while some thread traces."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Watched:
         return getattr(torch.default_generator, name)
 
 
-_watched = _Watched()
+_watched = _WatchedGenerator()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Runs ``torch.export`` with as few guards on sizes as possible.
 
-NOTE [questions of torch.export]
+NOTE [guards of torch.export]
 torch.export traces the program's operators again, at the sizes of examples. If its rules choose
 between ways to one result, they ask whether two sizes happen to be equal, whether a size is 1, or
 what the strides of a view are. Each answer would restrict the exported program to sizes like those
@@ -57,7 +57,7 @@ def _oblivious_too(program: torch.export.ExportedProgram) -> torch.export.Export
 
 
 def _oblivious() -> AbstractContextManager[None]:
-    """Return a context in which torch adds few guards: NOTE [questions of torch.export]."""
+    """Return a context in which torch adds few guards: NOTE [guards of torch.export]."""
     from torch.fx.experimental import _config
 
     config: Any = _config

@@ -3,10 +3,10 @@
 torch's tools need derivatives of control flow in this form: torch differentiates its own
 control-flow operators, and traces the derivatives into further ones.
 
-NOTE [copied views]
+NOTE [emulated views]
 torch differentiates the bodies of its loops with each view replaced by a copy (``expand_copy`` for
 ``expand``). Its shape rules for these copies reject symbolic sizes, or specialize them. Therefore
-a copied view gets the shape of the view while this module or a backend traces.
+a emulated view gets the shape of the view while this module or a backend traces.
 
 Private names used here (torch 2.11 to 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 ``torch._subclasses.fake_impls`` has the fake-tensor rules of operators.
@@ -49,7 +49,7 @@ _served = threading.local()
 
 @contextlib.contextmanager
 def copied_views() -> Iterator[None]:
-    """Give copies of views symbolic sizes within a block: NOTE [copied views]."""
+    """Give copies of views symbolic sizes within a block: NOTE [emulated views]."""
     before = getattr(_served, "on", False)
     _served.on = True
     try:

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
 import torch.fx
-from torch._C import DisableTorchFunction, _functorch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _functorch
 from torch._ops import OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -31,19 +31,20 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.fake_results import results_of
-from tsfunc.bridge.sizes.kept_results import KeptResults
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
-from tsfunc.bridge.sizes.plain_ints import has_symbols, past_the_parser
 from tsfunc.bridge.sizes.shape_environment import asking_frame
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.asked import (
+from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
+from tsfunc.bridge.trace.opaque import OpaqueValue
+from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
     VERSION,
-    Questions,
-    answer_of,
+    TensorGuards,
+    answer_from_guards,
     asked_by_user,
     attribute,
     attributes_of,
@@ -55,21 +56,21 @@ from tsfunc.bridge.trace.asked import (
     set_class,
     stride,
 )
-from tsfunc.bridge.trace.copies import Copies
-from tsfunc.bridge.trace.untyped import AnyValue
+from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import set_aside
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     METHODS,
     NO_KWARGS,
+    BackwardPass,
     Tracer,
     TracerLevel,
-    door_1,
+    function_handler,
     metadata,
     written,
 )
@@ -90,6 +91,19 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 T = TypeVar("T")
 
 
+class Passes(Protocol):
+    """The backward passes of a traced function, and the ``.grad`` of tensors from outside."""
+
+    def serve(self, call: BackwardPass) -> bool:
+        """See ``TracerLevel.serves_backward``."""
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the ``.grad`` of a tensor from outside as the function sees it."""
+
+    def set(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Assign the ``.grad`` of a tensor from outside, for the rest of the trace."""
+
+
 class TraceLevel(TracerLevel):
     """A trace that is being recorded.
 
@@ -98,33 +112,50 @@ class TraceLevel(TracerLevel):
         symbols: the symbolic numbers of the trace.
         fake: the mode that computes results.
         results: the cache of results.
-        copies: the originals that tracers are copied from.
+        tracer_cache: the originals that tracers are copied from.
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
-        questions: the questions of the function about tensors, other than types and sizes.
+        tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
+        records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
+            in programs] in ``backward_passes``.
+        passes: the backward passes of the function that reach these tensors.
     """
 
     __slots__ = (
-        "bodies", "copies", "fake", "graph", "lifted", "lines", "of_dtensors", "questions",
-        "results", "sizes", "symbols",
+        "bodies",
+        "fake",
+        "graph",
+        "lifted",
+        "lines",
+        "of_dtensors",
+        "passes",
+        "records",
+        "results",
+        "sizes",
+        "symbols",
+        "tensor_guards",
+        "tracer_cache",
     )  # fmt: skip
 
-    def __init__(self, name: str, symbols: Symbols) -> None:
+    def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
         super().__init__(DispatchKey.Trace, name)
+        self.records = records
+        self.autograd += records
+        self.passes: Passes | None = None
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
-        self.results = KeptResults(self.fake)
-        self.copies = Copies(self.fake, self.results.looks)
+        self.results = FakeCache(self.fake)
+        self.tracer_cache = TracerCache(self.fake, self.results.metadata)
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.bodies: list[TraceLevel] = []
         self.of_dtensors = False
-        self.questions = Questions(name)
+        self.tensor_guards = TensorGuards(name)
 
     def sees_factory(self, name: str, random: bool) -> bool:
         return True
@@ -149,7 +180,21 @@ class TraceLevel(TracerLevel):
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
         """Add an input to the graph with the metadata of a fake value."""
-        return traced_as(value, self.graph.placeholder(name), self, requires_grad)
+        return self._leaf(traced_as(value, self.graph.placeholder(name), self, requires_grad))
+
+    def _leaf(self, tracer: TraceTracer) -> TraceTracer:
+        """Return the tracer of a tensor from outside; a leaf if autograd records at the level."""
+        if self.records and tracer.tracks:
+            with DisableTorchFunctionSubclass():
+                tracer.requires_grad_()
+        return tracer
+
+    def passes_backward(self) -> None:
+        self.tensor_guards.of_backward = True
+
+    def serves_backward(self, call: BackwardPass) -> bool:
+        self.passes_backward()
+        return self.passes is not None and self.passes.serve(call)
 
     def lift(self, value: torch.Tensor) -> TraceTracer:
         """Lift a tensor from outside: the program reads it at every call, as an input."""
@@ -159,7 +204,7 @@ class TraceLevel(TracerLevel):
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
             node.target = node.name  # another name if a parameter has this one
-            known = value, traced_as(like, node, self, value.requires_grad)
+            known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
             self.lifted[id(value)] = known
         return known[1]
 
@@ -205,19 +250,19 @@ class TraceTracer(Tracer):
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
         if func in ANSWERS:
-            out = answer_of(func, args)
+            out = answer_from_guards(func, args)
             if out is not NotImplemented:
                 return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
-            out = past_the_parser(func, args, kwargs)
+            out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return door_1(func, types, args, kwargs)
+        return function_handler(func, types, args, kwargs)
 
-    def again(self) -> TraceTracer:
+    def aliased_here(self) -> TraceTracer:
         return traced_as(self.value, self.node, self.dispatch_level, False)
 
-    def cut(self) -> TraceTracer:
+    def detached_here(self) -> TraceTracer:
         level = self.dispatch_level
         detach = torch.ops.aten.detach.default
         node = level.record(detach, (self.node,))
@@ -242,6 +287,10 @@ class TraceTracer(Tracer):
             node = source
         return node
 
+    def conjugated(self) -> bool:
+        self.dispatch_level.tensor_guards.ask_all("{}.is_conj()")
+        return self.value.is_conj()
+
     def read(self, name: str) -> Any:
         if name == "item" and self.value.numel() == 1:
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
@@ -251,6 +300,9 @@ class TraceTracer(Tracer):
             refused = refused_value(asking_frame())
             if refused is not None:
                 return self._assume(not refused)
+            answer = self.dispatch_level.tensor_guards.answer(self.node)
+            if answer is not None:
+                return bool(answer)
         raise DataDependentError(_data_dependent(name, self.dispatch_level))
 
     def _assume(self, answer: bool) -> bool:
@@ -279,7 +331,7 @@ def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
     """Return the tracer of a node, given its fake value."""
-    tracer: TraceTracer = level.copies.made(TraceTracer, value, level)
+    tracer: TraceTracer = level.tracer_cache.made(TraceTracer, value, level)
     tracer.value = value
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
@@ -300,7 +352,7 @@ def _reads_requires_grad(
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
-    args[0].dispatch_level.questions.of_grad = True
+    args[0].dispatch_level.tensor_guards.of_grad = True
     return args[0].tracks
 
 
@@ -316,7 +368,7 @@ def _new_tensor(
     like, data = args
     options = {"dtype": like.dtype, "device": like.device, **kwargs}
     if has_symbols([data], {}):
-        return past_the_parser(torch.tensor, (data,), options)
+        return call_past_parser(torch.tensor, (data,), options)
     if not isinstance(data, torch.Tensor):
         return torch.tensor(data, **options)
     requires_grad = options.pop("requires_grad", False)
@@ -329,14 +381,22 @@ METHODS[torch.Tensor.new_tensor] = _new_tensor
 
 @register("aten::detach", DispatchKey.Trace)
 def _detach(value: TraceTracer) -> TraceTracer:
-    """Implement autograd's own detach at this level; door 1 records the user's detach."""
-    return value.again()
+    """Implement autograd's own detach at this level; the function handler records the user's."""
+    return value.aliased_here()
 
 
 @register("aten::_has_same_storage_numel", DispatchKey.Trace)
 def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Accept a tangent in forward mode, which asks whether storages have equal sizes."""
     return True
+
+
+@register("aten::view_as_real", DispatchKey.Trace)
+def _view_as_real(value: TraceTracer) -> Any:
+    """Resolve conjugation, which the value has and the tracer that C++ asks lacks."""
+    if value.conjugated():
+        value = trace_kernel(operator_of(torch.ops.aten.clone.default), (value,), {})
+    return trace_kernel(operator_of(torch.ops.aten.view_as_real.default), (value,), {})
 
 
 @register_fallback(DispatchKey.Specialize)
@@ -416,11 +476,11 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     fresh = level.symbols.fresh()
     recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
     if fresh:
-        _record_births(recorded, node, level, fresh)
+        _register_symbols(recorded, node, level, fresh)
     return recorded
 
 
-def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
+def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
     """Register the nodes of data-dependent numbers in results: NOTE [sizes of data]."""
     node.meta["reads_data"] = True
     found = results if isinstance(results, list | tuple) else [results]
@@ -428,10 +488,12 @@ def _record_births(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: 
     for symbol, i, dim in symbols_in(values, fresh):
         if dim is None:
             at = _item(node, i, level) if isinstance(results, list | tuple) else node
-            level.symbols.born(symbol, at, at.name, values[i])
+            level.symbols.register(symbol, at, at.name, values[i])
         else:
             at = found[i].node
-            level.symbols.born(symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]")
+            level.symbols.register(
+                symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]"
+            )
 
 
 @register("aten::lift_fresh", DispatchKey.Trace)
@@ -493,7 +555,8 @@ def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
 _LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
 
 
-_GRAD = vars(torch.Tensor.__base__)["grad"].__get__
+_GRAD = vars(torch.Tensor.__base__)["grad"]
+_SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 
 
 class Lifting(TorchFunctionMode):
@@ -504,17 +567,11 @@ class Lifting(TorchFunctionMode):
 
     Args:
         level: the level that records the calls.
-        grad_of: returns the ``.grad`` of a tensor from outside.
     """
 
-    def __init__(
-        self,
-        level: TraceLevel,
-        grad_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad"),
-    ) -> None:
+    def __init__(self, level: TraceLevel) -> None:
         super().__init__()
         self.level = level
-        self.grad_of = grad_of
 
     def __torch_function__(
         self,
@@ -524,17 +581,21 @@ class Lifting(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, given = kwargs or {}, args
-        if AnyValue in types:
-            return AnyValue.__torch_function__(func, types, args, kwargs)
-        if func == _GRAD and not is_traced(args[0]):
-            return self.grad_of(args[0])
+        if OpaqueValue in types:
+            return OpaqueValue.__torch_function__(func, types, args, kwargs)
+        passes = self.level.passes
+        if passes is not None and not is_traced(args[0] if args else None):
+            if func == _GRAD.__get__:
+                return passes.get(args[0])
+            if func in _SET_GRAD:
+                return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
         if func == VERSION and not is_traced(args[0]) and asked_by_user():
-            refuse_version(self.level.questions)
+            refuse_version(self.level.tensor_guards)
         if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         if has_symbols(args, kwargs):
-            out = past_the_parser(func, args, kwargs)
+            out = call_past_parser(func, args, kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
@@ -547,6 +608,8 @@ class Lifting(TorchFunctionMode):
             return self.level.lifted_here(value)
         if type(value) in (list, tuple):
             return type(value)(self._lifted(item) for item in value)
+        if type(value) is dict:
+            return {key: self._lifted(item) for key, item in value.items()}
         return value
 
 
@@ -574,7 +637,7 @@ def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
     levels = current_levels()
     environments = [level.symbols.environment for level in levels if isinstance(level, TraceLevel)]
     with contextlib.ExitStack() as stack:
-        asked = [stack.enter_context(set_aside(env)) for env in environments if env is not None]
+        asked = [stack.enter_context(defer_guards(env)) for env in environments if env is not None]
         found = guard(*args)
     return None if any(asked) else found
 

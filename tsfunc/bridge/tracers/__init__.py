@@ -1,1 +1,1 @@
-"""Tracers, the two doors through which torch calls reach them, and reads of torch's state."""
+"""Tracers, the two handlers through which torch calls reach them, and reads of torch's state."""

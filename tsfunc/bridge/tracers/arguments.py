@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from tsfunc.bridge.tracers.operators import TorchOperator
 
 
-class Argument(NamedTuple):
+class OperatorArgument(NamedTuple):
     """One argument of an operator.
 
     Attributes:
@@ -33,9 +33,9 @@ class Argument(NamedTuple):
 
 
 @functools.cache
-def _arguments(overload: OpOverload) -> tuple[Argument, ...]:
+def _arguments(overload: OpOverload) -> tuple[OperatorArgument, ...]:
     return tuple(
-        Argument(
+        OperatorArgument(
             a.name,
             str(a.type),
             a.alias_info is not None,
@@ -46,14 +46,14 @@ def _arguments(overload: OpOverload) -> tuple[Argument, ...]:
     )
 
 
-def arguments_of(op: TorchOperator) -> tuple[Argument, ...]:
+def arguments_of(op: TorchOperator) -> tuple[OperatorArgument, ...]:
     """Return an operator's arguments, in order."""
     return _arguments(op.overload)
 
 
 def matched(
     op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[Argument, Any]]:
+) -> Iterator[tuple[OperatorArgument, Any]]:
     """Yield the arguments of a call, each with its value.
 
     Raises:

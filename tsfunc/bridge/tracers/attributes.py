@@ -1,4 +1,4 @@
-"""Door 1 methods that answer for tracers without C++: attributes, ``detach``, and reads of data.
+"""Methods that answer calls on tracers without C++: attributes, ``detach``, and reads of data.
 
 C++ can't answer these calls: it would answer for the wrapper tensor, or would not dispatch back.
 
@@ -42,7 +42,7 @@ def _detach(
         return metadata(func, types, args, kwargs)
     if not value.dispatch_level.alive:
         refuse_escaped(func, value.dispatch_level)
-    return value.cut()
+    return value.detached_here()
 
 
 def _read(
@@ -63,10 +63,10 @@ def _format(
     return (_read if args[1] else _show)(func, types, args, kwargs)
 
 
-def _without_door_1(
+def _without_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call a Python method past door 1, because its C method would call it again."""
+    """Call a Python method past the function handler, because its C method would call it again."""
     level = innermost_level((*args, *kwargs.values()))
     with DisableTorchFunctionSubclass():
         if level is None or level.autograd:
@@ -83,6 +83,21 @@ def of_the_value(
     if isinstance(value, Tracer) and isinstance(inner := getattr(value, "value", None), _T):
         return func(inner)
     return metadata(func, types, args, kwargs)
+
+
+def _part(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the real or imaginary part as a view, also of a value that is lazily conjugated.
+
+    C++ takes the view of the value without its conjugation, and the sign is another lazy bit. It
+    can't read the bit of a value from the tracer.
+    """
+    value = args[0] if args else kwargs.get("input", kwargs.get("self"))
+    if not isinstance(value, Tracer) or not value.is_complex() or not value.conjugated():
+        return NotImplemented
+    part = func(value.conj())
+    return torch._neg_view(part) if func in _IMAGINARY else part
 
 
 def _require_grad(
@@ -131,9 +146,12 @@ for _name in (
 ).split():
     METHODS[getattr(_T, _name)] = _read
 METHODS[torch.is_nonzero] = _read
-METHODS[_T.unflatten] = _without_door_1
+METHODS[_T.unflatten] = _without_handler
 for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
     METHODS[_func] = of_the_value
+_IMAGINARY = frozenset({torch.imag, _T.imag.__get__})  # type: ignore[attr-defined]
+for _func in (torch.real, _T.real.__get__, *_IMAGINARY):  # type: ignore[attr-defined]
+    METHODS[_func] = _part
 METHODS[_T.__repr__] = _show
 METHODS[_T.__format__] = _format
 METHODS[_T.requires_grad_] = _require_grad
@@ -145,7 +163,7 @@ LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
 
 
 def _property(name: str) -> property:
-    """Return a property that reads an attribute in Python, five times as fast as door 1."""
+    """Return a property that reads an attribute in Python, faster than the function handler."""
     get = getattr(_T, name).__get__
 
     def read(self: Tracer) -> Any:

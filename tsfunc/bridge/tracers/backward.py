@@ -3,7 +3,8 @@
 A training loop under vmap clones its parameters with gradients, and calls ``loss.backward()`` and
 an optimizer. Each of these leaves is a tracer, and so is its ``.grad``; both end with the
 function. A leaf that outlives the function would keep a tracer as its gradient, so such a call is
-refused.
+refused, unless the level accepts it: a trace records the pass, and its program assigns the
+``.grad`` (``program/reading/gradients.py``).
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.autograd.graph import GradientEdge
 
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, innermost_level, metadata
+from tsfunc.bridge.tracers.tracer import (
+    METHODS,
+    BackwardPass,
+    Tracer,
+    innermost_level,
+    metadata,
+)
 
 _METHOD: Final = torch.Tensor.backward
 _FUNCTION: Final = torch.autograd.backward
+_GRAD: Final = torch.autograd.grad
 
 
 def backward(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for ``Tensor.backward`` and ``torch.autograd.backward``.
+    """Handle ``Tensor.backward`` and ``torch.autograd.backward``.
 
     Raises:
         RuntimeError: a tensor from outside would get a gradient.
@@ -31,31 +40,65 @@ def backward(
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     results = _several(given["self" if func is _METHOD else "tensors"])
     inputs = given.get("inputs")
-    leaves = list(_leaves(results)) if inputs is None else _several(inputs)
-    if not leaves or not all(map(_made_inside, (*results, *leaves))):
-        level = innermost_level((*args, *kwargs.values()))
-        raise RuntimeError(_from_outside(level.name if level is not None else "a transform"))
+    inputs = None if inputs is None else _several(inputs)
+    level = innermost_level((*args, *kwargs.values()))
+    call = BackwardPass(results, inputs, True, not _keeps_graph(given))
+    if level is None or not level.serves_backward(call):
+        leaves = list(leaves_of(results)) if inputs is None else inputs
+        if not leaves or not all(map(_made_inside, (*results, *leaves))):
+            raise RuntimeError(_from_outside(level.name if level is not None else "a transform"))
+    return metadata(func, types, args, kwargs)
+
+
+def _grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 1 for ``torch.autograd.grad``."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    inputs = given["inputs"]
+    inputs = list(inputs.values()) if isinstance(inputs, dict) else _several(inputs)
+    level = innermost_level((*args, *kwargs.values()))
+    call = BackwardPass(_several(given["outputs"]), inputs, False, not _keeps_graph(given))
+    if level is None or not level.serves_backward(call):
+        return NotImplemented
+    return metadata(func, types, args, kwargs)
+
+
+def _retain_grad(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Door 1 for ``Tensor.retain_grad``, which is about a later backward pass."""
+    level = innermost_level(args)
+    if level is None or not level.serves_backward(BackwardPass(args, (), False, False)):
+        return NotImplemented
     return metadata(func, types, args, kwargs)
 
 
 def _several(value: Any) -> Sequence[Any]:
-    return (value,) if isinstance(value, torch.Tensor) else tuple(value)
+    return (value,) if isinstance(value, torch.Tensor | GradientEdge) else tuple(value)
 
 
-def _leaves(results: Sequence[Any]) -> Iterator[Any]:
-    """Yield the leaves of an autograd graph, which get its gradients."""
-    todo = [x.grad_fn if x.grad_fn is not None else x for x in results if x.requires_grad]
+def _keeps_graph(given: Mapping[str, Any]) -> bool:
+    keeps = given.get("retain_graph")
+    return bool(given.get("create_graph") if keeps is None else keeps)
+
+
+def nodes_of(results: Sequence[Any]) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph, each once."""
+    todo = [x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     seen = set(todo)
     while todo:
         node: Any = todo.pop()
-        if isinstance(node, torch.Tensor):
-            yield node
-            continue
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         nodes = {each for each, _ in node.next_functions if each is not None} - seen
         seen |= nodes
         todo += nodes
+
+
+def leaves_of(results: Sequence[Any]) -> Iterator[Any]:
+    """Yield the leaves of an autograd graph, which get its gradients."""
+    yield from (x for x in results if x.requires_grad and x.grad_fn is None)
+    yield from (node.variable for node in nodes_of(results) if hasattr(node, "variable"))
 
 
 def _made_inside(value: Any) -> bool:
@@ -85,3 +128,5 @@ def _from_outside(name: str) -> str:
 
 
 METHODS[_METHOD] = METHODS[_FUNCTION] = backward
+METHODS[_GRAD] = _grad
+METHODS[torch.Tensor.retain_grad] = _retain_grad

@@ -1,4 +1,4 @@
-"""Batched tensors: the level of an active vmap, and its tracers; ``hot_calls`` adds the doors.
+"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.tracers.courses import Courses, course_for, keys_in
-from tsfunc.bridge.tracers.generators import Generators
+from tsfunc.bridge.tracers.generators import GeneratorStates
+from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import environment_of, unasked_of
-from tsfunc.bridge.tracers.reruns import is_noted
+from tsfunc.bridge.tracers.replay import may_be_replayed
+from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -46,7 +46,7 @@ class BatchLevel(TracerLevel):
         axis_name: the name of the axis for collectives.
         first: the index of the first example in the whole call.
         generators: the initial states of torch's generators, for a call that runs in parts.
-        courses: the draws of each example, once some examples have run separately.
+        rng_streams: the draws of each example, once some examples have run separately.
         kind: the class of its tracers.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
@@ -54,8 +54,8 @@ class BatchLevel(TracerLevel):
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "courses", "first", "generators", "kind",
-                 "lifts_factories", "randomness", "splitter", "spread_over",
+    __slots__ = ("axis_name", "batch_size", "bit", "first", "generators", "kind",
+                 "lifts_factories", "randomness", "rng_streams", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class BatchLevel(TracerLevel):
         name: str,
         strict: bool = False,
         first: int = 0,
-        generators: Generators | None = None,
+        generators: GeneratorStates | None = None,
     ) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
@@ -74,8 +74,8 @@ class BatchLevel(TracerLevel):
         self.first = first
         self.generators = generators
         self.axis_name: Hashable = None
-        self.courses: Courses | None = None
-        self.kind: type[BatchTracer] = BatchTracer.forms[1]
+        self.rng_streams: RngStreams | None = None
+        self.kind: type[BatchTracer] = BatchTracer.layouts[1]
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
         self.lifts_factories = 0
@@ -107,16 +107,16 @@ class BatchLevel(TracerLevel):
         return _Twin(self, name)
 
     def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """Return one key for the batch, or one for each example (NOTE [courses of draws])."""
-        courses = self.whole.courses
-        if courses is None:
-            if not is_noted():
+        """Return one key for the batch, or one for each example (NOTE [random streams])."""
+        streams = self.whole.rng_streams
+        if streams is None:
+            if not may_be_replayed():
                 return nonce
-            # A rerun of a checkpoint may repeat these nonces after courses have begun.
-            courses = self.whole.courses = {}
-        if generator not in courses:
-            courses[generator] = course_for(self.whole)
-        return keys_in(courses[generator], self, nonce)
+            # A rerun of a checkpoint may repeat these nonces after streams have begun.
+            streams = self.whole.rng_streams = {}
+        if generator not in streams:
+            streams[generator] = stream_for(self.whole)
+        return keys_in(streams[generator], self, nonce)
 
     @property
     def whole(self) -> BatchLevel:
@@ -184,13 +184,13 @@ class BatchTracer(Tracer):
     value: torch.Tensor
     bdim: int | None
     dispatch_level: BatchLevel
-    forms: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
+    layouts: ClassVar[tuple[type[BatchTracer], type[BatchTracer]]]
 
-    def again(self) -> BatchTracer:
+    def aliased_here(self) -> BatchTracer:
         value = self.value
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
-    def cut(self) -> BatchTracer:
+    def detached_here(self) -> BatchTracer:
         value = self.value.detach()
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
@@ -239,7 +239,7 @@ def wrap(
 
 
 def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
-    # Bypass the doors, because a value may be a tracer itself.
+    # Bypass the handlers, because a value may be a tracer itself.
     with DisableTorchFunctionSubclass():
         shape: Any = _shape_of(value)
         if type(value) is not _Tensor and environment_of(shape) is not None:
@@ -273,7 +273,7 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
     if bdim is not None:
         shape = shape[:bdim] + shape[bdim + 1 :]
         strides = None if strides is None else strides[:bdim] + strides[bdim + 1 :]
-    with unasked_of(value.shape):
+    with suppress_guards_of(value.shape):
         return _make_wrapper(
             level.kind, shape, strides, offset if strided else None, None, value.dtype,
             value.layout, value.device,

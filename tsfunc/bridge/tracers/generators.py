@@ -1,6 +1,6 @@
 """The states of torch's random generators, for a vmapped call that runs in parts.
 
-NOTE [the same numbers in every part]
+NOTE [random numbers in chunks]
 With ``randomness="same"`` or ``"split"`` each part of the batch must start with the generator
 state of the first part. The states of the default generators are saved when the call begins. The
 state of a generator that the function names (``generator=``) is saved before its first draw. After
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 import torch
 
-from tsfunc.bridge.tracers.courses import CourseStates, vmaps_here
+from tsfunc.bridge.tracers.rng_streams import RngStreamStates, vmaps_here
 
 
-class Generators:
+class GeneratorStates:
     """The generator states at the start of a vmapped call, or of an attempt.
 
     Args:
         outside: an outer instance that is told of the draws too.
     """
 
-    def __init__(self, outside: Generators | None = None) -> None:
+    def __init__(self, outside: GeneratorStates | None = None) -> None:
         self._outside = outside
-        self._courses = _Courses()
+        self._streams = _Streams()
         self.drawn = 0
         self._most = -1
         self._began: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -46,26 +46,26 @@ class Generators:
     def rewind(self) -> None:
         """Restore the initial states, between two parts of the batch."""
         self._note_end()
-        self._courses.rewind()
+        self._streams.rewind()
         for generator, state in self._began:
             generator.set_state(state)
 
     def finish(self) -> None:
         """Set the final states, after all parts."""
         self._note_end()
-        self._courses.finish()
+        self._streams.finish()
         for generator, state in self._ended:
             generator.set_state(state)
 
     def _note_end(self) -> None:
-        self._courses.note_end()
+        self._streams.note_end()
         if self.drawn > self._most:
             self._most = self.drawn
             self._ended = [(generator, generator.get_state()) for generator, _ in self._began]
         self.drawn = 0
 
 
-class _Courses:
+class _Streams:
     """The progress of examples of outer vmaps, which draw in each part of the call."""
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class _Courses:
         self._began = self._states()
         self._ended = self._began
 
-    def _states(self) -> list[CourseStates]:
+    def _states(self) -> list[RngStreamStates]:
         return [
-            {generator: course.state() for generator, course in (level.courses or {}).items()}
+            {generator: stream.state() for generator, stream in (level.rng_streams or {}).items()}
             for level in self._levels
         ]
 
@@ -89,16 +89,16 @@ class _Courses:
 
     def rewind(self) -> None:
         for level, began in zip(self._levels, self._began, strict=True):
-            for generator, course in (level.courses or {}).items():
-                course.return_to(began.get(generator) or course.start())
+            for generator, stream in (level.rng_streams or {}).items():
+                stream.return_to(began.get(generator) or stream.start())
 
     def finish(self) -> None:
         for level, ended in zip(self._levels, self._ended, strict=True):
             for generator, state in ended.items():
-                assert level.courses is not None
-                level.courses[generator].return_to(state)
+                assert level.rng_streams is not None
+                level.rng_streams[generator].return_to(state)
 
 
-def rewindable(randomness: str) -> Generators | None:
+def rewindable(randomness: str) -> GeneratorStates | None:
     """Return the generators that a call in parts needs for this randomness, or None."""
-    return Generators() if randomness in ("same", "split") else None
+    return GeneratorStates() if randomness in ("same", "split") else None

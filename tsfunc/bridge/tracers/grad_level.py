@@ -37,10 +37,10 @@ class GradTracer(Tracer):
 
     value: torch.Tensor
 
-    def again(self) -> GradTracer:
+    def aliased_here(self) -> GradTracer:
         return _wrap(self.value, self.dispatch_level)  # type: ignore[arg-type]
 
-    def cut(self) -> GradTracer:
+    def detached_here(self) -> GradTracer:
         return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
 
     def read(self, name: str) -> Any:
@@ -51,12 +51,12 @@ class GradTracer(Tracer):
 
 
 class SlottedGradTracer(SlottedTracer, GradTracer):
-    """The class of a slotted tracer that became a GradTracer (``turning``)."""
+    """The class of a slotted tracer that became a GradTracer (``promotion``)."""
 
     __slots__ = ()
 
 
-GradTracer.forms = GradTracer, SlottedGradTracer
+GradTracer.layouts = GradTracer, SlottedGradTracer
 
 
 def _wrap(value: torch.Tensor, level: GradLevel) -> GradTracer:
@@ -75,7 +75,7 @@ def unwrapped(value: torch.Tensor, level: TracerLevel) -> torch.Tensor:
 @register("aten::detach", DispatchKey.Grad)
 def _detach(value: GradTracer) -> GradTracer:
     """Implement autograd's own detach at this level, which keeps the graphs outside."""
-    return value.again()
+    return value.aliased_here()
 
 
 @register_fallback(DispatchKey.Grad)

@@ -65,7 +65,7 @@ class Meter:
         self.peak = max(self.peak, self.held)
 
 
-class _Running(threading.local):
+class _RunningMeters(threading.local):
     """The meters of a thread; they share one profiler, read when a meter starts or stops."""
 
     def __init__(self) -> None:
@@ -106,4 +106,4 @@ def _start_profiler() -> None:
     _enable_profiler_legacy(settings)
 
 
-_running = _Running()
+_running = _RunningMeters()

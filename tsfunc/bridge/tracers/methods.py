@@ -1,4 +1,4 @@
-"""Door 1 methods for Python protocols of tracers: copies and storages.
+"""Methods of the function handler for Python protocols of tracers: copies and storages.
 
 A tracer has no storage. Calls that need one (``data_ptr``, ``x.data = y``) would access memory
 that does not exist, so they raise an error that names the call and an alternative.
@@ -75,7 +75,7 @@ for _name in (
 ).split():
     METHODS[getattr(_T, _name)] = refuse_storage
 METHODS[_T.data.__set__] = _named(refuse_storage, _DATA)  # type: ignore[attr-defined]
-# This method does not go through door 1.
+# This method does not go through the function handler.
 Tracer.set_ = lambda self, *args, **kwargs: refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs
 )

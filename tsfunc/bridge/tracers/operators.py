@@ -55,18 +55,20 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
 
 
 # Called for each operator with a rule that the dispatch handler runs directly.
-_hot_listeners: list[Callable[[TorchOperator], None]] = []
+_rule_listeners: list[Callable[[TorchOperator], None]] = []
 
 
-def add_hot_listener(listener: Callable[[TorchOperator], None]) -> None:
+def add_rule_listener(listener: Callable[[TorchOperator], None]) -> None:
     """Call ``listener(op)`` for each operator with a direct rule, known ones first."""
     for op in _by_id.values():
-        _tell_hot(op, [listener])
-    _hot_listeners.append(listener)
+        _notify_listeners(op, [listener])
+    _rule_listeners.append(listener)
 
 
-def _tell_hot(op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], None]]) -> None:
-    if (op.hot is None and op.by_tracers is None) or op.composite:
+def _notify_listeners(
+    op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], None]]
+) -> None:
+    if (op.direct_rule is None and op.by_tracers is None) or op.composite:
         return
     if op.overload.namespace == "aten":
         for listener in listeners:
@@ -74,15 +76,32 @@ def _tell_hot(op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], N
 
 
 class TorchOperator(Operator):
-    """The row of an ``OpOverload``, with properties that rules and doors read at every call."""
+    """The row of an ``OpOverload``, with properties that rules and handlers read at every call."""
 
-    __slots__ = ("asserts", "by_tracers", "composite", "function", "hot", "inplace", "is_view",
-                 "keywords", "out_names", "overload", "random", "reshapes", "returned", "row",
-                 "ruled", "special", "writes", "written")  # fmt: skip
+    __slots__ = (
+        "asserts",
+        "by_tracers",
+        "composite",
+        "direct_rule",
+        "function",
+        "inplace",
+        "is_view",
+        "keywords",
+        "out_names",
+        "overload",
+        "random",
+        "reshapes",
+        "returned",
+        "row",
+        "ruled",
+        "special",
+        "writes",
+        "written",
+    )  # fmt: skip
 
     overload: OpOverload
     row: Row | None
-    hot: Rule | None
+    direct_rule: Rule | None
 
     def __init__(self, overload: OpOverload) -> None:
         super().__init__(overload.name(), overload)
@@ -99,7 +118,7 @@ class TorchOperator(Operator):
         # True if it changes the shape of the tensor itself (squeeze_, transpose_).
         self.reshapes = torch.Tag.inplace_view in overload.tags
         arguments = overload._schema.arguments
-        # Its keyword-only arguments; door 1 sees other arguments as keywords too.
+        # Its keyword-only arguments; the function handler sees other arguments as keywords too.
         self.keywords = frozenset(a.name for a in arguments if a.kwarg_only)
         self.out_names = tuple(a.name for a in arguments if a.is_out)
         self.writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
@@ -125,15 +144,15 @@ class TorchOperator(Operator):
         # True if it returns its first argument.
         self.inplace = not self.out_names and self.returned == (0,)
 
-        # The rule that door 2 runs directly: None for special calls, and once a kernel is
-        # registered.
+        # The rule that the dispatch handler runs directly: None for special calls, and once a
+        # kernel is registered.
         self.special = self.writes or self.random or self.name == "aten::detach"
-        self.hot = self.row.rule if self.row is not None and not self.special else None
-        # Answers calls on batched tensors directly (NOTE [what autograd asks]), or None.
+        self.direct_rule = self.row.rule if self.row is not None and not self.special else None
+        # Answers calls on batched tensors directly (NOTE [queries of autograd]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # Runs the operator on values alone, faster than the overload (NOTE [direct calls]).
         self.function = self._function()
-        _tell_hot(self, _hot_listeners)
+        _notify_listeners(self, _rule_listeners)
         if not any("Tensor" in str(argument.type) for argument in arguments):
             register(self, DispatchKey.BackendSelect, functools.partial(_select_backend, self))
 
@@ -144,7 +163,7 @@ class TorchOperator(Operator):
 
     def _function(self) -> Any:
         """Return the fast function of a pointwise operator, or None for other operators."""
-        if self.hot is not pointwise:
+        if self.direct_rule is not pointwise:
             return None
         name = self.name.removeprefix("aten::").partition(".")[0]
         found = getattr(torch, name, None)
@@ -206,7 +225,7 @@ def _declared_late(row: Row) -> None:
     op = find_operator(row.name)
     if isinstance(op, TorchOperator):
         op.row = row
-        op.hot = None if op.special else row.rule
+        op.direct_rule = None if op.special else row.rule
         op.function = op._function()
 
 

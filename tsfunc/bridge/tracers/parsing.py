@@ -63,15 +63,24 @@ class Form:
 
     Attributes:
         op: the operator.
-        parts: runs the operator's parts, if it is served that way.
+        decomposition: runs the operator in others, if it is served that way.
         result: the class of a named tuple of results.
     """
 
-    __slots__ = ("as_it_is", "defaults", "named", "op", "packed", "parts", "places", "result")
+    __slots__ = (
+        "as_it_is",
+        "decomposition",
+        "defaults",
+        "named",
+        "op",
+        "packed",
+        "places",
+        "result",
+    )
 
     def __init__(self, op: TorchOperator, result: Any) -> None:
         self.op, self.result = op, result
-        self.parts: Callable[..., Any] | None = None
+        self.decomposition: Callable[..., Any] | None = None
         # For each positional argument of the schema: its position in the call's positional
         # arguments, keyword arguments and defaults, in this order; and its conversion.
         self.places: list[tuple[int, Convert | None]] = []

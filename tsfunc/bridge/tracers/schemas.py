@@ -22,7 +22,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import overload_of, vmap_rule
-from tsfunc.ops.catalogue.signature import Argument, Reader, Signature
+from tsfunc.ops.catalogue.signature import Argument, OperatorSignature, Reader
 
 
 def registered(namespace: str = "") -> list[str]:
@@ -31,13 +31,13 @@ def registered(namespace: str = "") -> list[str]:
     return sorted(name for name in _dispatch_get_all_op_names() if name.startswith(start))
 
 
-def signature_of(name: str) -> Signature | None:
+def signature_of(name: str) -> OperatorSignature | None:
     """Return the schema of a dispatcher name, or None if torch has no such operator."""
     overload = overload_of(name)
     return _signature(overload) if overload is not None and _is_registered(overload) else None
 
 
-def overloads_of(packet: str) -> Iterator[Signature]:
+def overloads_of(packet: str) -> Iterator[OperatorSignature]:
     """Yield the schemas of all overloads of an operator such as ``aten::add``."""
     space, _, base = packet.partition("::")
     found = getattr(getattr(torch.ops, space), base, None)
@@ -56,9 +56,9 @@ def _is_registered(overload: OpOverload) -> bool:
     return True
 
 
-def _signature(overload: OpOverload) -> Signature:
+def _signature(overload: OpOverload) -> OperatorSignature:
     schema = overload._schema
-    return Signature(
+    return OperatorSignature(
         overload.name(),
         tuple(_argument(argument) for argument in schema.arguments),
         tuple(_spelled(str(result.real_type)) for result in schema.returns),

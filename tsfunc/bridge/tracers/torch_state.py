@@ -86,17 +86,17 @@ _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 # NOTE [autocast and rules]
 # Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
-# the arguments of the operators on torch's list; arguments at door 2 have been cast already. The
-# operators that a rule calls in place of another operator must not cast again: on the CPU autocast
-# does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a composite
-# would call itself are cast, if autocast was on at door 1. Door 1 records this, because C++ turns
-# autocast off before door 2. Levels do not capture autocast.
+# the arguments of the operators on torch's list; arguments at the dispatch handler have been cast
+# already. The operators that a rule calls in place of another operator must not cast again: on the
+# CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a
+# composite would call itself are cast, if autocast was on at the function handler, which records
+# this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
 _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
 _EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 
 
 class _Casting(threading.local):
-    """``exclude``: the exclude set at door 1 if autocast is on, None if it is off."""
+    """``exclude``: the exclude set at the function handler if autocast is on, None if it is off."""
 
     exclude: Any = None
 
@@ -105,12 +105,12 @@ casting = _Casting()
 
 
 def is_casting() -> bool:
-    """True if autocast is on for this call, or was on at door 1."""
+    """True if autocast is on for this call, or was on at the function handler."""
     return casting.exclude is not None or _is_any_autocast_enabled()
 
 
 class autocast_of_the_call:
-    """Context manager that records autocast for door 2."""
+    """Context manager that records autocast for the dispatch handler."""
 
     __slots__ = ("previous",)
 

@@ -1,12 +1,12 @@
-"""Tracers: tensors that represent a value of a level, and the two doors that calls go through.
+"""Tracers: tensors that represent a value of a level, and the two handlers that calls go through.
 
-Door 1 is ``__torch_function__``: user code calls torch on a tracer. The call continues into C++
-with the subclass's override disabled for that one hop. If no autograd is recorded at the tracer's
-level, torch's autograd keys are excluded, so that composite operators (``linear``,
-``cross_entropy``) arrive whole at door 2.
+The function handler is ``__torch_function__``: user code calls torch on a tracer. The call
+continues into C++ with the subclass's override disabled for that one hop. If no autograd is
+recorded at the tracer's level, torch's autograd keys are excluded, so that composite operators
+(``linear``, ``cross_entropy``) arrive whole at the dispatch handler.
 
-Door 2 is ``__torch_dispatch__``: it receives any operator with its schema, including operators
-that C++ and the autograd engine call. It looks up the operator's row and dispatches.
+The dispatch handler is ``__torch_dispatch__``: it receives any operator with its schema, including
+operators that C++ and the autograd engine call. It looks up the operator's row and dispatches.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_C._skip_one_hop_torch_function`` calls a function past its
@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MemberDescriptorType
-from typing import Any, ClassVar, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch._C import (
@@ -34,8 +34,8 @@ from torch._C import (
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
+from tsfunc.bridge.tracers.guard_suppression import suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import unasked_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -59,13 +59,29 @@ NO_KWARGS: Final[Mapping[str, Any]] = {}
 serials: Final = itertools.count(1)
 
 
+class BackwardPass(NamedTuple):
+    """A backward pass that the user's code starts.
+
+    Attributes:
+        results: the tensors that it starts from.
+        inputs: the tensors that it computes derivatives by; None for all leaves.
+        accumulates: whether it adds the derivatives to the ``.grad`` of the tensors.
+        frees: whether it frees the graph.
+    """
+
+    results: Sequence[Any]
+    inputs: Sequence[Any] | None
+    accumulates: bool
+    frees: bool
+
+
 class TracerLevel(Level):
     """A level whose values are tracers.
 
     Attributes:
         autograd: the number of transforms that record autograd on this level's own tracers; while
             it is 0, calls skip torch's autograd on their way in.
-        born: its position in the order of births, 0 while unknown (``births``).
+        created_at: its position in the order of creation, 0 while unknown (``creation_tracking``).
         forward: the number of forward-mode transforms that attach tangents to this level's
             tracers.
         serial: a number that increases with each new level.
@@ -73,12 +89,12 @@ class TracerLevel(Level):
         torch_state: the captured part of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "born", "forward", "functorch_depth", "serial", "torch_state")
+    __slots__ = ("autograd", "created_at", "forward", "functorch_depth", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
-        self.born = 0
+        self.created_at = 0
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()
@@ -104,39 +120,49 @@ class TracerLevel(Level):
         """
         return False
 
+    def passes_backward(self) -> None:
+        """Note that a backward pass runs while the level is active."""
+
+    def serves_backward(self, call: BackwardPass) -> bool:
+        """Return True if a backward pass at the level's tensors may reach tensors from outside.
+
+        The level gets every pass that the user's code starts on its tensors before it runs.
+        """
+        return False
+
     def guard(self) -> AbstractContextManager[Any]:
         if self._restores:
             return _Both(self.torch_state(), super().guard())
         return self.torch_state()
 
 
-class StandIn:
-    """A level in place of another level, whose tensors it takes in (``subsets``, ``bodies``)."""
+class LevelProxy:
+    """A level that replaces another level and remaps its tensors (``subsets``, ``bodies``)."""
 
     __slots__ = ()
 
-    def stand_in_for(self, level: Level) -> None:
+    def copy_from(self, level: Level) -> None:
         """Copy all attributes of the replaced level; the subclass then sets its own."""
         own: type = type(self)
         other: type = type(level)
-        for name in _carried_over(own, other):
+        for name in _copied_slots(own, other):
             setattr(self, name, getattr(level, name))
 
-    def into(self, value: Any) -> Any:
+    def remap(self, value: Any) -> Any:
         """Return a tensor from outside as the code at the level must see it."""
         raise NotImplementedError
 
 
 @functools.cache
-def _carried_over(own: type, other: type) -> tuple[str, ...]:
+def _copied_slots(own: type, other: type) -> tuple[str, ...]:
     """Return the slots of a level's class that its replacement has too, except properties."""
     names = [name for cls in other.__mro__ for name in cls.__dict__.get("__slots__", ())]
     places = [(name, getattr(own, name, None)) for name in names]
     return tuple(name for name, place in places if isinstance(place, MemberDescriptorType))
 
 
-class _Substituted(threading.local):
-    """The replacements of tensors for the code on this thread: ``seen_as``."""
+class _Substitutions(threading.local):
+    """The replacements of tensors for the code on this thread: ``substitution``."""
 
     def __init__(self) -> None:
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -146,39 +172,39 @@ class _Substituted(threading.local):
         return value if found is None else found[1]
 
 
-substituted: Final = _Substituted()
+substitutions: Final = _Substitutions()
 
 
-def seen_here(value: Any) -> Any:
-    """Return a tensor as the running code must see it, taken in by levels in place of others.
+def as_seen_by_current_level(value: Any) -> Any:
+    """Return a tensor as the running code must see it, remapped by level proxies.
 
     Outer levels come first, because an inner level must wrap the result of the outer ones.
     """
     if isinstance(value, torch.Tensor):
-        if substituted.values:
-            value = substituted.of(value)
-        settle(value)
+        if substitutions.values:
+            value = substitutions.of(value)
+        sync(value)
         for level in tls.state.levels:
-            if isinstance(level, StandIn):
-                value = level.into(value)
+            if isinstance(level, LevelProxy):
+                value = level.remap(value)
     return value
 
 
-def all_seen_here(values: list[Any]) -> list[Any]:
+def all_as_seen_by_current_level(values: list[Any]) -> list[Any]:
     """Return a transform's inputs as the running code sees them, for uses other than calls."""
-    if not any(isinstance(level, StandIn) for level in tls.state.levels):
+    if not any(isinstance(level, LevelProxy) for level in tls.state.levels):
         return values
-    return [seen_here(value) for value in values]
+    return [as_seen_by_current_level(value) for value in values]
 
 
-# Classes of tracers with a record, and the functions that see their calls first (``marked``).
-MARKED: dict[type, Callable[..., Any]] = {}
+# Classes of tracers with a hook, and the functions that see their calls first (``tracer_hooks``).
+HOOKED: dict[type, Callable[..., Any]] = {}
 
 
-def settle(value: Any) -> None:
-    """Update a marked tracer by its record, before a use other than a call."""
-    if type(value) in MARKED and value.dispatch_level.alive:
-        value.record.settle()
+def sync(value: Any) -> None:
+    """Update a tracer by its hook, before a use other than a call."""
+    if type(value) in HOOKED and value.dispatch_level.alive:
+        value.hook.sync()
 
 
 class _Both:
@@ -217,8 +243,8 @@ class Tracer(torch.Tensor):
     dispatch_level: TracerLevel = cast(Any, None)
 
     # The classes that an existing tensor may become: one with the layout of a plain tensor, and
-    # one with the layout of a tracer with slots (``turning``). None: the tracer's own class.
-    forms: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
+    # one with the layout of a tracer with slots (``promotion``). None: the tracer's own class.
+    layouts: ClassVar[tuple[type[Tracer], type[Tracer]] | None] = None
 
     @classmethod
     def make(
@@ -246,7 +272,7 @@ class Tracer(torch.Tensor):
                 f"TracerLevel, got {level!r}. Outside of a kernel give level=."
             )
         shape = like.shape
-        with unasked_of(shape):
+        with suppress_guards_of(shape):
             tracer = torch.Tensor._make_wrapper_subclass(
                 cls,
                 shape,
@@ -268,7 +294,7 @@ class Tracer(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return door_1(func, types, args, kwargs or NO_KWARGS)
+        return function_handler(func, types, args, kwargs or NO_KWARGS)
 
     # torch's annotation is for classes without subclasses, which are called without the operator.
     @classmethod
@@ -281,17 +307,19 @@ class Tracer(torch.Tensor):
     ) -> Any:
         return operator_of(func).call(args, kwargs or NO_KWARGS, True)
 
-    def cut(self) -> torch.Tensor:
+    def detached_here(self) -> torch.Tensor:
         """Return the result of the user's ``detach()``, without graphs of this and outer levels.
 
         Autograd's own ``aten::detach`` at a tracer's level is different: it must keep the graphs
         of outer levels.
         """
-        raise TypeError(f"{type(self).__name__} does not say what detach() does.")
+        raise TypeError(
+            f"{type(self).__name__} does not define detached_here(), the result of detach()."
+        )
 
-    def again(self) -> Any:
+    def aliased_here(self) -> Any:
         """Return another tracer for the same values, without the graph of its own level."""
-        raise TypeError(f"{type(self).__name__} does not say how another one is made.")
+        raise TypeError(f"{type(self).__name__} does not define aliased_here().")
 
     def from_outside(self) -> bool:
         """True if the values are from outside, so the transformed function may not write them."""
@@ -303,6 +331,13 @@ class Tracer(torch.Tensor):
         None: the value that the tracer stands for tells.
         """
         return None
+
+    def conjugated(self) -> bool:
+        """Return True if the value is lazily conjugated: C++ can't read this from the tracer."""
+        value = getattr(self, "value", None)
+        if isinstance(value, Tracer):
+            return value.conjugated()
+        return isinstance(value, torch.Tensor) and value.is_conj()
 
     def read(self, name: str) -> Any:
         """Return the result of a method that reads data as Python or NumPy values (``item``)."""
@@ -367,15 +402,15 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 
 
 # torch's annotation has only tuples and dicts; callers pass nothing else.
-hop: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
+call_below_function: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
-# The types of C functions; a Python function calls others, which reach the doors again.
+# The types of C functions; a Python function calls others, which reach the handlers again.
 _C_TYPES = (
     type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
     type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
 
-# Methods that door 1 answers itself, because C++ can't answer them for a tracer.
+# Methods that the function handler answers itself, because C++ can't answer them for a tracer.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
 METHODS: dict[Any, Method] = {}
 
@@ -383,7 +418,7 @@ METHODS: dict[Any, Method] = {}
 FOR_NUMBERS: set[Any] = set()
 
 
-def door_1(
+def function_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
@@ -392,16 +427,16 @@ def door_1(
         taken = remap_args(func, args, kwargs)
         if taken is not None:
             return func(*taken[0], **taken[1])
-    if MARKED:
+    if HOOKED:
         for kind in types:
-            if kind in MARKED:
-                return MARKED[kind](func, types, args, kwargs)
+            if kind in HOOKED:
+                return HOOKED[kind](func, types, args, kwargs)
     method = METHODS.get(func)
     if method is not None:
         out = method(func, types, args, kwargs)
         if out is not NotImplemented:
             return out
-    return into_torch(func, types, args, kwargs)
+    return call_torch(func, types, args, kwargs)
 
 
 # Preparations of C functions that write; operators declare writes in schemas (``writes``).
@@ -424,17 +459,17 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     prepare(func, args, kwargs)
 
 
-def into_torch(
+def call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call torch from door 1, past this check once, and past autograd if possible."""
+    """Call torch from the function handler, past this check once, and past autograd if possible."""
     if is_casting():
         with autocast_of_the_call():
-            return _into_torch(func, types, args, kwargs)
-    return _into_torch(func, types, args, kwargs)
+            return _call_torch(func, types, args, kwargs)
+    return _call_torch(func, types, args, kwargs)
 
 
-def _into_torch(
+def _call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     if isinstance(func, _C_TYPES):
@@ -444,7 +479,7 @@ def _into_torch(
                 refuse_escaped(func, level)
             if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
                 # A torch.func transform inside the level must see the call first.
-                return hop(func, types, args, kwargs)
+                return call_below_function(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs and not any_autocast():
@@ -455,11 +490,11 @@ def _into_torch(
                     args = tuple([_lift_recorded(arg, level) for arg in args])
                     kwargs = {k: _lift_recorded(v, level) for k, v in kwargs.items()}
                 with without_autograd():
-                    return hop(func, types, args, kwargs)
+                    return call_below_function(func, types, args, kwargs)
             args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
-    return hop(func, types, args, kwargs)
+    return call_below_function(func, types, args, kwargs)
 
 
 # NOTE [operands of outer levels]

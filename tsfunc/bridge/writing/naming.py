@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.writing.turning import memory_of, physical
+from tsfunc.bridge.writing.promotion import memory_of, physical
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<tsfunc ")
 

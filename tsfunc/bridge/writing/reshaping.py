@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.tracer import METHODS, Tracer
-from tsfunc.bridge.writing.turning import become
+from tsfunc.bridge.writing.promotion import swap_identity
 
 _NAMES = "t transpose swapaxes swapdims squeeze unsqueeze as_strided".split()
 
@@ -31,7 +31,7 @@ def _reshape(
     with DisableTorchFunctionSubclass():
         if x.is_leaf and x.requires_grad:
             return NotImplemented  # torch refuses the call
-    become(x, getattr(torch.Tensor, func.__name__[:-1])(*args, **kwargs))
+    swap_identity(x, getattr(torch.Tensor, func.__name__[:-1])(*args, **kwargs))
     return x
 
 

@@ -1,6 +1,6 @@
-"""Door 1 for calls that write: the written tensor first becomes a tracer of the level.
+"""The function handler of calls that write: the written tensor first becomes a tracer of the level.
 
-NOTE [writing into what was made inside] in ``turning`` describes how. This module defines which
+NOTE [promotion of tensors] in ``promotion`` describes how. This module defines which
 callables write to which arguments, when the written tensor must change, and the error messages.
 
 Private names used here (torch 2.11 to 2.13): ``torch._C._nn`` has the C functions behind
@@ -26,7 +26,7 @@ from tsfunc.bridge.tracers.grad_level import GradLevel
 from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
 from tsfunc.bridge.tracers.tracer import WRITERS, Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.naming import Described
-from tsfunc.bridge.writing.turning import BornOutside, Scattered, kin_of, turn
+from tsfunc.bridge.writing.promotion import CreatedOutside, NoCommonBase, aliases_of, promote
 from tsfunc.ops.dims import InplaceRefused
 from tsfunc.ops.random import one_distribution, refuse_in_error_mode
 
@@ -79,7 +79,7 @@ def prepare_write(
     if not batched and not (recorded and any(differentiated(t, level) for t in own)):
         return
     for target in targets:
-        if not _is_of(target, level):  # it may have turned together with an earlier target
+        if not _is_of(target, level):  # it may have been promoted together with an earlier target
             adopt(name, target, level, batched=batched, words=words)
 
 
@@ -133,10 +133,10 @@ def adopt(
             return  # a tensor class of another library
         _refuse_leaf(subject)
     try:
-        turn(kin_of(subject, level), level, batched=batched)
-    except BornOutside:
+        promote(aliases_of(subject, level), level, batched=batched)
+    except CreatedOutside:
         raise InplaceRefused(_outside(name, subject, level, batched, words)) from None
-    except Scattered:
+    except NoCommonBase:
         raise InplaceRefused(_scattered(name, subject, level)) from None
 
 
@@ -148,8 +148,8 @@ def _own_to_draw(target: Any, level: TracerLevel) -> None:
     if not isinstance(level, BatchLevel) or type(target) not in _PLAIN:
         return
     if level.randomness in ("different", "split"):
-        with suppress(BornOutside, Scattered):
-            turn(kin_of(target, level), level, batched=True)
+        with suppress(CreatedOutside, NoCommonBase):
+            promote(aliases_of(target, level), level, batched=True)
 
 
 before_drawing.append(_own_to_draw)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.catalogue.signature import Argument, Signature
+from tsfunc.ops.catalogue.signature import Argument, OperatorSignature
 
 Make = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -26,7 +26,7 @@ _MASKS = frozenset({"mask", "condition", "found_inf"})
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrialParameters:
     """The parameters of one series of trial calls.
 
     Attributes:
@@ -45,7 +45,7 @@ class Setting:
     optional: bool = False
 
 
-def settings(signature: Signature) -> Iterator[Setting]:
+def settings(signature: OperatorSignature) -> Iterator[TrialParameters]:
     """Yield the settings to try, the most common first."""
     takes_lists = any(a.type.startswith("int[]") and a.required for a in signature.inputs)
     lengths: list[int | None] = [None, 1, 2, 3, -1, -2, 0, 4, 6] if takes_lists else [None]
@@ -55,10 +55,10 @@ def settings(signature: Signature) -> Iterator[Setting]:
     for given, size, dtype, label, length in itertools.product(
         optional, (2, 3, 1), dtypes, labels, lengths
     ):
-        yield Setting(size, length, dtype, label, given)
+        yield TrialParameters(size, length, dtype, label, given)
 
 
-def tensor_arguments(signature: Signature, setting: Setting) -> list[Argument]:
+def tensor_arguments(signature: OperatorSignature, setting: TrialParameters) -> list[Argument]:
     """Return the tensor arguments that a call gets."""
     return [
         a
@@ -68,7 +68,7 @@ def tensor_arguments(signature: Signature, setting: Setting) -> list[Argument]:
 
 
 def arguments(
-    signature: Signature, ranks: Mapping[str, int], setting: Setting, make: Make
+    signature: OperatorSignature, ranks: Mapping[str, int], setting: TrialParameters, make: Make
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of one call.
 
@@ -101,11 +101,11 @@ def arguments(
     return args, kwargs
 
 
-def _position(signature: Signature, argument: Argument) -> int:
+def _position(signature: OperatorSignature, argument: Argument) -> int:
     return signature.inputs.index(argument)
 
 
-def _tensor(argument: Argument, rank: int | None, setting: Setting, make: Make) -> Any:
+def _tensor(argument: Argument, rank: int | None, setting: TrialParameters, make: Make) -> Any:
     if rank is None:
         return None
     dtype = setting.dtype
@@ -126,7 +126,7 @@ _STRINGS = {
 }  # fmt: skip
 
 
-def _value(argument: Argument, rank: int, setting: Setting) -> Any:
+def _value(argument: Argument, rank: int, setting: TrialParameters) -> Any:
     kind, name = argument.type, argument.name
     if kind.endswith("?"):
         return None
@@ -155,7 +155,7 @@ _SHAPES = frozenset(
 _ZEROS = frozenset("pad padding output_padding shifts".split())
 
 
-def _list(argument: Argument, rank: int, setting: Setting) -> list[Any]:
+def _list(argument: Argument, rank: int, setting: TrialParameters) -> list[Any]:
     length = setting.length
     if argument.count > 1:
         length = argument.count

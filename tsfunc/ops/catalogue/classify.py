@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tsfunc.ops.catalogue.decisions import Decisions
-from tsfunc.ops.catalogue.signature import Signature, functional_form, matching
+from tsfunc.ops.catalogue.signature import OperatorSignature, functional_form, matching
 from tsfunc.ops.catalogue.trial import Evidence
 from tsfunc.ops.registry import Category
 
-Overloads = Callable[[str], Iterable[Signature]]
+Overloads = Callable[[str], Iterable[OperatorSignature]]
 
 # The names of arguments that name dims, if they are an int or a list of ints.
 DIM_NAMES = frozenset(
@@ -32,14 +32,16 @@ class Verdict:
     source: str
 
 
-def dim_arguments(signature: Signature) -> tuple[str, ...]:
+def dim_arguments(signature: OperatorSignature) -> tuple[str, ...]:
     """Return the names of the arguments that name dims."""
     return tuple(
         a.name for a in signature.inputs if a.type.startswith("int") and a.name in DIM_NAMES
     )
 
 
-def leads_to(signature: Signature, decisions: Decisions, overloads: Overloads) -> str | None:
+def leads_to(
+    signature: OperatorSignature, decisions: Decisions, overloads: Overloads
+) -> str | None:
     """Return the operator that this operator follows, or None."""
     bare = signature.name.partition("::")[2]
     decided = decisions.exact.get(bare if "." in bare else f"{bare}.default")
@@ -61,7 +63,7 @@ def leads_to(signature: Signature, decisions: Decisions, overloads: Overloads) -
     return None
 
 
-def _target(signature: Signature, target: str, overloads: Overloads) -> str | None:
+def _target(signature: OperatorSignature, target: str, overloads: Overloads) -> str | None:
     """Return the overload of an operator's name that takes the arguments of ``signature``."""
     space = signature.name.partition("::")[0]
     packet, _, overload = target.partition(".")
@@ -72,7 +74,7 @@ def _target(signature: Signature, target: str, overloads: Overloads) -> str | No
     return found.name if found is not None else None
 
 
-def by_decision(signature: Signature, decisions: Decisions) -> Verdict | None:
+def by_decision(signature: OperatorSignature, decisions: Decisions) -> Verdict | None:
     """Return the category that was decided by hand for this name, or None."""
     decided = decisions.of(signature.name.partition("::")[2])
     if decided is None or decided.category is None:
@@ -80,7 +82,7 @@ def by_decision(signature: Signature, decisions: Decisions) -> Verdict | None:
     return Verdict(decided.category, f"decided: {decided.reason}")
 
 
-def by_schema(signature: Signature) -> Verdict | None:
+def by_schema(signature: OperatorSignature) -> Verdict | None:
     """Return the category that follows from the argument and result types or torch's tags."""
     tensors = [a for a in signature.tensors if a.type != "Tensor?"]
     if tensors and all(a.type == "Tensor[]" for a in tensors):
@@ -99,7 +101,7 @@ def by_schema(signature: Signature) -> Verdict | None:
     return None
 
 
-def by_trial(signature: Signature, evidence: Evidence) -> Verdict | None:
+def by_trial(signature: OperatorSignature, evidence: Evidence) -> Verdict | None:
     """Return the category that follows from calls at ranks 0 to 6."""
     if not evidence.tried:
         return None
@@ -130,7 +132,7 @@ def _tried(category: Category, words: str) -> Verdict:
 
 
 def verdict(
-    signature: Signature,
+    signature: OperatorSignature,
     decisions: Decisions,
     overloads: Overloads,
     followed: Callable[[str], Category | None],

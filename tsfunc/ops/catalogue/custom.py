@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from tsfunc.errors import DispatchError, UnknownOperatorError
-from tsfunc.ops.by_category import rule_of_category
 from tsfunc.ops.catalogue.reader import reader
+from tsfunc.ops.category_rules import rule_of_category
 from tsfunc.ops.registry import Category, Rule, declare
 
 

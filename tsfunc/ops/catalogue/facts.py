@@ -6,12 +6,12 @@ import enum
 from dataclasses import dataclass
 
 from tsfunc.ops.catalogue.classify import dim_arguments
-from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.catalogue.trial import Evidence
 from tsfunc.ops.registry import Category
 
 
-class Result(enum.Enum):
+class ResultDims(enum.Enum):
     """The dims of an operator's results."""
 
     BROADCAST = "broadcast"  # the dims of all carriers, broadcast
@@ -32,20 +32,20 @@ class Result(enum.Enum):
 
 
 _OF_CATEGORY = {
-    Category.TENSOR_ITERATOR: Result.BROADCAST,
-    Category.FIXED: Result.COMPUTED,
-    Category.N_DIMENSIONAL: Result.REARRANGED,
-    Category.IDENTITY: Result.SAME,
-    Category.FLATTEN: Result.FLAT,
-    Category.COMPOSITE: Result.PARTS,
-    Category.BATCHED: Result.BATCH,
-    Category.FEATURE_BATCHED: Result.FEATURES,
-    Category.FACTORY: Result.GIVEN,
-    Category.TRIVIAL: Result.GIVEN,
-    Category.SPARSE: Result.SPARSE,
-    Category.DYNAMIC: Result.DATA,
-    Category.VARIADIC: Result.LIST,
-    Category.OTHER: Result.UNKNOWN,
+    Category.TENSOR_ITERATOR: ResultDims.BROADCAST,
+    Category.FIXED: ResultDims.COMPUTED,
+    Category.N_DIMENSIONAL: ResultDims.REARRANGED,
+    Category.IDENTITY: ResultDims.SAME,
+    Category.FLATTEN: ResultDims.FLAT,
+    Category.COMPOSITE: ResultDims.PARTS,
+    Category.BATCHED: ResultDims.BATCH,
+    Category.FEATURE_BATCHED: ResultDims.FEATURES,
+    Category.FACTORY: ResultDims.GIVEN,
+    Category.TRIVIAL: ResultDims.GIVEN,
+    Category.SPARSE: ResultDims.SPARSE,
+    Category.DYNAMIC: ResultDims.DATA,
+    Category.VARIADIC: ResultDims.LIST,
+    Category.OTHER: ResultDims.UNKNOWN,
 }
 
 
@@ -66,7 +66,7 @@ class Facts:
 
     carriers: tuple[str, ...]
     dims: tuple[str, ...]
-    result: Result
+    result: ResultDims
     mutates: tuple[str, ...]
     aliases: tuple[str, ...]
     random: bool
@@ -84,7 +84,7 @@ _DATA_TAGS = frozenset({"dynamic_output_shape", "data_dependent_output"})
 
 
 def facts_of(
-    signature: Signature,
+    signature: OperatorSignature,
     category: Category,
     evidence: Evidence,
     followed: Facts | None,
@@ -113,18 +113,20 @@ def facts_of(
     )
 
 
-def _carriers(signature: Signature, category: Category, evidence: Evidence) -> tuple[str, ...]:
+def _carriers(
+    signature: OperatorSignature, category: Category, evidence: Evidence
+) -> tuple[str, ...]:
     if category is Category.FACTORY:
         return ()
     # A scalar argument (a scale, a fill value) does not determine dims.
     return tuple(a.name for a in signature.tensors if evidence.ranks.get(a.name) != [0])
 
 
-def _result(signature: Signature, category: Category, evidence: Evidence) -> Result:
+def _result(signature: OperatorSignature, category: Category, evidence: Evidence) -> ResultDims:
     if not any("Tensor" in result for result in signature.returns):
-        return Result.NONE
+        return ResultDims.NONE
     if category is Category.TENSOR_ITERATOR:
         reduces = signature.takes("keepdim", "reduction") or "reduction" in signature.tags
         shrinks = evidence.together and not evidence.same and not evidence.broadcasts
-        return Result.REDUCED if reduces or shrinks else Result.BROADCAST
+        return ResultDims.REDUCED if reduces or shrinks else ResultDims.BROADCAST
     return _OF_CATEGORY[category]

@@ -45,7 +45,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Signature:
+class OperatorSignature:
     """An operator's name, arguments, results and tags.
 
     Attributes:
@@ -125,8 +125,8 @@ class Reader:
     """
 
     name: Callable[[Any], str]
-    signature: Callable[[str], Signature | None]
-    overloads: Callable[[str], Iterable[Signature]]
+    signature: Callable[[str], OperatorSignature | None]
+    overloads: Callable[[str], Iterable[OperatorSignature]]
     names: Callable[[str], list[str]]
     fake: Callable[[str], bool]
     vmap_rule: Callable[[str], Any]
@@ -137,8 +137,8 @@ _OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def functional_form(
-    signature: Signature, overloads: Callable[[str], Iterable[Signature]]
-) -> Signature | None:
+    signature: OperatorSignature, overloads: Callable[[str], Iterable[OperatorSignature]]
+) -> OperatorSignature | None:
     """Return the overload of which an operator (``out=``, in-place, ``_copy``) is a variant.
 
     Args:
@@ -158,7 +158,7 @@ def functional_form(
     return matching(signature, found)
 
 
-def _packets(signature: Signature) -> Iterable[str]:
+def _packets(signature: OperatorSignature) -> Iterable[str]:
     packet = signature.packet
     if signature.form == "out":
         yield packet
@@ -173,16 +173,18 @@ def _packets(signature: Signature) -> Iterable[str]:
         yield packet.removesuffix("_copy")
 
 
-def matching(variant: Signature, forms: list[Signature]) -> Signature | None:
+def matching(
+    variant: OperatorSignature, forms: list[OperatorSignature]
+) -> OperatorSignature | None:
     """Return the form whose inputs match the variant's best.
 
     Equal names and types rank first, then equal types, then the number of equal inputs.
     """
 
-    def inputs(signature: Signature) -> list[tuple[str, str]]:
+    def inputs(signature: OperatorSignature) -> list[tuple[str, str]]:
         return [(a.name, a.type) for a in signature.inputs if a.name not in _OPTIONS]
 
-    def likeness(form: Signature) -> tuple[bool, bool, int, bool]:
+    def likeness(form: OperatorSignature) -> tuple[bool, bool, int, bool]:
         found = inputs(form)
         return (
             found == wanted,

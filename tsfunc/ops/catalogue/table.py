@@ -13,9 +13,9 @@ from pathlib import Path
 
 from tsfunc.ops.catalogue.classify import Overloads, Verdict, verdict
 from tsfunc.ops.catalogue.decisions import Decisions, read
-from tsfunc.ops.catalogue.facts import Facts, Result, facts_of
+from tsfunc.ops.catalogue.facts import Facts, ResultDims, facts_of
 from tsfunc.ops.catalogue.reader import reader
-from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.ops.catalogue.trial import Evidence
 from tsfunc.ops.registry import Category
 
@@ -54,7 +54,7 @@ def _parsed(text: str) -> Line:
     facts = Facts(
         tuple(carriers.split()),
         tuple(dims.split()),
-        Result(result),
+        ResultDims(result),
         tuple(mutates.split()),
         tuple(aliases.split()),
         "random" in marks,
@@ -88,7 +88,7 @@ class Classifier:
         self.overloads: Overloads = functools.lru_cache(None)(self._overloads)
 
     @staticmethod
-    def _overloads(packet: str) -> list[Signature]:
+    def _overloads(packet: str) -> list[OperatorSignature]:
         return list(reader().overloads(packet))
 
     def line(self, name: str) -> Line | None:
@@ -100,7 +100,7 @@ class Classifier:
             self.lines[name] = self._line(signature)
         return self.lines[name]
 
-    def _line(self, signature: Signature) -> Line:
+    def _line(self, signature: OperatorSignature) -> Line:
         evidence = self.evidence.get(signature.name, Evidence())
         found = verdict(signature, self.decisions, self.overloads, self._category, evidence)
         target = self._followed(found)

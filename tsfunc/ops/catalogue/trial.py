@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.ops.catalogue.arguments import Setting, arguments, settings, tensor_arguments
-from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.catalogue.arguments import TrialParameters, arguments, settings, tensor_arguments
+from tsfunc.ops.catalogue.signature import OperatorSignature
 
 RANKS = range(7)
 _AT_ONE_SETTING = 400  # calls
@@ -111,7 +111,7 @@ def tensors(results: Any) -> list[torch.Tensor]:
 class Trial:
     """Trial calls of one operator on one device."""
 
-    def __init__(self, signature: Signature, device: str) -> None:
+    def __init__(self, signature: OperatorSignature, device: str) -> None:
         self.signature = signature
         self.device = device
         self.calls = 0
@@ -126,7 +126,7 @@ class Trial:
             made.diagonal(0, -2, -1).fill_(1)
         return made
 
-    def call(self, ranks: dict[str, int], setting: Setting) -> Any:
+    def call(self, ranks: dict[str, int], setting: TrialParameters) -> Any:
         """Return the results of a call, or None if it raises."""
         try:
             args, kwargs = arguments(self.signature, ranks, setting, self.make)
@@ -148,7 +148,7 @@ class Trial:
                 break
         return self.summary(setting, taken) if taken else Evidence()
 
-    def taken(self, setting: Setting) -> Iterator[tuple[dict[str, int], Any]]:
+    def taken(self, setting: TrialParameters) -> Iterator[tuple[dict[str, int], Any]]:
         """Yield each combination of ranks that succeeds, with the results of the call."""
         names = [a.name for a in tensor_arguments(self.signature, setting)]
         for ranks in itertools.islice(_choices(len(names)), _AT_ONE_SETTING):
@@ -157,7 +157,9 @@ class Trial:
             if out is not None:
                 yield chosen, out
 
-    def summary(self, setting: Setting, taken: list[tuple[dict[str, int], Any]]) -> Evidence:
+    def summary(
+        self, setting: TrialParameters, taken: list[tuple[dict[str, int], Any]]
+    ) -> Evidence:
         names = list(taken[0][0])
         ranks = {name: sorted({chosen[name] for chosen, _ in taken}) for name in names}
         alike = {next(iter(c.values())) for c, _ in taken if c and len(set(c.values())) == 1}
@@ -170,7 +172,9 @@ class Trial:
             self.elements(names, setting) if together and self.device != "meta" else "",
         )
 
-    def on(self, shapes: Mapping[str, Sequence[int]], setting: Setting) -> list[torch.Tensor]:
+    def on(
+        self, shapes: Mapping[str, Sequence[int]], setting: TrialParameters
+    ) -> list[torch.Tensor]:
         """Return the result tensors for arguments of these shapes.
 
         The list is empty if the call raises.
@@ -186,13 +190,13 @@ class Trial:
         except Exception:
             return []
 
-    def keeps(self, names: Sequence[str], rank: int, setting: Setting) -> bool:
+    def keeps(self, names: Sequence[str], rank: int, setting: TrialParameters) -> bool:
         """True if arguments of one shape, its sizes all different, give results of that shape."""
         shape = [2, 3, 4, 5, 6, 7][:rank]
         found = self.on(dict.fromkeys(names, shape), setting)
         return bool(found) and all(list(t.shape) == shape for t in found)
 
-    def broadcasts(self, names: Sequence[str], setting: Setting) -> bool:
+    def broadcasts(self, names: Sequence[str], setting: TrialParameters) -> bool:
         """True if a row and columns give a matrix, for a row in each of the arguments."""
         for i in range(len(names)):
             shapes = {name: [1, 3] if j == i else [2, 1] for j, name in enumerate(names)}
@@ -201,7 +205,7 @@ class Trial:
                 return False
         return True
 
-    def elements(self, names: Sequence[str], setting: Setting) -> str:
+    def elements(self, names: Sequence[str], setting: TrialParameters) -> str:
         """Return how elements of the first result depend on elements of the first argument."""
         base = torch.tensor([[0.1, -1.3, 2.6], [-0.4, 1.7, -2.2]])
 

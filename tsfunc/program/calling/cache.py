@@ -15,13 +15,13 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates, every_node
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.program.closure.arg_codegen import Build, Enter, builder, key_orders, opening_lines
+from tsfunc.program.closure.guard_codegen import ClosureGuard
+from tsfunc.program.closure.guard_codegen import GuardLines as Reads
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.cache_miss import Facts
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.inputs import short_text
-from tsfunc.program.guarding.reasons import Facts
-from tsfunc.program.reading.entering import Build, Enter, builder, key_orders, opening_lines
-from tsfunc.program.reading.reach import Facts as Reads
-from tsfunc.program.reading.reach import Reach
 
 
 class EntryInfo(NamedTuple):
@@ -71,7 +71,7 @@ class CacheInfo(NamedTuple):
 
 
 @dataclass(eq=False)
-class Entry:
+class CachedProgram:
     """A program and the calls that it may answer.
 
     Attributes:
@@ -79,7 +79,7 @@ class Entry:
         tree: the structure of the arguments.
         accepts: the guard: a function of the flattened arguments that returns the values the
             program runs on after these, or None if it may not answer the call.
-        reach: the same without the guards on the arguments, except on watched objects.
+        closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         signature: the part of the call that does not depend on sizes.
         form: the assumptions about the arguments.
@@ -93,11 +93,11 @@ class Entry:
 
     program: Program
     tree: optree.PyTreeSpec
-    accepts: Reach
-    reach: Reach
+    accepts: ClosureGuard
+    closure_guard: ClosureGuard
     reason: str
     signature: Any
-    form: CallForm
+    form: CallSpec
     given: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
@@ -118,18 +118,20 @@ class Entry:
     def of_form(
         cls,
         program: Program,
-        form: CallForm,
+        form: CallSpec,
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
-    ) -> Entry:
+    ) -> CachedProgram:
         """Return a program for calls of a form, with a guard that is generated from the form."""
-        facts = program.facts or Reads()
+        guard_lines = program.guard_lines or Reads()
         lines, scope = form.guard()
         opening = opening_lines(form.tree, scope, form.of_keywords)
         return cls(
-            program, form.tree, facts.function(form.ambient, lines, scope),
-            facts.function(form.ambient), reason, None, form,
-            None if opening is None else facts.entering(form.ambient, opening, lines, scope),
+            program, form.tree, guard_lines.function(form.ambient, lines, scope),
+            guard_lines.function(form.ambient), reason, None, form,
+            None
+            if opening is None
+            else guard_lines.entry_code(form.ambient, opening, lines, scope),
             refuses,
         )  # fmt: skip
 
@@ -152,7 +154,7 @@ class Entry:
         return None if reached is None else [*flat, *reached]
 
 
-class TracedAgain(Exception):
+class NeedsInlining(Exception):
     """Internal: a program is called inside a trace that can't record its operations."""
 
 
@@ -165,7 +167,7 @@ def _outside_traces(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def checked(values: Sequence[Any]) -> Any:
         if tracing_here():
-            raise TracedAgain
+            raise NeedsInlining
         return run(values)
 
     return checked
@@ -190,12 +192,12 @@ class Cache:
     Args:
         limit: the maximum number of entries.
         auto_widen: whether sizes that vary become named dims, and numbers that vary inputs:
-            NOTE [widening].
+            NOTE [automatic dynamic sizes].
 
     Attributes:
         lock: held while a program is made or the entries are changed.
         history: the facts of the calls that programs were made for.
-        varied: the same, with ``ANY`` for the values that may vary: NOTE [widening].
+        varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
         fixed: the sizes and numbers that could not be widened together.
         needed: the numbers that the function needs themselves.
         told: the sizes and numbers that a warning has named: NOTE [retraces].
@@ -205,7 +207,7 @@ class Cache:
         self.limit = limit
         self.auto_widen = auto_widen
         self.lock = threading.RLock()
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[CachedProgram, ...] = ()
         self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
@@ -218,14 +220,14 @@ class Cache:
         """The number of calls that found a program."""
         return self._former_hits + sum(entry.hits for entry in self.entries)
 
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedProgram | None:
         """Return the entry that may answer a call, or None."""
         for entry in self.entries:
             if entry.enter(args, kwargs) is not None:
                 return entry
         return None
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: CachedProgram) -> None:
         """Move an entry to the front."""
         with self.lock:
             if entry in self.entries:
@@ -233,18 +235,18 @@ class Cache:
 
     def known(
         self, signatures: Collection[Any], flat: Sequence[Any], sizes: Mapping[str, int]
-    ) -> tuple[Entry, Sequence[Any]] | None:
+    ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return the symbolic program for a call if it was made for the call with other sizes."""
         for entry in self.entries:
             # A program with guards on values of its own call can't be shared.
-            held = entry.program.asked or entry.program.groups
+            held = entry.program.property_guards or entry.program.groups
             if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
-                reached = entry.reach(flat)
+                reached = entry.closure_guard(flat)
                 if reached is not None:
                     return entry, reached
         return None
 
-    def keep(self, entry: Entry) -> None:
+    def keep(self, entry: CachedProgram) -> None:
         """Put a program first among the entries."""
         if any(isinstance(value, Tracer) for value in entry.program.lifted.values()):
             return  # it belongs to an active outer transform, and ends with it

@@ -5,25 +5,35 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import optree
 
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
+from tsfunc.bridge.trace.backward_passes import RetraceForBackward
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, TsfuncError
-from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.leaves import described, places_of, spelled
 from tsfunc.program.calling.target import Target
 from tsfunc.program.calling.variation import Variation
-from tsfunc.program.dims.edges import AtTheEdge
+from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
+from tsfunc.program.closure.free_variables import FreeVariables
+from tsfunc.program.closure.guard_builder import is_container, is_instance
+from tsfunc.program.closure.instances import Instances, RetraceForStoredTensors
+from tsfunc.program.closure.module_state import state_of
+from tsfunc.program.closure.numbers import Earlier, Read
+from tsfunc.program.closure.variables import CODE
+from tsfunc.program.dims.small_sizes import RetraceForSmallSizes
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.equal import same_program
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import form_of_call
+from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
+from tsfunc.program.guarding.call_spec import form_of_call
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
 from tsfunc.program.guarding.guards import guard_lines
 from tsfunc.program.guarding.inputs import (
@@ -35,15 +45,8 @@ from tsfunc.program.guarding.inputs import (
     with_dims_raised,
     with_sizes_fixed,
 )
-from tsfunc.program.guarding.reasons import UNSEEN, facts_of_call, passed_text, reason_for
-from tsfunc.program.guarding.same_tensors import ToldApart
-from tsfunc.program.guarding.untyped import any_arguments
-from tsfunc.program.reading.entering import key_orders, opening_lines
-from tsfunc.program.reading.holding import is_container, is_instance
-from tsfunc.program.reading.instances import Instances, KeepsTensors
-from tsfunc.program.reading.module_state import state_of
-from tsfunc.program.reading.surroundings import Surroundings
-from tsfunc.program.reading.variables import CODE
+from tsfunc.program.guarding.opaque_arguments import opaque_arguments
+from tsfunc.program.guarding.tensor_aliasing import RetraceForAliasing
 from tsfunc.types import Dim
 
 
@@ -78,6 +81,7 @@ class FirstCall:
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
+        self.earlier: Earlier = {}
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
         """Return a program for the call, and the values that it reads of objects in the arguments.
@@ -90,6 +94,7 @@ class FirstCall:
         """
         inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
         facts = self.facts(inputs)
+        self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
         scalars = self.scalars(inputs, bounds)
         signatures = {self.signature(inputs, each) for each in (scalars, ())}
@@ -117,8 +122,8 @@ class FirstCall:
                 # error.
                 small = {name: size for name, size in sizes.items() if name in bounds}
         if small:
-            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [sizes at the edge] in
-            # program/dims/edges
+            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [small sizes] in
+            # program/dims/small_sizes
             if known is None and made is not None:
                 cache.keep(made[0])
             if known is not None or self.reason in (UNSEEN, dropped):
@@ -129,14 +134,23 @@ class FirstCall:
         cache.keep(entry)
         return entry.program, reached
 
+    def _earlier_numbers(self, cache: Cache) -> Earlier:
+        """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
+        found: dict[str, list[Read]] = {}
+        if self.target.backend is None:  # backends make numbers constants
+            for entry in cache.entries:
+                for text, value in entry.program.numbers.items():
+                    found.setdefault(text, []).append(value)
+        return found
+
     def _with_fixed(
         self,
-        made: tuple[Entry, Sequence[Any]] | None,
+        made: tuple[CachedProgram, Sequence[Any]] | None,
         small: Mapping[str, int],
         inputs: Sequence[InputSpec],
         bounds: Mapping[str, Dim],
         scalars: Sequence[ScalarSpec],
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         """Return a program for calls with some sizes fixed; the general program if it is the same.
 
         Args:
@@ -159,7 +173,7 @@ class FirstCall:
 
     def _traced(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
-    ) -> tuple[Entry, Sequence[Any]] | None:
+    ) -> tuple[CachedProgram, Sequence[Any]] | None:
         """Return ``trace(...)``; None if the function refuses the hint for a size below 2."""
         try:
             return self.trace(inputs, bounds)
@@ -182,7 +196,7 @@ class FirstCall:
 
     def trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         """Return a program for such calls, and the tensors that it reads from argument objects."""
         scalars = self.scalars(inputs, bounds)
         if scalars:
@@ -197,7 +211,7 @@ class FirstCall:
 
     def trace_for_any(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         """Do the same with further numbers as inputs, given by their positions."""
         return self._trace(inputs, bounds, self.scalars(inputs, bounds, numbers))
 
@@ -221,56 +235,69 @@ class FirstCall:
 
     def _trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
-    ) -> tuple[Entry, Sequence[Any]]:
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         start = time.perf_counter()
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, any_arguments(self.func, described, self.parameters, spelled), described,
+            scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
         )  # fmt: skip
-        program, instances = self._captured(request)
+        program, instances = self._with_numbers(request)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
         form = form_of_call(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
-            program.conditions, program.asked, program.groups, scalars,
+            program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
-        facts = instances.held.facts
+        closure_lines = instances.builder.guard_lines
         program = dataclasses.replace(
             program,
             form=form,
-            facts=facts,
+            guard_lines=closure_lines,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=self.guards(inputs, bounds, scalars, instances.held.read, program),
+            guards=self.guards(inputs, bounds, scalars, instances.builder.read, program),
             state=state_of(
-                self.func, program.lifted, program.updates, len(self.flat), facts.values,
-                instances.held.read,
+                self.func, program.lifted, program.updates, len(self.flat), closure_lines.values,
+                instances.builder.read,
             ),
         )  # fmt: skip
         if self.target.backend is not None:
             run = Compiled(
-                program, self.target.backend, self.target.backend_name, [*self.flat, *facts.values]
+                program,
+                self.target.backend,
+                self.target.backend_name,
+                [*self.flat, *closure_lines.values],
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
         lines += form.more(scope)
         opening = opening_lines(self.tree, scope, self.target.sees_keywords)
-        entry = Entry(
+        entry = CachedProgram(
             program,
             self.tree,
-            facts.function(self.ambient, lines, scope, late=opening is not None),
-            facts.function(self.ambient, late=True),
+            closure_lines.function(self.ambient, lines, scope, late=opening is not None),
+            closure_lines.function(self.ambient, late=True),
             self.reason,
             signature,
             form,
-            None if opening is None else facts.entering(self.ambient, opening, lines, scope),
+            None
+            if opening is None
+            else closure_lines.entry_code(self.ambient, opening, lines, scope),
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
         self._record(entry)
-        return entry, facts.values
+        return entry, closure_lines.values
+
+    def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
+        """Return ``_captured(...)``; numbers outside that can't be inputs are constants."""
+        if self.earlier:
+            with suppress(Exception):  # for example, a symbol can't be hashed
+                return self._captured(request)
+            self.earlier = {}
+        return self._captured(request)
 
     def _captured(
         self, request: TraceRequest, every: bool = False, apart: bool = False
@@ -283,23 +310,26 @@ class FirstCall:
             apart: whether the function is known to compare its tensors by identity.
         """
         instances = self._instances(every)
-        instances.tells_apart = instances.tells_apart or apart
+        instances.compares_identity = instances.compares_identity or apart
         try:
             return capture(request, instances), instances
-        except KeepsTensors:
+        except RetraceForStoredTensors:
             return self._captured(request, True, apart)
-        except ToldApart as told:
+        except RetraceForBackward:
+            request = dataclasses.replace(request, records=True)
+        except RetraceForAliasing as told:
             return self._captured(dataclasses.replace(request, own=told.own), every, True)
-        except AtTheEdge as edge:
+        except RetraceForSmallSizes as edge:
             instances = self._instances(every)
-            instances.tells_apart = instances.tells_apart or apart
+            instances.compares_identity = instances.compares_identity or apart
             request = dataclasses.replace(request, retraced=edge.names)
             try:
                 return capture(request, instances), instances
             except Exception:
                 raise edge.refusal from None
+        return self._captured(request, every, apart)
 
-    def _record(self, entry: Entry) -> None:
+    def _record(self, entry: CachedProgram) -> None:
         """Record a new program in the log of ``rage``."""
         program = entry.program
         rage.record(
@@ -340,7 +370,7 @@ class FirstCall:
             read,
             positions,
             program.conditions,
-            program.asked,
+            program.property_guards,
         )
 
     def descriptors(
@@ -353,26 +383,26 @@ class FirstCall:
         return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self, every: bool) -> Instances:
-        instances = Instances(self.name, self.closure)
-        surroundings = Surroundings(instances, every)
+        instances = Instances(self.name, self.closure, self.earlier)
+        free_variables = FreeVariables(instances, every)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
                 instances.add(value, spelled(self.places[i]), f"args[{i}]")
             elif hasattr(type(value), "__next__"):
-                instances.held.refuse_iterator(spelled(self.places[i]), "an argument", value)
-        surroundings.add(self.func)
+                instances.builder.refuse_iterator(spelled(self.places[i]), "an argument", value)
+        free_variables.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, CODE):
-                surroundings.scan(value)
+                free_variables.scan(value)
             instances.generators.add(spelled(self.places[i]), value)
         return instances
 
 
 def _one_of(
-    symbolic: tuple[Entry, Sequence[Any]],
-    fixed: tuple[Entry, Sequence[Any]],
+    symbolic: tuple[CachedProgram, Sequence[Any]],
+    fixed: tuple[CachedProgram, Sequence[Any]],
     sizes: Mapping[str, Any],
-) -> tuple[Entry, Sequence[Any]]:
+) -> tuple[CachedProgram, Sequence[Any]]:
     """Return the entry for fixed sizes, with the symbolic program if it does the same there."""
     (one, reached), (other, same_reached) = symbolic, fixed
     alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
@@ -381,7 +411,7 @@ def _one_of(
     return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
 
 
-def _is_small(entry: Entry, name: str, size: int) -> bool:
+def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """Return True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,42 +16,52 @@ import torch.fx
 from tsfunc import pytrees, rage
 from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.elsewhere import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
-from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.asked import Argument
+from tsfunc.bridge.sizes.shape_probe import unlogged
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.backward_passes import RetraceForBackward
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.opaque import without_opaque_values
 from tsfunc.bridge.trace.seeding import no_seeding
+from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
-from tsfunc.bridge.trace.untyped import without_stand_ins
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leave_whole
-from tsfunc.bridge.writing.marked import settle_all
+from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
-from tsfunc.errors import TsfuncError
-from tsfunc.program.dims.constraints import check_needs
-from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.same_tensors import Groups, ToldApart, as_one, groups_of, hold
-from tsfunc.program.guarding.untyped import Hide
-from tsfunc.program.passes import simplify
-from tsfunc.program.reading.collecting import collecting_seldom
-from tsfunc.program.reading.holding import Place
-from tsfunc.program.reading.instances import Instances
-from tsfunc.program.reading.refusals import (
+from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.program.calling.counters import Counters
+from tsfunc.program.closure.collecting import collecting_seldom
+from tsfunc.program.closure.gradients import Gradients
+from tsfunc.program.closure.guard_builder import Source
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.numbers import Varying
+from tsfunc.program.closure.refusals import (
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.reading.results import with_objects_apart
-from tsfunc.program.reading.updates import Update
+from tsfunc.program.closure.results import with_objects_apart
+from tsfunc.program.closure.updates import Update
+from tsfunc.program.dims.constraints import check_needs
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.guards import variables_of
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.opaque_arguments import Hide
+from tsfunc.program.guarding.tensor_aliasing import (
+    Groups,
+    RetraceForAliasing,
+    as_one,
+    groups_of,
+    hold,
+)
+from tsfunc.program.passes import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -70,8 +82,9 @@ class TraceRequest:
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
         own: tensors that the function has from elsewhere, and gets as arguments, too.
-        retraced: the named dims whose sizes in the call are at the edge (NOTE [sizes at the edge]
-            in ``edges``); they are traced with other hints.
+        retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
+            sizes] in ``small_sizes``); they are traced with other hints.
+        records: whether autograd records during the trace, for the function's own backward passes.
     """
 
     what: str
@@ -86,6 +99,7 @@ class TraceRequest:
     described: Mapping[str, Descriptor] = field(default_factory=dict)
     own: Mapping[int, torch.Tensor] = field(default_factory=dict)
     retraced: frozenset[str] = frozenset()
+    records: bool = False
 
 
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
@@ -101,13 +115,17 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        AtTheEdge, ToldApart: it has to be traced again.
+        RetraceForSmallSizes, RetraceForAliasing, RetraceForBackward: it has to be traced again,
+            with other ``instances``.
     """
     if not entered.inside:
         return leave_whole(capture, (request, instances), {})
     with collecting_seldom():
-        trace = _Trace(request, instances or Instances(request.name))
-        return trace.program(trace.run())
+        if instances is not None:
+            trace = _Trace(request, instances)
+            return trace.program(trace.run())
+        trace, out = _run(request, request.name)
+        return trace.program(out)
 
 
 def outline(request: TraceRequest) -> Any:
@@ -118,11 +136,20 @@ def outline(request: TraceRequest) -> Any:
     """
     if not entered.inside:
         return leave_whole(outline, (request,), {})
-    trace = _Trace(request, Instances(request.what))
+    trace, out = _run(request, request.what)
     try:
-        return pytrees.tree_map(trace.fake_value, trace.run())
+        return pytrees.tree_map(trace.fake_value, out)
     finally:
         trace.symbols.end()
+
+
+def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
+    """Run a function in a trace; return the trace and the function's result."""
+    trace = _Trace(request, Instances(name))
+    with suppress(RetraceForBackward):
+        return trace, trace.run()
+    trace = _Trace(replace(request, records=True), Instances(name))
+    return trace, trace.run()
 
 
 class _Trace:
@@ -132,13 +159,14 @@ class _Trace:
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
-        instances.held.give(request.flat)
+        instances.builder.set_arguments(request.flat)
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
         by_themselves = [spec.name for spec in request.scalars if spec.by_itself]
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
+        self._numbers: list[int] = []
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -149,7 +177,9 @@ class _Trace:
             axes.bound(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols)
+            self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.symbols.asks = Counters(self.level, self.instances.builder).answer
+            self.gradients = Gradients(self.level, self.instances, self._attributes.append)
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -164,11 +194,11 @@ class _Trace:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
-        level.questions.attribute_of = self._attribute_of
+        level.tensor_guards.attribute_of = self._attribute_of
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
-            level.questions.add(
-                tracer, Argument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            level.tensor_guards.add(
+                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
             )
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
@@ -179,25 +209,38 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
-        self._own = {**request.own, **instances.held.own_tensors}
-        self._as_one = instances.tells_apart
+        instances.compares_identity = instances.compares_identity or request.records
+        self._own = {**request.own, **instances.builder.own_tensors}
+        self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
         return traced
 
-    def _attribute_of(self, argument: Argument, name: str) -> Any:
+    def _attribute_of(self, argument: TracedArgument, name: str) -> Any:
         """Return the value of a Python attribute of a tensor among the arguments, and guard it."""
-        held, way = self.instances.held, f"args[{argument.position}].{name}"
+        builder, way = self.instances.builder, f"args[{argument.position}].{name}"
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
             value = getattr(argument.example, name)
-            held.take(value, Place(held.facts.bind(way), text, text, False))
+            builder.guard(value, Source(builder.guard_lines.bind(way), text, text, False))
         return value
 
+    def _number_read(self, number: Varying) -> Any:
+        """Return the symbol of a number from outside: NOTE [numbers that vary]."""
+        graph = self.level.graph
+        symbol = self.symbols.add_number(number.name, number.value, number.variable)
+        first = next((node for node in graph.nodes if node.op != "placeholder"), None)
+        with nullcontext() if first is None else graph.inserting_before(first):
+            node = _named(graph.placeholder(number.name), number.name)
+        node.meta["number"] = symbol
+        self.symbols.add_input(number.name, node)
+        self._numbers.append(number.position)
+        return symbol
+
     def _call(self, traced: list[Any]) -> Any:
-        request, held = self.request, self.instances.held
+        request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)
         tree = request.tree
         if request.hide_any is not None:
@@ -205,8 +248,11 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level, held.grad_of), self.instances, no_seeding(request.what):
+            with mode, Lifting(self.level), self.instances, no_seeding(request.what):
+                self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
+            if self.gradients.passes.needed and not request.records:
+                raise RetraceForBackward  # the function has caught it
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -215,22 +261,22 @@ class _Trace:
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
-        settle_all(out)
+        sync_all(out)
         check_containers(request.what, request.func, (args, kwargs), traced, tree)
         return out
 
-    def _told_apart(self) -> Groups:
-        """Guard the identities of the function's tensors: NOTE [one tensor twice]."""
+    def _alias_groups(self) -> Groups:
+        """Guard the identities of the function's tensors: NOTE [tensor aliasing]."""
         instances, inputs = self.instances, self.request.inputs
-        if not instances.tells_apart and not self.level.questions.told_apart:
+        if not instances.compares_identity and not self.level.tensor_guards.hashes_tensors:
             return ()
-        own = {**self._own, **instances.held.own_tensors}
+        own = {**self._own, **instances.builder.own_tensors}
         given = self._own if self._as_one else {}
         groups = groups_of(inputs)
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise ToldApart(own)
-        hold(instances.held.facts, inputs, own)
+            raise RetraceForAliasing(own)
+        hold(instances.builder.guard_lines, inputs, own)
         return groups if len(inputs) > 1 else ()
 
     def fake_value(self, leaf: Any) -> Any:
@@ -245,12 +291,17 @@ class _Trace:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish()
-        level.questions.refuse_assigned()
-        apart = with_objects_apart(request.what, without_stand_ins(out), self.instances.held.again)
+        level.tensor_guards.refuse_assignments()
+        apart = with_objects_apart(
+            request.what, without_opaque_values(out), self.instances.builder.placeholder_of
+        )
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
-        results = [node_of_output(leaf, level) for leaf in (*leaves, *updates.tensors)]
+        values = (*leaves, *updates.tensors)
+        results = [node_of_output(leaf, level) for leaf in values]
+        if self.gradients.passes.records_for_nothing(values):
+            run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
         raised = check_needs(
@@ -261,24 +312,48 @@ class _Trace:
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
         program = self._finished(out_tree, assigned)
         conditions = symbols.conditions(variables_of(request.bounds, request.scalars))
-        asked = tuple(level.questions.asked.values())
+        self._guard_numbers([each for each in conditions if each.of_read])
+        conditions = [each for each in conditions if not each.of_read]
+        if level.tensor_guards.of_backward:
+            self._guard_anomaly_mode()
+        numbers = self.instances.builder.numbers
+        property_guards = tuple(level.tensor_guards.property_guards.values())
         return replace(
-            program, conditions=tuple(conditions), asked=asked, groups=self._told_apart(),
-            attributes=tuple(self._attributes), raised=raised,
-            looks_at_grad=level.questions.of_grad,
+            program, conditions=tuple(conditions), property_guards=property_guards,
+            groups=self._alias_groups(), raised=raised,
+            attributes=(*self._attributes, *numbers.inputs),
+            looks_at_grad=level.tensor_guards.of_grad, numbers=dict(numbers.read),
         )  # fmt: skip
+
+    def _guard_anomaly_mode(self) -> None:
+        """Guard the mode in which backward passes look for NaN."""
+        guard_lines = self.instances.builder.guard_lines
+        for asks in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
+            guard_lines.require(f"{guard_lines.name(asks)}() is {asks()}")
+
+    def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
+        """Guard the answers to questions about numbers from outside."""
+        guard_lines = self.instances.builder.guard_lines
+        for condition in conditions:
+            if condition.dims:
+                raise DataDependentError(
+                    f"{self.request.what}: {condition.text} compares a number that the function "
+                    f"reads with a size."
+                )
+            guard_lines.require(condition.code.replace("math.", f"{guard_lines.name(math)}."))
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.
-        held = self.instances.held
-        reached = {id(x): len(request.flat) + i for i, x in enumerate(held.facts.values)}
-        frozen = held.closure == "freeze"
+        builder = self.instances.builder
+        reached = {id(x): len(request.flat) + i for i, x in enumerate(builder.guard_lines.values)}
+        frozen = builder.closure == "freeze"
         if frozen:
             check_frozen(request.name, level, reached)
         positions = [spec.position for spec in request.inputs]
         positions += [spec.position for spec in request.scalars]
+        positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
         burnt_in = {
             target: tensor.detach().clone()
@@ -309,6 +384,13 @@ class _Trace:
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
             frozenset(constants), updates,
         )  # fmt: skip
+
+
+def run_without_grad(graph: torch.fx.Graph) -> None:
+    """Have a program record nothing for autograd."""
+    for node in graph.nodes:
+        node.meta["requires_grad"] = node.op != "call_function" and node.meta.get("requires_grad")
+        node.meta["no_grad"] = node.op == "call_function"
 
 
 def _input(level: TraceLevel, spec: InputSpec, symbols: Symbols) -> TraceTracer:

@@ -10,7 +10,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.program.reading.holding import is_instance
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.types import MetaTensorType, as_descriptor
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
@@ -21,7 +21,7 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
 )
-from tsfunc.types.mending import as_python
+from tsfunc.types.suggestions import as_python
 
 
 def descriptors_text(

@@ -12,7 +12,7 @@ import torch
 
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.errors import DescriptorViolation
-from tsfunc.program.reading.holding import Closure, is_container, is_instance
+from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
 from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
 from tsfunc.types.signatures import takes_any_keyword

@@ -1,9 +1,10 @@
 """The sizes and numbers in which a call differs from earlier calls: one program, or a warning.
 
 NOTE [retraces]
-The second new program for a value that varies either serves all its values (NOTE [widening] in
-``guarding/widening.py``), or the user is told once which value varies, and which descriptors make
-its programs one. Nothing is said of the sizes and numbers 0 and 1, for which the next settles it.
+The second new program for a value that varies either serves all its values (NOTE [automatic
+dynamic sizes] in ``guarding/automatic_dynamic.py``), or the user is told once which value varies,
+and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
+which the next settles it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import optree
 
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.errors import DescriptorError
-from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.offering import descriptors_text
 from tsfunc.program.calling.target import Target
 from tsfunc.program.graphs.equal import same_program
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
-from tsfunc.program.guarding.reasons import ANY, Facts, differing
-from tsfunc.program.guarding.widening import (
+from tsfunc.program.guarding.automatic_dynamic import (
     Names,
     is_special,
     seen_values,
@@ -30,10 +29,12 @@ from tsfunc.program.guarding.widening import (
     varying,
     widened,
 )
+from tsfunc.program.guarding.cache_miss import ANY, Facts, differing
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim
-from tsfunc.types.runs import place_text
+from tsfunc.types.check_context import place_text
 
-Made = tuple[Entry, Sequence[Any]]
+Made = tuple[CachedProgram, Sequence[Any]]
 _SHOWN = 3  # the number of values that a warning shows
 
 
@@ -123,7 +124,7 @@ class Variation:
 
         return widened(trace, self.inputs, self.bounds, at)
 
-    def _needed(self, entry: Entry) -> Names:
+    def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
@@ -132,7 +133,7 @@ class Variation:
             if spec.by_itself and spec.name in needed
         )
 
-    def _does_the_same(self, entry: Entry, names: Names) -> bool:
+    def _does_the_same(self, entry: CachedProgram, names: Names) -> bool:
         """Return True if a general program is sound for the call."""
         if any(condition.dims for condition in entry.program.conditions):
             return False
@@ -154,7 +155,7 @@ class Variation:
                     values[dim.name] = size
         return same_program(entry.program, fixed.program, values)
 
-    def remember(self, entry: Entry, called: bool) -> str | None:
+    def remember(self, entry: CachedProgram, called: bool) -> str | None:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].
 
         Args:
@@ -255,7 +256,7 @@ class Variation:
         return text
 
 
-def _is_bounded(entry: Entry, known: Mapping[str, Dim]) -> bool:
+def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
     """Return True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
         name not in known and dim != Dim(name, min=2) for name, dim in entry.form.bounds.items()

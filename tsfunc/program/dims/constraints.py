@@ -14,9 +14,9 @@ from tsfunc.bridge.sizes.size_texts import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation
-from tsfunc.program.dims.advice import advice, mended_dims
-from tsfunc.program.dims.edges import AtTheEdge, away_from, names_at_edge
 from tsfunc.program.dims.rewrites import rewrites_of
+from tsfunc.program.dims.small_sizes import RetraceForSmallSizes, away_from, names_at_edge
+from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -40,11 +40,11 @@ def check_needs(
         retraced: whether the function was traced with other sizes than those of the call.
 
     Returns:
-        The named dims with another minimum size for this trace: NOTE [sizes at the edge].
+        The named dims with another minimum size for this trace: NOTE [small sizes].
 
     Raises:
         ConstraintViolation: the trace relies on more than the descriptors promise.
-        AtTheEdge: the same, but it may apply to the sizes of the call alone.
+        RetraceForSmallSizes: the same, but it may apply to the sizes of the call alone.
     """
     unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
     if not unmet:
@@ -56,7 +56,7 @@ def check_needs(
     refusal = _refusal(name, rest, dims, sizes, described)
     at_edge = names_at_edge(rest)
     if at_edge and not retraced:
-        raise AtTheEdge(at_edge, refusal)
+        raise RetraceForSmallSizes(at_edge, refusal)
     raise refusal
 
 
@@ -97,13 +97,13 @@ def _refusal(
         f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
         for need in dict.fromkeys(unmet)
     )
-    mended = mended_dims(unmet, dims, sizes)
+    suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
-        f"{advice(mended, described) if described else ''}"
+        f"{text_of_fixes(suggested, described) if described else ''}"
         f"{_rewritten(unmet)}",
-        mended,
+        suggested,
     )
 
 

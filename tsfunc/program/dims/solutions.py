@@ -61,13 +61,13 @@ def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
             return None
     for candidate in _candidates(fact, dim, size, Eq, Ne):
         try:
-            mended = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
+            suggested = dim.meet(candidate) if isinstance(candidate, Dim) else candidate
         except DescriptorError:
             continue
-        if isinstance(mended, int):
-            return mended
-        if mended.admits(size) and _seems_promised(fact, mended):
-            return _shown(fact, mended, size)
+        if isinstance(suggested, int):
+            return suggested
+        if suggested.admits(size) and _seems_promised(fact, suggested):
+            return _shown(fact, suggested, size)
     return None
 
 

@@ -3,7 +3,7 @@
 The names, sizes and checksums of all entries are checked before their content is used. The entries
 are not compressed, so reading takes no more memory than the file has bytes.
 
-NOTE [one reading]
+NOTE [unambiguous files]
 A zip describes each entry twice: before its data, and in the directory at the end. If the two
 differ, two readers may see different files. The same holds for bytes before, between or after the
 entries. Both descriptions therefore have to agree, and the file may contain nothing but entries
@@ -139,7 +139,7 @@ class Archive:
             raise zipfile.BadZipFile(f"{listed} entries are listed, and said to be {count}")
 
     def _checked(self, file: BinaryIO, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
-        """Return the entries by name; see NOTE [one reading]."""
+        """Return the entries by name; see NOTE [unambiguous files]."""
         found: dict[str, zipfile.ZipInfo] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):

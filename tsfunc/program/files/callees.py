@@ -29,7 +29,7 @@ _MOST_OPERANDS = 1 << 16
 
 
 @dataclass(eq=False)
-class Part:
+class CalleeGraph:
     """One of the graphs of a function.
 
     Attributes:
@@ -80,7 +80,7 @@ class TracedCallee:
         self.name, self.tensors, self.numbers, self.results = name, tensors, numbers, results
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[CalleeGraph]:
         raise NotImplementedError
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
@@ -88,7 +88,7 @@ class TracedCallee:
 
 
 # Reads a part that is called with values of the given kinds.
-DecodePart = Callable[[Field, Sequence[Any]], Part]
+DecodePart = Callable[[Field, Sequence[Any]], CalleeGraph]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class CalleeWriter:
     def __init__(
         self,
         bounds: Mapping[str, Dim],
-        encode: Callable[[Part], Any],
+        encode: Callable[[CalleeGraph], Any],
         sizes: Mapping[str, int],
         described: Mapping[str, Any],
     ) -> None:
@@ -191,7 +191,7 @@ class CalleeWriter:
             **kind.encode(callee, self),
         }
 
-    def part(self, part: Part) -> Any:
+    def part(self, part: CalleeGraph) -> Any:
         """Return the JSON of a part."""
         before, self.bounds = self.bounds, part.dims
         try:
@@ -199,7 +199,7 @@ class CalleeWriter:
         finally:
             self.bounds = before
 
-    def of_batch(self, part: Part) -> Any:
+    def of_batch(self, part: CalleeGraph) -> Any:
         """Return the JSON of a part that is a batching rule."""
         before, self.batched = self.batched, True
         try:
@@ -225,7 +225,9 @@ class CalleeReader:
         decode: reads a part, for a function of this reader.
     """
 
-    def __init__(self, field: Field | None, decode: Callable[[Field, Sequence[Any]], Part]) -> None:
+    def __init__(
+        self, field: Field | None, decode: Callable[[Field, Sequence[Any]], CalleeGraph]
+    ) -> None:
         self._fields = field.items() if field is not None else []
         self._decode = decode
         self._made = [self._head(each) for each in self._fields]

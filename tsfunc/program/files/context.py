@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tsfunc.program.files.state import State
+from tsfunc.program.files.state import CellState
 from tsfunc.program.files.tensors import TensorReader
 
 
 @dataclass(frozen=True)
-class Context:
+class FileContext:
     """The context in which the entries of a file are read.
 
     Attributes:
@@ -28,5 +28,5 @@ class Context:
     classes: Mapping[str, type]
     device: torch.device | None
     made_with: str
-    state: State
+    state: CellState
     version: int

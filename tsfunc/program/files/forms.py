@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.asked import Asked, answerer
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.errors import DescriptorError
-from tsfunc.program.files.context import Context
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.trees import Trees, encode_tree
-from tsfunc.program.files.values import NoFileForm, Values, dtype_of, encode
-from tsfunc.program.guarding.forms import CallForm, Watched
+from tsfunc.program.files.values import NoFileForm, ValueReader, dtype_of, encode
+from tsfunc.program.guarding.call_spec import CallSpec, Watched
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
@@ -30,7 +30,7 @@ from tsfunc.types.dims import parse_dim
 from tsfunc.types.facts import fact_code
 
 
-def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
+def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
     """Return the assumptions about a kind of call as JSON.
 
     Args:
@@ -60,26 +60,30 @@ def encode_form(form: CallForm, where: Callable[[int], str]) -> Any:
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
         **({"conditions": conditions} if (conditions := facts_of(form)) else {}),
-        **({"asked": [_encode_asked(each) for each in form.asked]} if form.asked else {}),
+        **(
+            {"asked": asked}
+            if (asked := [*map(_encode_property_guard, form.property_guards)])
+            else {}
+        ),
         **({"one": [list(group) for group in form.groups]} if form.groups else {}),
     }
 
 
-def _encode_asked(asked: Asked) -> Any:
-    answer = asked.answer
+def _encode_property_guard(guard: PropertyGuard) -> Any:
+    answer = guard.answer
     return {
-        "argument": asked.position,
-        "fact": asked.fact,
+        "argument": guard.position,
+        "fact": guard.fact,
         "answer": list(answer) if isinstance(answer, tuple) else answer,
     }
 
 
-def facts_of(form: CallForm) -> list[str]:
+def facts_of(form: CallSpec) -> list[str]:
     """Return the conditions of a form on named dims and on numbers that may vary."""
     return [condition.fact for condition in form.conditions]
 
 
-def storable(form: CallForm) -> CallForm:
+def storable(form: CallSpec) -> CallSpec:
     """Return a form that a file can hold.
 
     If a condition of the form can't be written, the numbers are fixed to those of the call.
@@ -135,13 +139,13 @@ class FormReader:
         of_keywords: whether the function sees the order of its keyword arguments.
     """
 
-    def __init__(self, context: Context, of_keywords: bool) -> None:
+    def __init__(self, context: FileContext, of_keywords: bool) -> None:
         self._of_keywords, self._version = of_keywords, context.version
-        self._values = Values(device=context.device)
+        self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
 
-    def decode(self, field: Field) -> CallForm:
+    def decode(self, field: Field) -> CallSpec:
         """Return the form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
         since = {"conditions": 3, "asked": 4, "one": 4}
@@ -170,11 +174,11 @@ class FormReader:
         _require_sizes(dims, inputs, bounds)
         conditions = tuple(_condition(x, bounds, scalars) for x in _items(said))
         positions = frozenset(spec.position for spec in inputs)
-        asked = tuple(_asked(x, positions) for x in _items(field.get("asked")))
+        property_guards = tuple(_property_guard(x, positions) for x in _items(field.get("asked")))
         groups = tuple(_group(x, positions) for x in _items(field.get("one")))
-        return CallForm(
+        return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            asked, groups, tuple(scalars),
+            property_guards, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -184,7 +188,7 @@ class FormReader:
             if name not in _SETTINGS:
                 value.fail("there is no such setting")
         return tuple(
-            Values().decode(given[setting.name]) if setting.name in given else setting.read()
+            ValueReader().decode(given[setting.name]) if setting.name in given else setting.read()
             for setting in SETTINGS
         )
 
@@ -244,17 +248,17 @@ def _items(field: Field | None) -> Sequence[Field]:
     return () if field is None else field.items()
 
 
-def _asked(field: Field, positions: Collection[int]) -> Asked:
+def _property_guard(field: Field, positions: Collection[int]) -> PropertyGuard:
     argument, fact, answer = field.record("argument", "fact", "answer")
     text = fact.line()
-    if answerer(text) is None:
+    if reader_of(text) is None:
         fact.fail("there is no such question")
     told = answer.value
     if isinstance(told, list):
         told = tuple(each.integer(0) for each in answer.items())
     elif told is not None and not isinstance(told, bool | int):
         answer.expected("true, false, a number or numbers")
-    return Asked(_position(argument, positions), text, told)
+    return PropertyGuard(_position(argument, positions), text, told)
 
 
 def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:

@@ -23,19 +23,19 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.leaves import described, places_of
-from tsfunc.program.calling.unanswered import guards_of_form
+from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
-from tsfunc.program.files.context import Context
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.control import version_of
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.forms import FormReader, encode_form, facts_of
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import decode_program, encode_program, has_key, what_it_does
-from tsfunc.program.files.state import State, StateWriter, read_state
+from tsfunc.program.files.state import CellState, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 
@@ -58,7 +58,7 @@ class Answer:
     """A program of a function, and a kind of call that it answers."""
 
     program: Program
-    form: CallForm
+    form: CallSpec
     reason: str
 
 
@@ -82,7 +82,7 @@ class SavedFunction:
     limit: int
     answers: tuple[Answer, ...]
     made_with: str = torch.__version__
-    state: State = field(default_factory=State)
+    state: CellState = field(default_factory=CellState)
 
 
 class Unsaved(ValueError):
@@ -172,7 +172,7 @@ def _version_of(function: SavedFunction, has_state: bool) -> int:
     forms = [answer.form for answer in function.answers]
     nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
     fifth = any(spec.any_grad for form in forms for spec in form.inputs)
-    fourth = any(form.asked or form.groups or form.scalars for form in forms)
+    fourth = any(form.property_guards or form.groups or form.scalars for form in forms)
     third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
     found = [version_of(answer.program.graph) for answer in function.answers]
     return max(5 if fifth else 4 if fourth else 3 if third else 2 if has_state else 1, *found)
@@ -185,7 +185,7 @@ def _version() -> str:
         return "unknown"
 
 
-def _places(form: CallForm) -> Callable[[int], str]:
+def _places(form: CallSpec) -> Callable[[int], str]:
     """Return a function from the index of a flattened argument to its name in errors."""
     paths = form.tree.paths()
 
@@ -236,7 +236,7 @@ def read_function(
     """
     archive = Archive(file, what)
     made_with, version = _read_head(archive)
-    values = Values(device=device)
+    values = ValueReader(device=device)
     tensors = TensorReader(
         archive.json("tensors.json"),
         archive.read("tensors.safetensors"),
@@ -248,7 +248,7 @@ def read_function(
     function.require_keys(keys, ("state",) if version > 1 else ())
     name, parameters, described, limit, calls = map(function.at, keys)
     state = read_state(function.get("state"), tensors, values)
-    context = Context(tensors, classes, device, made_with, state, version)
+    context = FileContext(tensors, classes, device, made_with, state, version)
     signature = _read_signature(parameters)
     answers = _read_answers(archive, calls, context, signature)
     return SavedFunction(
@@ -280,21 +280,21 @@ def _read_head(archive: Archive) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _CallKind:
     """A kind of call, and the number of the program that answers it."""
 
     field: Field
     program: int
     reason: str
-    form: CallForm
+    form: CallSpec
 
 
-def _read_calls(field: Field, count: int, forms: FormReader) -> list[_Call]:
+def _read_calls(field: Field, count: int, forms: FormReader) -> list[_CallKind]:
     found = []
     for call in field.items():
         number, reason, form = call.record("program", "reason", "form")
         program = number.integer(0, count - 1)
-        found.append(_Call(call, program, reason.line(), forms.decode(form)))
+        found.append(_CallKind(call, program, reason.line(), forms.decode(form)))
     return found
 
 
@@ -310,14 +310,14 @@ def _count_of_programs(archive: Archive) -> int:
 
 
 def _read_answers(
-    archive: Archive, calls: Field, context: Context, signature: inspect.Signature
+    archive: Archive, calls: Field, context: FileContext, signature: inspect.Signature
 ) -> tuple[Answer, ...]:
     """Return the programs with the calls that they answer."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
     found = _read_calls(calls, count, forms)
-    made_for: dict[int, _Call] = {}
+    made_for: dict[int, _CallKind] = {}
     for call in found:
         # A program was made for its call with the most named dims; its other calls are special
         # cases.
@@ -338,7 +338,7 @@ def _read_answers(
 
 
 def _of_form(
-    field: Field, program: Program, form: CallForm, signature: inspect.Signature
+    field: Field, program: Program, form: CallSpec, signature: inspect.Signature
 ) -> Program:
     try:
         return dataclasses.replace(
@@ -347,14 +347,14 @@ def _of_form(
             places=places_of(signature, len(form.leaves), form.tree),
             descriptors=described(_open(form), form.inputs, form.tree, signature),
             guards=guards_of_form(form, signature),
-            asked=form.asked,
+            property_guards=form.property_guards,
             groups=form.groups,
         )
     except (TypeError, ValueError) as error:
         field.fail(f"it is no call of the function: {error}")
 
 
-def _open(form: CallForm) -> list[Any]:
+def _open(form: CallSpec) -> list[Any]:
     """Return the leaves of a form, with types in the places of the numbers that may vary."""
     leaves = list(form.leaves)
     for spec in form.scalars:
@@ -362,7 +362,7 @@ def _open(form: CallForm) -> list[Any]:
     return leaves
 
 
-def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answer:
+def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Answer:
     count = len(form.leaves)
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)
@@ -381,7 +381,11 @@ def _answer(field: Field, program: Program, form: CallForm, reason: str) -> Answ
 
 def _reads(program: Program) -> int:
     """Return the number of a program's inputs that it reads from its state."""
-    return len(program.facts.values) - bool(program.updates) if program.facts is not None else 0
+    return (
+        len(program.guard_lines.values) - bool(program.updates)
+        if program.guard_lines is not None
+        else 0
+    )
 
 
 def _read_signature(field: Field) -> inspect.Signature:
@@ -409,7 +413,7 @@ class _UnknownDefault:
 def _default(field: Field | None) -> Any:
     if field is None:
         return inspect.Parameter.empty
-    return _UnknownDefault() if field.value == {"unknown": True} else Values().decode(field)
+    return _UnknownDefault() if field.value == {"unknown": True} else ValueReader().decode(field)
 
 
 def _read_descriptors(

@@ -37,7 +37,7 @@ from tsfunc.program.files.control import (
     encode_control,
 )
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.node_types import NodeTypes, encode_told, encode_type
+from tsfunc.program.files.node_types import NodeTypes, encode_display_meta, encode_type
 from tsfunc.program.files.operators import (
     NAMES_OF_FUNCTIONS,
     NOTHING,
@@ -51,7 +51,7 @@ from tsfunc.program.files.operators import (
     operator_named,
 )
 from tsfunc.program.files.tensors import TensorReader
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.printing import line_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
@@ -60,12 +60,12 @@ _RESERVED = frozenset({"args"})
 # The operator in a file that checks a size that depends on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_SINCE_GENERATORS, _SINCE_TOLD = 4, 5  # the first versions of the format that have them
+_SINCE_GENERATORS, _SINCE_DISPLAY_META = 4, 5  # the first versions of the format that have them
 _OPTIONAL = ("type", "number", "line", *_FLAGS)
 
 
 @dataclass(frozen=True)
-class Outside:
+class OutsideValues:
     """The values that a graph has from outside, by their names in the file.
 
     Attributes:
@@ -78,9 +78,9 @@ class Outside:
     generator: Callable[[torch.Generator], str]
     container: Callable[[Any], Any] | None = None
 
-    def of_body(self) -> Outside:
+    def of_body(self) -> OutsideValues:
         """Return the same for a control-flow body, which takes its tensors as arguments."""
-        return Outside(_none, self.generator)
+        return OutsideValues(_none, self.generator)
 
     def encode(self, value: Any) -> Any:
         """Return an argument of a node as JSON."""
@@ -94,7 +94,7 @@ class Outside:
 
 def encode_graph(
     graph: torch.fx.Graph,
-    outside: Outside,
+    outside: OutsideValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
     state: Sequence[torch.fx.Node] = (),
@@ -157,7 +157,7 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    told = None if facts else encode_told(node)
+    told = None if facts else encode_display_meta(node)
     return facts if told is None else {"told": told}
 
 
@@ -170,7 +170,7 @@ def _kind_of_input(node: torch.fx.Node) -> str:
 
 def _encode_node(
     node: torch.fx.Node,
-    outside: Outside,
+    outside: OutsideValues,
     names: Mapping[Any, Any] | None,
     callees: CalleeWriter,
 ) -> dict[str, Any]:
@@ -234,12 +234,12 @@ class GraphReader:
     ) -> None:
         self._callees, self._is_body = callees, is_body
         self._version = version
-        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_TOLD else _OPTIONAL
+        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_DISPLAY_META else _OPTIONAL
         self._tensors = tensors
         self._device = device
         self._types = types
         self._made_with = made_with
-        self._values = Values(self._known, device)
+        self._values = ValueReader(self._known, device)
         if version >= _SINCE_GENERATORS:
             self._values = self._values.with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}
@@ -302,7 +302,7 @@ class GraphReader:
             self._types.read_number(number, node)
         told = field.get("told")
         if told is not None:
-            self._types.read_told(told, node)
+            self._types.read_display_meta(told, node)
         for key, name in _FLAGS.items():
             flag = field.get(key)
             if flag is not None:

@@ -14,7 +14,7 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.values import Values, dtype_of, printable
+from tsfunc.program.files.values import ValueReader, dtype_of, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
 _MOST_PARTS = 1000  # the maximum number of operators and operands of one size
@@ -39,7 +39,7 @@ def encode_type(value: torch.Tensor, names: Mapping[Any, Any]) -> Any | None:
 _KINDS_OF_NUMBERS = {"int": int, "float": float}
 
 
-def encode_told(node: torch.fx.Node) -> Any | None:
+def encode_display_meta(node: torch.fx.Node) -> Any | None:
     """Return the displayed properties of a value as JSON, if `encode_type` can't write it."""
     known = properties_of_node(node)
     if known is None:
@@ -63,7 +63,7 @@ class NodeTypes:
         values: reads devices.
     """
 
-    def __init__(self, symbols: Symbols, values: Values) -> None:
+    def __init__(self, symbols: Symbols, values: ValueReader) -> None:
         self._symbols = symbols
         self._named = {**symbols.sizes, **symbols.scalars}
         self._values = values
@@ -96,18 +96,18 @@ class NodeTypes:
             except (RuntimeError, OverflowError, ValueError, TypeError) as error:
                 field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
 
-    def read_told(self, field: Field, node: torch.fx.Node) -> None:
-        """Set the properties that `encode_told` wrote on a node; they are for display only."""
+    def read_display_meta(self, field: Field, node: torch.fx.Node) -> None:
+        """Set the properties that `encode_display_meta` wrote on a node, for display."""
         if field.get("number") is not None:
             number, text = field.record("number", "text")
             kind = number.one_of(_KINDS_OF_NUMBERS, "int or float")
-            node.meta["told"] = Properties(kind, expression=text.line())
+            node.meta["display_meta"] = Properties(kind, expression=text.line())
             return
         dtype, shape, device = field.record("dtype", "shape", "device")
         dims = [
             dim.integer(0) if isinstance(dim.value, int) else dim.line() for dim in shape.items()
         ]
-        node.meta["told"] = Properties(
+        node.meta["display_meta"] = Properties(
             dtype_of(dtype), tuple(dims), self._values.device(device), torch.strided
         )
 

@@ -19,7 +19,7 @@ import torch.fx
 
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of
-from tsfunc.ops.catalogue.signature import Signature
+from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.files.fields import LONGEST_INT, Field
 
 # The kinds of values in a graph: a tensor, a number, or a list or tuple of the kinds of items.
@@ -54,11 +54,11 @@ NAMES_OF_FUNCTIONS = {function: name for name, function in FUNCTIONS.items()}
 
 
 @functools.cache
-def _signature(name: str) -> Signature | None:
+def _signature(name: str) -> OperatorSignature | None:
     return signature_of(name) if _NAME.fullmatch(name) and not _REACH_OUT.match(name) else None
 
 
-def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Signature]:
+def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, OperatorSignature]:
     """Return the operator of a name, and its schema."""
     name = field.text()
     signature = _signature(name)
@@ -79,7 +79,7 @@ def function_named(field: Field) -> Callable[..., Any]:
     return found
 
 
-def kind_of_results(signature: Signature) -> Kind:
+def kind_of_results(signature: OperatorSignature) -> Kind:
     """Return the kind of an operator's results."""
     kinds = [_kind_of(type_) for type_ in signature.returns]
     if not kinds:
@@ -101,7 +101,7 @@ def kind_of_item(kind: Kind, index: int) -> Kind | None:
 
 
 def misfit(
-    signature: Signature,
+    signature: OperatorSignature,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     kind_of: Callable[[torch.fx.Node], Kind],

@@ -15,21 +15,21 @@ import torch.fx
 from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.settings import SETTINGS, settings
-from tsfunc.program.files.callees import CalleeReader, CalleeWriter, Part
-from tsfunc.program.files.context import Context
+from tsfunc.program.closure.updates import OutsideRef as FromOutside
+from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
+from tsfunc.program.files.context import FileContext
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.forms import dim_text, read_dim, read_scalar
-from tsfunc.program.files.graphs import GraphReader, Outside, encode_graph
+from tsfunc.program.files.graphs import GraphReader, OutsideValues, encode_graph
 from tsfunc.program.files.node_types import NodeTypes
 from tsfunc.program.files.state import ProgramState, StateWriter
 from tsfunc.program.files.tensors import TensorWriter
 from tsfunc.program.files.trees import Trees, encode_tree
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.inputs import sizes_of_call
-from tsfunc.program.reading.updates import Outside as FromOutside
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -75,9 +75,9 @@ def encode_program(
 
     def container(value: Any) -> Any:
         at = value.index - len(form.leaves) if isinstance(value, FromOutside) else -1
-        return encode(program.facts.values[at]) if at >= 0 and program.facts else None
+        return encode(program.guard_lines.values[at]) if at >= 0 and program.guard_lines else None
 
-    outside = Outside(lifted, tensors.generator, container)
+    outside = OutsideValues(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
     graph = encode_graph(program.graph, outside, named, callees, in_cells)
     if callees.entries:
@@ -95,7 +95,7 @@ def encode_program(
     }
 
 
-def _require_settings(form: CallForm) -> None:
+def _require_settings(form: CallSpec) -> None:
     """Refuse to trace functions with rules under settings that differ from those of their calls."""
     for setting, then, now in zip(SETTINGS[1:], form.ambient[1:], settings()[1:], strict=True):
         if then != now:
@@ -106,7 +106,7 @@ def _require_settings(form: CallForm) -> None:
 
 
 def _encode_part(
-    part: Part, tensors: TensorWriter, state: StateWriter, callees: CalleeWriter
+    part: CalleeGraph, tensors: TensorWriter, state: StateWriter, callees: CalleeWriter
 ) -> Any:
     """Return one of the graphs of a function with rules as JSON."""
 
@@ -119,7 +119,7 @@ def _encode_part(
     return {
         "name": printable(part.name),
         "inputs": list(part.inputs),
-        "graph": encode_graph(part.graph, Outside(lifted, tensors.generator), None, callees),
+        "graph": encode_graph(part.graph, OutsideValues(lifted, tensors.generator), None, callees),
     }
 
 
@@ -166,7 +166,7 @@ def _dims_in(names: Mapping[Any, Any]) -> list[str]:
     return [form if isinstance(form, str) else form[1] for form in names.values()]
 
 
-def decode_program(field: Field, context: Context, form: CallForm) -> Program:
+def decode_program(field: Field, context: FileContext, form: CallSpec) -> Program:
     """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
@@ -178,7 +178,7 @@ def decode_program(field: Field, context: Context, form: CallForm) -> Program:
     since = {"state": 2, "functions": 4, "numbers": 4}
     field.require_keys(keys, [key for key, first in since.items() if context.version >= first])
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
-    values = Values(device=context.device)
+    values = ValueReader(device=context.device)
     symbols = _symbols(dims_field, field.get("numbers"), form)
     plain = NodeTypes(Symbols({}), values)
     callees = CalleeReader(
@@ -212,13 +212,17 @@ def decode_program(field: Field, context: Context, form: CallForm) -> Program:
         constants.fail("there are others than tensors of the program")
     return Program(
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
-        facts=state.facts,
+        guard_lines=state.guard_lines,
     )  # fmt: skip
 
 
 def _decode_part(
-    field: Field, kinds: Sequence[Any], types: NodeTypes, context: Context, callees: CalleeReader
-) -> Part:
+    field: Field,
+    kinds: Sequence[Any],
+    types: NodeTypes,
+    context: FileContext,
+    callees: CalleeReader,
+) -> CalleeGraph:
     """Return the graph that `_encode_part` wrote, for a part called with values of these kinds."""
     name, inputs_field, graph_field = field.record("name", "inputs", "graph")
     reader = GraphReader(
@@ -229,7 +233,7 @@ def _decode_part(
     own = [node.meta["kind"] for node in graph.nodes if node.op == "placeholder"]
     if own != [kinds[at] for at in inputs]:
         inputs_field.fail("the graph has other inputs")
-    return Part(name.line(), graph, inputs, reader.lifted)
+    return CalleeGraph(name.line(), graph, inputs, reader.lifted)
 
 
 def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
@@ -243,7 +247,7 @@ def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
     return found
 
 
-def _symbols(field: Field, numbers: Field | None, form: CallForm) -> Symbols:
+def _symbols(field: Field, numbers: Field | None, form: CallSpec) -> Symbols:
     """Return the symbols of a program, with the sizes of its own call as hints."""
     dims = {name: read_dim(text, name) for name, text in field.mapping().items()}
     called = sizes_of_call(form.inputs)
@@ -252,7 +256,7 @@ def _symbols(field: Field, numbers: Field | None, form: CallForm) -> Symbols:
     }
     scalars: dict[str, int | float] = {}
     for name, value in numbers.mapping().items() if numbers is not None else ():
-        scalars[name] = read_scalar(Field(name, value), 0, Values().decode(value), dims).value
+        scalars[name] = read_scalar(Field(name, value), 0, ValueReader().decode(value), dims).value
     try:
         return Symbols(dims, sizes, scalars)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:

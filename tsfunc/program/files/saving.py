@@ -85,7 +85,8 @@ def _refuse_attributes(name: str, programs: Sequence[Program]) -> None:
         for attribute in program.attributes:
             raise ValueError(
                 f"save({name}): the function reads {attribute}, and a file has no place for "
-                f"attributes of tensors. Pass what it is as an argument."
+                f"attributes of tensors and for numbers that vary outside. Pass what it is as an "
+                f"argument."
             )
 
 

@@ -18,13 +18,13 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.settings import settings
+from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.updates import Slot, Update
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, Values, encode, printable
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.forms import Watched
-from tsfunc.program.reading.reach import Facts
-from tsfunc.program.reading.updates import Slot, Update
+from tsfunc.program.guarding.call_spec import Watched
 
 Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20
@@ -36,9 +36,9 @@ def reached(program: Program) -> tuple[Any, ...] | None:
     Returns:
         The values; None if a guard on one of them fails.
     """
-    if program.facts is None or program.form is None:
+    if program.guard_lines is None or program.form is None:
         return ()
-    return program.facts.function(settings())(program.form.leaves)
+    return program.guard_lines.function(settings())(program.form.leaves)
 
 
 def is_current(program: Program) -> bool:
@@ -158,7 +158,7 @@ def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]
             yield from _tensors(item, (*path, i))
 
 
-class State:
+class CellState:
     """The cells of a loaded function.
 
     Attributes:
@@ -177,7 +177,7 @@ class State:
         return dict(zip(self.names, self.values, strict=True))
 
 
-def read_state(field: Field | None, tensors: TensorReader, values: Values) -> State:
+def read_state(field: Field | None, tensors: TensorReader, values: ValueReader) -> CellState:
     """Return the cells of a file."""
     names, found = [], []
     reader = values.with_other({"tensor": tensors.tensor})
@@ -185,7 +185,7 @@ def read_state(field: Field | None, tensors: TensorReader, values: Values) -> St
         name, value = each.record("name", "value")
         names.append(name.line())
         found.append(reader.decode(value))
-    return State(names, found)
+    return CellState(names, found)
 
 
 class ProgramState:
@@ -197,14 +197,16 @@ class ProgramState:
         results: the number of results of the graph beyond those of the function.
 
     Attributes:
-        facts: the guards on the cells; their results are the values that the program reads.
+        guard_lines: the guards on the cells; their results are the values that the program reads.
         inputs: the indices of these values in the list that the program is called with.
         updates: the assignments of the program.
         arguments: the number of flattened arguments; None if any number is possible.
     """
 
-    def __init__(self, field: Field | None, state: State, results: int, values: Values) -> None:
-        self.facts = Facts()
+    def __init__(
+        self, field: Field | None, state: CellState, results: int, values: ValueReader
+    ) -> None:
+        self.guard_lines = GuardLines()
         self.inputs: list[int] = []
         self.updates: tuple[Update, ...] = ()
         self.arguments: int | None = None
@@ -214,7 +216,7 @@ class ProgramState:
             return
         count, reads, updates = field.record("arguments", "reads", "updates")
         self.arguments = count.integer(0, _MOST_CELLS)
-        cells = self.facts.bind(self.facts.name(state.values))
+        cells = self.guard_lines.bind(self.guard_lines.name(state.values))
         for i, each in enumerate(reads.items()):
             self._read(each, state, cells)
             self.inputs.append(self.arguments + i)
@@ -235,20 +237,20 @@ class ProgramState:
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
         if found:
-            self.facts.result(cells, state.values)
+            self.guard_lines.result(cells, state.values)
         self.updates = tuple(found)
 
-    def _read(self, field: Field, state: State, cells: str) -> None:
+    def _read(self, field: Field, state: CellState, cells: str) -> None:
         cell_field, path = field.record("cell", "path")
         cell = cell_field.integer(0, len(state) - 1)
         variable, value = f"{cells}[{cell}]", state.values[cell]
         for key_field in path.items():
-            key = Values().decode(key_field)
+            key = ValueReader().decode(key_field)
             try:
                 value = value[key]
             except (LookupError, TypeError):
                 key_field.fail("there is nothing there")
-            variable += f"[{self.facts.spell(key)}]"
+            variable += f"[{self.guard_lines.spell(key)}]"
         if not isinstance(value, torch.Tensor):
             field.fail("there is no tensor there")
-        self.facts.require_tensor(self.facts.bind(variable), value)
+        self.guard_lines.require_tensor(self.guard_lines.bind(variable), value)

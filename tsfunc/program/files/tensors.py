@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 
 from tsfunc.errors import FileFormatError
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.values import NoFileForm, Values, dtype_of
+from tsfunc.program.files.values import NoFileForm, ValueReader, dtype_of
 
 # The dtypes that every version of safetensors has.
 _NATIVE = (
@@ -163,7 +163,7 @@ class TensorReader:
         values: reads devices.
     """
 
-    def __init__(self, records: Field, data: bytes, where: str, values: Values) -> None:
+    def __init__(self, records: Field, data: bytes, where: str, values: ValueReader) -> None:
         self._records = records.mapping()
         self._where = where
         self._values = values

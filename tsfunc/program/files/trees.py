@@ -20,7 +20,7 @@ import optree
 
 from tsfunc import pytrees
 from tsfunc.program.files.fields import Field
-from tsfunc.program.files.values import NoFileForm, Values, encode
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.types.class_names import class_name, find
 
 _LEAF = "*"
@@ -75,7 +75,7 @@ class Trees:
         values: reads the keys of dicts and the constants of dataclasses.
     """
 
-    def __init__(self, classes: Mapping[str, type], values: Values) -> None:
+    def __init__(self, classes: Mapping[str, type], values: ValueReader) -> None:
         self._classes = classes
         self._values = values
 

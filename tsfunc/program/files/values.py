@@ -124,7 +124,7 @@ def _spell(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-class Values:
+class ValueReader:
     """Reads values.
 
     Args:
@@ -139,9 +139,9 @@ class Values:
         self._device = device
         self._other: Mapping[str, Callable[[Field], Any]] = {}
 
-    def with_other(self, kinds: Mapping[str, Callable[[Field], Any]]) -> Values:
+    def with_other(self, kinds: Mapping[str, Callable[[Field], Any]]) -> ValueReader:
         """Return a reader of more kinds of values, given a reader for each kind."""
-        found = Values(self._node, self._device)
+        found = ValueReader(self._node, self._device)
         found._other = kinds
         return found
 
@@ -218,7 +218,7 @@ class Values:
 
 
 _KINDS = frozenset(
-    name.removeprefix("_read_") for name in vars(Values) if name.startswith("_read_")
+    name.removeprefix("_read_") for name in vars(ValueReader) if name.startswith("_read_")
 )
 
 

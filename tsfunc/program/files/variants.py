@@ -19,16 +19,18 @@ import torch
 
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.settings import settings
-from tsfunc.program.calling.cache import Cache, Entry
+from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import Target
-from tsfunc.program.guarding.forms import CallForm, example_call
+from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 
 _FEW = 4  # the number of arguments up to which all subsets are tried
 
 
-def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list[Entry]:
+def also_answered(
+    target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
+) -> list[CachedProgram]:
     """Return entries for variations of an entry's call that no other entry answers."""
     if tracing_here():
         return []
@@ -46,7 +48,7 @@ def also_answered(target: Target, entry: Entry, others: Sequence[Entry]) -> list
     return found
 
 
-def _tensors_of_arguments(form: CallForm) -> list[frozenset[int]]:
+def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
     """Return the positions of the differentiable tensors of each argument."""
     paths = form.tree.paths()
     found: dict[Any, set[int]] = {}
@@ -65,8 +67,8 @@ def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
 
 
 def _traced(
-    target: Target, entry: Entry, flat: list[Any], grad: bool, known: list[Entry]
-) -> list[Entry]:
+    target: Target, entry: CachedProgram, flat: list[Any], grad: bool, known: list[CachedProgram]
+) -> list[CachedProgram]:
     """Return the new entries for a call."""
     tree = entry.form.tree
     cache = Cache(len(known) + 2, auto_widen=False)
@@ -87,18 +89,20 @@ def _traced(
     ]
 
 
-def _for_any_grad(entry: Entry) -> Entry:
+def _for_any_grad(entry: CachedProgram) -> CachedProgram:
     """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
     form = entry.form
     inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
-    return Entry.of_form(entry.program, dataclasses.replace(form, inputs=inputs), entry.reason)
+    return CachedProgram.of_form(
+        entry.program, dataclasses.replace(form, inputs=inputs), entry.reason
+    )
 
 
 def _is_smooth(spec: InputSpec) -> bool:
     return spec.example.is_floating_point() or spec.example.is_complex()
 
 
-def _small_sizes(form: CallForm) -> Iterator[Mapping[str, int]]:
+def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
     """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
     dims = form.bounds.values()
     for dim, size in itertools.product(dims, (0, 1)):

@@ -39,14 +39,14 @@ from tsfunc.bridge.trace.backends import (
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
+from tsfunc.program.closure.updates import OutsideRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.aliases import Aliases
 from tsfunc.program.passes.effects import writes
-from tsfunc.program.reading.updates import Outside
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -130,9 +130,9 @@ class Compiled:
     def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
         found = tuple(
             tensors[out.at]
-            if type(out) is _At
+            if type(out) is _ResultIndex
             else values[out.index]
-            if type(out) is Outside
+            if type(out) is OutsideRef
             else out
             for out in self._outputs
         )
@@ -174,7 +174,7 @@ def _never(sizes: Mapping[str, int]) -> bool:
     return False
 
 
-class _At:
+class _ResultIndex:
     """Stand-in for a result of the module, the one of index `at`."""
 
     def __init__(self, at: int) -> None:
@@ -213,7 +213,7 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
     outputs: list[Any] = []
     for result in results:
         if isinstance(result, torch.fx.Node):
-            outputs.append(_At(len(computed)))
+            outputs.append(_ResultIndex(len(computed)))
             computed.append(result)
         else:
             outputs.append(result)
@@ -236,7 +236,7 @@ def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any]
     return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
 
 
-def _named_sizes(form: CallForm | None) -> dict[str, tuple[int, int]]:
+def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
     """Return the place of the size of each named dim that is a dim itself."""
     found: dict[str, tuple[int, int]] = {}
     for spec in form.inputs if form is not None else ():

@@ -10,7 +10,7 @@ import cmath
 import keyword
 import math
 import operator
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,11 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.tracers.tracebacks import PLACES
-from tsfunc.bridge.writing.assigned import note_assigned
-from tsfunc.program.reading.updates import Outside, Update, fill
+from tsfunc.bridge.writing.buffer_writes import note_buffer_write
+from tsfunc.program.closure.updates import OutsideRef, Update, fill
 
 
-class Names:
+class SourceNames:
     """The names of objects in the source: operators, lifted tensors and some constants."""
 
     def __init__(self, lifted: Mapping[str, torch.Tensor], locals_: Iterable[str]) -> None:
@@ -50,11 +50,11 @@ _LITERALS = (int, bool, str, type(None))
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def _spell(value: Any, names: Names) -> str:
+def _spell(value: Any, names: SourceNames) -> str:
     """Return an argument as Python."""
     if isinstance(value, torch.fx.Node):
         return str(value.target) if value.op == "get_attr" else value.name
-    if isinstance(value, Outside):
+    if isinstance(value, OutsideRef):
         return f"args[{value.index}]"
     if isinstance(value, deque):
         return f"{names.of(deque, 'deque')}({_spell(list(value), names)})"
@@ -64,6 +64,9 @@ def _spell(value: Any, names: Names) -> str:
         return "[" + ", ".join(_spell(item, names) for item in value) + "]"
     if isinstance(value, tuple):
         return "(" + "".join(_spell(item, names) + ", " for item in value) + ")"
+    if type(value) is defaultdict:
+        factory = names.of(value.default_factory, "factory")
+        return f"{names.of(defaultdict, 'defaultdict')}({factory}, {_spell(dict(value), names)})"
     if isinstance(value, dict):
         return (
             "{"
@@ -84,7 +87,7 @@ def _spell(value: Any, names: Names) -> str:
     return names.of(value, "constant")
 
 
-def _spell_infinite(value: float, names: Names) -> str:
+def _spell_infinite(value: float, names: SourceNames) -> str:
     """Return an infinity or NaN, with its sign."""
     sign = "-" if math.copysign(1, value) < 0 else ""
     kind = names.of(math.nan, "nan") if math.isnan(value) else names.of(math.inf, "inf")
@@ -99,7 +102,7 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def _expression(node: torch.fx.Node, names: Names) -> str:
+def _expression(node: torch.fx.Node, names: SourceNames) -> str:
     """Return the right-hand side of a node's line."""
     target: Any = node.target
     if target is operator.getitem:
@@ -148,7 +151,7 @@ class Statement:
 
 
 def statements(
-    graph: torch.fx.Graph, inputs: Sequence[int], names: Names, updates: Sequence[Update] = ()
+    graph: torch.fx.Graph, inputs: Sequence[int], names: SourceNames, updates: Sequence[Update] = ()
 ) -> Iterator[Statement]:
     """Yield a graph as the statements of a function's body.
 
@@ -181,10 +184,10 @@ def statements(
                 yield Statement(f"{indent}del {', '.join(dropped[node])}")
 
 
-def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> Names:
+def names_of(name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor]) -> SourceNames:
     """Return names for the objects of a graph's source, other than the function's and values'."""
     # The function may have the name of an operator.
-    return Names(lifted, (function_name(name), *(node.name for node in graph.nodes)))
+    return SourceNames(lifted, (function_name(name), *(node.name for node in graph.nodes)))
 
 
 def function_name(name: str) -> str:
@@ -228,7 +231,9 @@ def generate(
     return source, function
 
 
-def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> Iterator[Statement]:
+def _ending(
+    output: torch.fx.Node, updates: Sequence[Update], names: SourceNames
+) -> Iterator[Statement]:
     """Yield the updates, whose tensors are the last results of the graph, and the return."""
     results: Any = output.args[0]
     count = len(results) - sum(len(each.slots()) for each in updates)
@@ -239,7 +244,7 @@ def _ending(output: torch.fx.Node, updates: Sequence[Update], names: Names) -> I
     for each in updates:
         if each.buffer is not None and each.slots():
             told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_assigned, 'note_assigned')}({told})")
+            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)

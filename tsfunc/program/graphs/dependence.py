@@ -133,7 +133,7 @@ def _writes(node: torch.fx.Node) -> bool:
 def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
     leaves, tree = pytrees.flatten((node.args, node.kwargs))
     values = [known[x] if isinstance(x, torch.fx.Node) else _Value(x, None, False) for x in leaves]
-    call = _Call(node.target, tree, values)
+    call = _OperatorCall(node.target, tree, values)
     outs = call.run([x.value for x in values])
     varies = any(x.varies for x in values)
     found = [
@@ -143,7 +143,7 @@ def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
     return found if isinstance(outs, list | tuple) else found[0]
 
 
-class _Call:
+class _OperatorCall:
     """A call of an operator, and the dependence of its results."""
 
     def __init__(self, target: Any, tree: Any, values: Sequence[_Value]) -> None:

@@ -1,6 +1,7 @@
 """Comparison of a program with symbolic sizes and one that was traced for fixed sizes.
 
-The fixed program may have constants in place of numbers that are inputs: NOTE [widening].
+The fixed program may have constants in place of numbers that are inputs: NOTE [automatic dynamic
+sizes].
 
 NOTE [sizes 0 and 1]
 Operators treat the sizes 0 and 1 differently: they broadcast, squeeze and decide contiguity. A
@@ -22,9 +23,9 @@ import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
+from tsfunc.program.closure.updates import same_updates
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.passes.folding import is_computable
-from tsfunc.program.reading.updates import same_updates
 
 
 def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) -> bool:

@@ -29,7 +29,7 @@ from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
-from tsfunc.program.guarding.forms import CallForm, Watched
+from tsfunc.program.guarding.call_spec import CallSpec, Watched
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.aliases import sources, written
 from tsfunc.program.passes.effects import writes
@@ -77,7 +77,7 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     ) from failed
 
 
-def _problems(program: Program, form: CallForm, graph: torch.fx.GraphModule) -> Iterator[str]:
+def _problems(program: Program, form: CallSpec, graph: torch.fx.GraphModule) -> Iterator[str]:
     inputs = set(program.inputs)
     for i, leaf in enumerate(form.leaves):
         if i not in inputs and not isinstance(leaf, _PLAIN):
@@ -109,15 +109,15 @@ def _example(spec: InputSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
     """Return the minimum sizes in an error of torch.export that are larger than the given ones.
 
-    torch.export has no program for sizes at the edge (NOTE [sizes at the edge] in
-    ``program/dims/edges``).
+    torch.export has no program for small sizes (NOTE [small sizes] in
+    ``program/dims/small_sizes``).
     """
     said = re.findall(r"^\s*(\w+) = Dim\('\w+', min=(\d+)", error, re.MULTILINE)
     return {name: int(low) for name, low in said if int(low) > least.get(name, 1 << 62)}
 
 
 def _shapes(
-    program: Program, form: CallForm, names: Sequence[str], given: bool, least: Mapping[str, int]
+    program: Program, form: CallSpec, names: Sequence[str], given: bool, least: Mapping[str, int]
 ) -> dict[str, Any]:
     """Return the dynamic dims, and dynamic ints, in the form of torch.export.
 
@@ -135,14 +135,14 @@ def _shapes(
             shapes[position] = torch.export.Dim.DYNAMIC
     for spec in form.inputs:
         shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(form.tree, [_Shape(each) for each in shapes])
+    args, kwargs = pytrees.unflatten(form.tree, [_ExportShape(each) for each in shapes])
     return {
         **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
         **{name: _as_given(arg) for name, arg in kwargs.items()},
     }
 
 
-class _Shape:
+class _ExportShape:
     """The dynamic dims of one leaf, while the containers around it are built."""
 
     def __init__(self, value: Any) -> None:
@@ -151,7 +151,7 @@ class _Shape:
 
 def _as_given(tree: Any) -> Any:
     """Return containers of dynamic dims as torch.export takes them: objects as lists of entries."""
-    if isinstance(tree, _Shape):
+    if isinstance(tree, _ExportShape):
         return tree.value
     if isinstance(tree, dict):
         return {key: _as_given(item) for key, item in tree.items()}
@@ -198,7 +198,7 @@ def _line(dim: DimExpr) -> tuple[str, int, int] | None:
     return (name, factor, start) if straight and factor > 0 else None
 
 
-def _parameters(program: Program, form: CallForm, count: int) -> list[str]:
+def _parameters(program: Program, form: CallSpec, count: int) -> list[str]:
     """Return names for the positional arguments: the function's parameters if possible."""
     numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
     names = []

@@ -11,9 +11,9 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.dispatch.places import Place
+from tsfunc.program.closure.updates import Update
 from tsfunc.program.graphs.codegen import function_name, names_of, statements
 from tsfunc.program.graphs.properties import properties_of
-from tsfunc.program.reading.updates import Update
 
 
 def printed(

@@ -14,20 +14,20 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.errors import MalformedProgramError
+from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.module_state import ModuleState
+from tsfunc.program.closure.updates import Update
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.drawing import draw
 from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.printing import printed
 from tsfunc.program.graphs.properties import ProgramProperties, properties_of
 from tsfunc.program.graphs.torch_operators import in_torch_operators
-from tsfunc.program.guarding.forms import CallForm
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guard_texts import Guards
 from tsfunc.program.passes.verify import verify
-from tsfunc.program.reading.module_state import ModuleState
-from tsfunc.program.reading.reach import Facts
-from tsfunc.program.reading.updates import Update
 from tsfunc.types import Dim
 
 
@@ -58,17 +58,20 @@ class Program:
             ``print`` shows all of them.
         places: the path of each flattened argument, from the name of a parameter.
         conditions: the conditions on the numbers among its inputs.
-        asked: the facts about its arguments, other than types and sizes, that the function read.
+        property_guards: the facts about its arguments, other than types and sizes, that the
+        function read.
         looks_at_grad: whether the function has read ``requires_grad`` of a tensor; if not, the
             program is valid for any ``requires_grad``.
-        attributes: the attributes of tensors among its arguments that the function has read:
-            ``grad`` and the user's own.
+        attributes: the attributes of tensors that the function has read, ``grad`` and the user's
+            own, and the numbers from outside that are inputs.
         groups: the positions of tensors among the arguments, grouped by identity; empty if the
             function does not compare them.
         state: the module's names of the tensors that it reads from outside.
-        facts: the guards of later calls beyond their arguments, and the values read from outside;
-            None if they were not recorded.
-        raised: the named dims with a larger minimum in it: NOTE [sizes at the edge] in ``edges``.
+        guard_lines: the guards of later calls beyond their arguments, and the values read from
+            outside; None if they were not recorded.
+        numbers: the numbers that it has read from containers and objects outside, by the user's
+            spelling; the type of those that are inputs.
+        raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``small_sizes``.
     """
 
     name: str
@@ -80,18 +83,19 @@ class Program:
     run: Callable[[Sequence[Any]], Sequence[Any]]
     constants: frozenset[str] = frozenset()
     updates: tuple[Update, ...] = ()
-    form: CallForm | None = None
+    form: CallSpec | None = None
     descriptors: Mapping[str, Any] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
-    asked: tuple[Asked, ...] = ()
+    property_guards: tuple[PropertyGuard, ...] = ()
     looks_at_grad: bool = True
     attributes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
-    facts: Facts | None = None
+    guard_lines: GuardLines | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
+    numbers: Mapping[str, int | float | type] = field(default_factory=dict)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""

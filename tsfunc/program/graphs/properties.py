@@ -180,7 +180,7 @@ def properties_of(
 
 def properties_of_node(node: torch.fx.Node) -> Properties | None:
     """Return the properties of one value; None if they are unknown."""
-    value, told = node.meta.get("val"), node.meta.get("told")
+    value, display = node.meta.get("val"), node.meta.get("display_meta")
     requires_grad = bool(node.meta.get("requires_grad"))
     if "expr" in node.meta:
         kind = float if isinstance(node.meta.get("number"), torch.SymFloat) else int
@@ -188,7 +188,9 @@ def properties_of_node(node: torch.fx.Node) -> Properties | None:
     if isinstance(value, torch.Tensor):
         return Properties(value.dtype, dims_of(node), value.device, value.layout, requires_grad)
     # The properties that a file has for data-dependent sizes.
-    return replace(told, requires_grad=requires_grad) if isinstance(told, Properties) else None
+    return (
+        replace(display, requires_grad=requires_grad) if isinstance(display, Properties) else None
+    )
 
 
 def dims_of(node: torch.fx.Node) -> tuple[int | str, ...]:

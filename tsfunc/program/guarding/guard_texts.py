@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.asked import Asked
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.reading.holding import is_instance
 from tsfunc.types import Dim, DimExpr
+from tsfunc.types.check_context import place_text
 from tsfunc.types.meta import tensor_text
-from tsfunc.types.runs import place_text
 from tsfunc.types.values import describe
 
 
@@ -35,7 +35,7 @@ def guard_texts(
     read: Mapping[str, Any],
     open_numbers: Sequence[int],
     conditions: Sequence[Condition],
-    asked: Sequence[Asked],
+    property_guards: Sequence[PropertyGuard],
 ) -> Guards:
     """Return the guards of a program for a call.
 
@@ -49,7 +49,8 @@ def guard_texts(
         read: the values read from objects and from outside, keyed by the user's spelling.
         open_numbers: the positions of the numbers that are inputs.
         conditions: the conditions on these numbers and on sizes.
-        asked: the facts about tensor arguments that were read, other than types and sizes.
+        property_guards: the facts about tensor arguments that were read, other than types and
+        sizes.
     """
     specs = {spec.position: spec for spec in inputs}
     lines: list[str] = []
@@ -66,7 +67,7 @@ def guard_texts(
             lines.append(f"{name} is {describe(value)}")
     lines += _sizes(inputs, bounds, places, arguments)
     lines += [condition.text for condition in conditions]
-    for each in asked:
+    for each in property_guards:
         name = place_text(places[each.position], arguments)
         lines.append(f"{each.fact.format(name)} is {each.answer}")
     lines += [f"{name} is {describe(value)}" for name, value in read.items()]

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.asked import is_tensor_of, users_class
 from tsfunc.bridge.trace.quick_checks import quick_check
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
+from tsfunc.program.closure.guard_builder import has_value, is_instance
+from tsfunc.program.closure.viewed_state import has_contents, viewed_state
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, order_of_strides, solving_order
-from tsfunc.program.reading.holding import has_value, is_instance
-from tsfunc.program.reading.shown import has_contents, shown
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.generated import refused_sizes
 from tsfunc.types.polynomials import solved_for
@@ -39,7 +39,7 @@ def guard_lines(
 
     For numbers that are inputs, the guard checks their types and the conditions, which use the
     variables that `variables_of` returns. The guard does not check objects whose attributes are
-    watched (``reach.py`` does).
+    watched (``guard_codegen.py`` does).
 
     Returns:
         Lines that return None if the guard fails, and the objects that they refer to by name.
@@ -139,7 +139,7 @@ def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
         scope["same_value"] = same_value
         return f"if not same_value(value_{i}, a): return None"
     if has_contents(value):
-        inside = shown(value)
+        inside = viewed_state(value)
         expression, now = inside or ("{}", copy.copy(value))
         scope[f"inside_{i}"], scope["same_value"] = now, same_value
         own = f"same_value(inside_{i}, {expression.format('a')})"

@@ -23,10 +23,10 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.trace.asked import users_class
+from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.reading.holding import is_instance
-from tsfunc.program.reading.shown import has_contents
+from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.closure.viewed_state import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.dims import parse_dim
@@ -101,7 +101,7 @@ class ScalarSpec:
         position: its index among them.
         name: its name in the program.
         value: its value in the call that is traced.
-        by_itself: whether it is an input without a descriptor: NOTE [widening].
+        by_itself: whether it is an input without a descriptor: NOTE [automatic dynamic sizes].
     """
 
     position: int
@@ -130,7 +130,8 @@ def describe_scalars(
         contract: the descriptors.
         inputs: the tensors among the arguments.
         bounds: the named dims.
-        by_themselves: the positions of other numbers that are inputs: NOTE [widening].
+        by_themselves: the positions of other numbers that are inputs: NOTE [automatic dynamic
+            sizes].
     """
     taken = {*(spec.name for spec in inputs), *bounds}
     described = {} if contract is None else contract.descriptors

@@ -49,12 +49,13 @@ def remove_noops(graph: torch.fx.Graph) -> None:
 
 
 def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Return True if two values have the same dtype, device, shape and memory layout."""
+    """Return True if two values have the same dtype, device, shape, layout and lazy bits."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     return (
         (a.dtype, a.device, a.layout, a.dim()) == (b.dtype, b.device, b.layout, b.dim())
+        and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
         and all(same_size(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
     )

@@ -19,7 +19,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.trace.rerun import Rerun, difference
-from tsfunc.bridge.tracers.arguments import Argument, arguments_of, matched
+from tsfunc.bridge.tracers.arguments import OperatorArgument, arguments_of, matched
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.errors import MalformedProgramError
 
@@ -183,7 +183,7 @@ def _items(node: torch.fx.Node, rerun: Rerun) -> Iterator[tuple[Any, Any]]:
 _NUMBERS = ("int", "float", "bool", "number")
 
 
-def _is_kind(argument: Argument, value: Any) -> bool:
+def _is_kind(argument: OperatorArgument, value: Any) -> bool:
     """Return True if a value in a graph may be passed for an argument."""
     kind = argument.type
     if value is None:

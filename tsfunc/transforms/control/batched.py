@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.dispatch.state import tls
 from tsfunc.program import capture
 from tsfunc.program.calling.capture import TraceRequest
-from tsfunc.program.guarding.forms import placeholder
+from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.choice import ByExample, read
@@ -43,7 +43,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _NUMBERS: Final = (bool, int, float)
 
 
-class Batch:
+class PhysicalBatch:
     """Physical operands of a batch of calls.
 
     Attributes:
@@ -64,7 +64,7 @@ class Batch:
         found: int = next(x.shape[0] for x, batched in pairs if batched)
         return found
 
-    def with_batched(self, count: int) -> Batch:
+    def with_batched(self, count: int) -> PhysicalBatch:
         """Return the batch with the first ``count`` operands batched."""
         if all(self.batched[:count]):
             return self
@@ -73,7 +73,9 @@ class Batch:
             x if batched else x.expand(size, *x.shape)
             for x, batched in zip(self.operands[:count], self.batched, strict=False)
         ]
-        return Batch([*first, *self.operands[count:]], [True] * count + [*self.batched[count:]])
+        return PhysicalBatch(
+            [*first, *self.operands[count:]], [True] * count + [*self.batched[count:]]
+        )
 
     def every(self, body: Body) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced."""
@@ -83,13 +85,13 @@ class Batch:
             known[key] = self._traced(body) if len(known) < _MOST else None
         return known[key]
 
-    def of(self, index: torch.Tensor) -> Batch:
+    def of(self, index: torch.Tensor) -> PhysicalBatch:
         """Return the batch of the examples with these indices."""
         taken = [
             _taken(x, index) if batched else x
             for x, batched in zip(self.operands, self.batched, strict=True)
         ]
-        return Batch(taken, self.batched)
+        return PhysicalBatch(taken, self.batched)
 
     def _type(self, i: int) -> Any:
         x = self.operands[i]
@@ -168,7 +170,11 @@ def loop(
 
 
 def loop_of(
-    condition: Body, body: Body, carried: int, batch: Batch, active: torch.Tensor | None = None
+    condition: Body,
+    body: Body,
+    carried: int,
+    batch: PhysicalBatch,
+    active: torch.Tensor | None = None,
 ) -> Sequence[torch.Tensor] | None:
     """Same as `loop` for physical operands; without ``active``, the condition is called first."""
     batch = batch.with_batched(carried)
@@ -180,14 +186,14 @@ def loop_of(
     return _steps(ask, step, carried, batch, _truth(ask, batch) if active is None else active)
 
 
-def _truth(ask: Every, batch: Batch) -> torch.Tensor:
+def _truth(ask: Every, batch: PhysicalBatch) -> torch.Tensor:
     """Return the condition of each example."""
     found: torch.Tensor = ask(batch.operands)[0].reshape(-1)
     return found if found.dtype is torch.bool else found != 0
 
 
 def _steps(
-    ask: Every, step: Every, carried: int, batch: Batch, active: torch.Tensor
+    ask: Every, step: Every, carried: int, batch: PhysicalBatch, active: torch.Tensor
 ) -> Sequence[torch.Tensor]:
     parts = _Parts()
     while True:
@@ -228,7 +234,7 @@ def choice(
 
 
 def choice_of(
-    branches: Sequence[Body], batch: Batch, index: torch.Tensor
+    branches: Sequence[Body], batch: PhysicalBatch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
     """Same as `choice` for physical operands."""
     numbers = torch.unique(index).tolist()
@@ -284,7 +290,7 @@ def _is_outermost(level: BatchLevel) -> bool:
     )  # fmt: skip
 
 
-def _physical(operands: Sequence[Any], level: BatchLevel) -> Batch | None:
+def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | None:
     """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:
@@ -296,7 +302,7 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> Batch | None:
             x = x if dim is None else x.movedim(dim, 0)
         values.append(x)
         flags.append(dim is not None)
-    return Batch(values, flags) if are_plain(values) else None
+    return PhysicalBatch(values, flags) if are_plain(values) else None
 
 
 def are_plain(operands: Sequence[Any]) -> bool:
@@ -306,7 +312,7 @@ def are_plain(operands: Sequence[Any]) -> bool:
     )
 
 
-def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> Batch | None:
+def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> PhysicalBatch | None:
     """Return the operands of a batch of calls; None if it has to run on tracers.
 
     Args:
@@ -316,5 +322,5 @@ def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> Batch | None
     state = tls.state
     if state.levels or not state.plain or torch_records() or not are_plain(operands):
         return None
-    found = Batch(operands, [*batched, *[False] * (len(operands) - len(batched))])
+    found = PhysicalBatch(operands, [*batched, *[False] * (len(operands) - len(batched))])
     return found if found.size else None

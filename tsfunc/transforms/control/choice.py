@@ -11,10 +11,10 @@ import torch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.hot_calls import MadeTracer
-from tsfunc.bridge.tracers.tracer import Tracer, seen_here
+from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
 from tsfunc.errors import DataDependentError
 
 
@@ -102,7 +102,7 @@ def choice_of(value: Any, what: str) -> Choice:
             f"{what}: the choice must be a bool or an integer, got a tensor of {value.dtype}. "
             f"Compare it with something, as in x > 0."
         )
-    inner: Any = seen_here(value)
+    inner: Any = as_seen_by_current_level(value)
     trace = current_trace()
     if trace is not None and not isinstance(inner, Tracer):
         inner = trace.lift(inner)  # an outside tensor, which the program reads anew
@@ -135,7 +135,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     if kind is bool:
         found: bool = value
         return found
-    if kind is MadeTracer and value.dispatch_level is subset and value.bdim == 0:
+    if kind is SlottedBatchTracer and value.dispatch_level is subset and value.bdim == 0:
         inner = value.value
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
             return True if bool(inner.all()) else None
@@ -178,7 +178,7 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     Raises:
         DiffersInside: the predicate differs among the examples of an inner level.
     """
-    inner: Any = seen_here(value)
+    inner: Any = as_seen_by_current_level(value)
     while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             raise DiffersInside(by, inner.dispatch_level)

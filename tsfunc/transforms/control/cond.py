@@ -4,7 +4,7 @@ If the choice is known, the branch is called as Python would call it. If it diff
 example of a vmap, each branch runs on the active subset of examples that take it: NOTE [active
 subsets] in ``bridge/control/subsets``.
 
-NOTE [choices that can't be read]
+NOTE [unreadable choices]
 The choice of a vmap's examples may itself be a batch of an outer vmap, or traced while the vmap
 can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branches that draw random
 numbers. Then a branch runs on a guarded subset: all examples, where those that do not take the
@@ -26,12 +26,11 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
-from tsfunc.transforms.control.agreed import agreed_index, agreed_predicate, exchanging
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -51,6 +50,7 @@ from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together
 from tsfunc.transforms.control.programs import record_switch
+from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
 
 Branch = Callable[..., Any]
 
@@ -120,8 +120,8 @@ def cond(
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
-        return _Call("switch", branches, names, operands, batching).by_user(index)
-    return _Call(
+        return _SwitchCall("switch", branches, names, operands, batching).by_user(index)
+    return _SwitchCall(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
 
@@ -195,7 +195,7 @@ def switch(
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    return _Call("switch", tuple(branches), names, operands, batching).by_user(index)
+    return _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
 
 
 def _is_static(choice: Any) -> bool:
@@ -206,11 +206,11 @@ def _is_static(choice: Any) -> bool:
 @run_by(Switch)
 def _run(op: Switch, index: Any, *operands: Any) -> Any:
     """Run a traced call."""
-    call = _OfProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
+    call = _SwitchInProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
 
-class _Call:
+class _SwitchCall:
     """A call of ``switch``, or of ``cond`` with the branches (false_fun, true_fun)."""
 
     def __init__(
@@ -285,7 +285,7 @@ class _Call:
         return found
 
     def unseen(self, choice: ByExample) -> Any:
-        """Run the branches on guarded subsets: NOTE [choices that can't be read]."""
+        """Run the branches on guarded subsets: NOTE [unreadable choices]."""
         level, values = choice.level, choice.values
         first = values[0]
         found = switch(
@@ -300,10 +300,10 @@ class _Call:
         return found
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
-        """Run a branch on a guarded subset: NOTE [choices that can't be read]."""
+        """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         subset = guarded_subset(level, values == i)
         out = run_in_subset(subset, self.what, self.branches[i], self.operands)
-        return pytrees.tree_map(lambda leaf: retag(leaf, subset, level), out)
+        return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), out)
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
         """Return the results with those of a branch for the examples that take it."""
@@ -320,7 +320,7 @@ class _Call:
             )
 
 
-class _OfProgram(_Call):
+class _SwitchInProgram(_SwitchCall):
     """A call of a program, whose branches are graphs."""
 
     branches: tuple[Body, ...]

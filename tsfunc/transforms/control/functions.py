@@ -22,13 +22,13 @@ from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places
-from tsfunc.transforms.control.derived import Operator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 
 
 @dataclass(frozen=True)
-class Mapped:
+class EnclosingVmap:
     """A vmap of the trace around a call: the call's batch dims, and the vmap's settings."""
 
     in_dims: tuple[int | None, ...]
@@ -129,7 +129,7 @@ def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
     return OperandType(dims, x.dtype, x.device, tuple(0 if n is None else int(n) for n in known))
 
 
-class FunctionCall(Operator):
+class FunctionCall(ControlFlowOperator):
     """A call of a function with a custom derivative; its tensors come first, then its sizes.
 
     The effects of the function are unknown, so calls are neither merged nor removed.
@@ -144,7 +144,7 @@ class FunctionCall(Operator):
     opaque = True
 
     def __init__(
-        self, callee: Callee, maps: Sequence[Mapped] = (), written: Sequence[int] = ()
+        self, callee: Callee, maps: Sequence[EnclosingVmap] = (), written: Sequence[int] = ()
     ) -> None:
         super().__init__(callee.name, ())
         self.callee, self.maps, self.written = callee, maps, written
@@ -246,7 +246,7 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
 
 def _maps(
     trace: TraceLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
-) -> list[Mapped]:
+) -> list[EnclosingVmap]:
     """Return the vmaps that batch a tensor or have a named axis, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
     for stack in inputs:
@@ -258,11 +258,11 @@ def _maps(
 
 def _mapped(
     level: BatchLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
-) -> Mapped:
+) -> EnclosingVmap:
     in_dims = tuple(_dim_at(level.depth, stack) for stack in inputs)
     out_dims = tuple(_dim_at(level.depth, stack) for stack in results)
     size = level.batch_size if all(dim is None for dim in in_dims) else None
-    return Mapped(in_dims, out_dims, level.randomness, level.axis_name, size)
+    return EnclosingVmap(in_dims, out_dims, level.randomness, level.axis_name, size)
 
 
 def _dim_at(depth: int, stack: TracerStack) -> int | None:

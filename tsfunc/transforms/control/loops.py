@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.gathering import Merge, retag
+from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import (
     SubsetLevel,
     guarded_subset,
@@ -33,7 +33,6 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
-from tsfunc.transforms.control.agreed import agreed_loop, exchanging
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import (
     ByExample,
@@ -48,6 +47,7 @@ from tsfunc.transforms.control.choice import (
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
 from tsfunc.transforms.control.programs import record_scan, record_while
+from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
 _ADVICE = (
@@ -392,14 +392,14 @@ class Loop:
                 return carry, made, True
 
     def unseen(self, carry: Any, value: Any, level: BatchLevel) -> Any:
-        """Run the loop at the outer level: NOTE [choices that can't be read] in ``cond``."""
+        """Run the loop at the outer level: NOTE [unreadable choices] in ``cond``."""
         active = values_at(value, level)
 
         def body(state: Any) -> Any:
             carry, active = state
             subset = guarded_subset(level, active)
             new, again = run_in_subset(subset, self.what, self.and_condition, (carry,))
-            new, again = optree.tree_map(lambda x: retag(x, subset, level), (new, again))
+            new, again = optree.tree_map(lambda x: relabel(x, subset, level), (new, again))
             return _kept(level, active, new, carry), active & values_at(again, level, self)
 
         return self.outer(body).whole((carry, active))[0]
@@ -486,7 +486,7 @@ class _Counted(Loop):
         return left if isinstance(left, int) else 1
 
 
-class _OfProgram(Loop):
+class _LoopInProgram(Loop):
     """A loop of a program, whose bodies are graphs."""
 
     bodies: tuple[Body, Body]
@@ -506,7 +506,7 @@ def _run(op: While, *operands: Any) -> Any:
     """Run a traced loop."""
     condition, body = op.bodies
     rest = operands[op.carried :]
-    loop = _OfProgram(
+    loop = _LoopInProgram(
         op.name,
         lambda carry: condition(*carry, *rest)[0],
         lambda carry: body(*carry, *rest),

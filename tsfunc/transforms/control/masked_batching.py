@@ -1,7 +1,7 @@
 """Batches of choices and loops for torch's own operators, which can't run on a subset.
 
 All examples make every step, and a branch that any example takes runs on all examples. An example
-that does not take the branch gets the tensors of one that does: NOTE [choices that can't be read]
+that does not take the branch gets the tensors of one that does: NOTE [unreadable choices]
 in ``cond``.
 """
 
@@ -23,7 +23,7 @@ Flags = Sequence[bool]
 _CONTIGUOUS: Final = torch.contiguous_format  # NOTE [layouts of torch's loops]
 
 
-class Batch:
+class MaskedBatch:
     """The form of a batch of calls.
 
     Attributes:
@@ -43,7 +43,7 @@ class Batch:
             carried: the number of operands that are carried.
         """
         flags = [True] * carried + list(self.flags[carried:])
-        every = Batch(self.writer, flags)
+        every = MaskedBatch(self.writer, flags)
 
         def goes_on(*state: Any) -> torch.Tensor:
             active: torch.Tensor = state[carried]

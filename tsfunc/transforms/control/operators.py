@@ -16,20 +16,20 @@ from tsfunc.bridge.control.control_flow import Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.blocks import live_inputs, narrowed_body
+from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
-from tsfunc.transforms.control.derived import Operator
-from tsfunc.transforms.control.masked_batching import Batch
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
+from tsfunc.transforms.control.masked_batching import MaskedBatch
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
-from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 Checkpoint = Literal["sqrt", "log"] | None
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Switch(Operator):
+class Switch(ControlFlowOperator):
     """``cond`` and ``switch``; the operands are the index and the values of the branches.
 
     Attributes:
@@ -80,7 +80,7 @@ class Switch(Operator):
     ) -> Callable[..., Any]:
         if not batched[0]:
             return super().torch_form_of_batch(writer, ones, batched)
-        return Batch(writer, batched).choice(self.bodies)
+        return MaskedBatch(writer, batched).choice(self.bodies)
 
     def _chosen(
         self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
@@ -117,7 +117,7 @@ class Switch(Operator):
         return len(_results(self.bodies[0]))
 
 
-class While(Operator):
+class While(ControlFlowOperator):
     """``while_loop``; the operands are the carry and then the values that condition and body use.
 
     Attributes:
@@ -166,7 +166,7 @@ class While(Operator):
         self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
     ) -> Callable[..., Any]:
         condition, body = self.bodies
-        return Batch(writer, batched).loop(condition, body, self.carried)
+        return MaskedBatch(writer, batched).loop(condition, body, self.carried)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
@@ -192,7 +192,7 @@ def run_by(kind: type) -> Callable[[F], F]:
     return decorator
 
 
-class Scan(Operator):
+class Scan(ControlFlowOperator):
     """``scan``; the operands are the carry, the scanned tensors, and the body's values.
 
     Attributes:
@@ -215,7 +215,7 @@ class Scan(Operator):
         (body,) = self.bodies
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
-            looks = looks_of("scan", body, (*carry, *none, *rest), {})[carried:]
+            looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
             return (*carry, *none_stacked(tuple(looks), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []
@@ -287,7 +287,7 @@ class Scan(Operator):
         return zip(*slices, strict=True)
 
 
-class AssociativeScan(Operator):
+class AssociativeScan(ControlFlowOperator):
     """``associative_scan``; the operands are the scanned tensors and then the values of the body.
 
     Attributes:

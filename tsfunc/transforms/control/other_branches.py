@@ -19,8 +19,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.dispatch import current_levels
+from tsfunc.transforms.abstract_eval import without_data
 from tsfunc.transforms.control.outputs import check_branches, common_dtype, is_number
-from tsfunc.transforms.outlines import without_data
 
 _Dtypes = Sequence[torch.dtype | None]
 

@@ -13,7 +13,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbolic_numbers import kind_of, same_number, size_text
 from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.errors import DescriptorError, TypeCheckError
-from tsfunc.transforms.outlines import Look
+from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
     DimSpec,
     MetaTensorType,
@@ -251,8 +251,10 @@ def none_stacked(looks: Any, dim: int) -> Any:
 
     def empty(leaf: Any) -> Any:
         if is_number(leaf):
-            leaf = Look((), torch.tensor(kind_of(leaf)()).dtype, torch.get_default_device())
-        if not isinstance(leaf, Look):
+            leaf = AbstractTensor(
+                (), torch.tensor(kind_of(leaf)()).dtype, torch.get_default_device()
+            )
+        if not isinstance(leaf, AbstractTensor):
             return leaf
         at = stacked_dim(len(leaf.shape), dim) % (len(leaf.shape) + 1)
         shape = [*leaf.shape[:at], 0, *leaf.shape[at:]]

@@ -24,11 +24,11 @@ from tsfunc.bridge.control.bodies import (
 )
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.traced_bodies import Result, TracedBody, common, operands_of
+from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import same_number
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, seen_here
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.operators import (
@@ -60,7 +60,7 @@ def record_switch(
         CannotUnbatch: a vmap whose examples choose differently can't be hidden.
     """
     trace = _trace()
-    index = seen_here(index)
+    index = as_seen_by_current_level(index)
     hidden = HiddenVmaps(vmaps_of(index))
     if hidden.levels:
         chosen = rewrap_as(index, hidden.stack(needed_frames(index)))
@@ -94,7 +94,7 @@ def record_switch(
 
 
 def _seen(operands: Any) -> Any:
-    return pytrees.tree_map(seen_here, operands)
+    return pytrees.tree_map(as_seen_by_current_level, operands)
 
 
 def filled(body: TracedBody, found: Sequence[Any]) -> Any:
@@ -120,7 +120,7 @@ def as_traced(leaf: Any, trace: TraceLevel) -> Any:
         leaf = as_tensor(leaf)
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    leaf = seen_here(leaf)
+    leaf = as_seen_by_current_level(leaf)
     if isinstance(leaf, Tracer) and not is_traced(leaf) and not _is_active(leaf.dispatch_level):
         return trace.lift(leaf)  # a value of a level outside of the trace
     inner, stack = unwrap_all(leaf)
@@ -224,12 +224,12 @@ def along_first(x: Any) -> Any:
     return rewrap_as(x, stack_of(frames))
 
 
-def stacked_result(one: Result, size: Any, trace: TraceLevel) -> Result:
+def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedResult:
     """Return the type of the stacked results, from that of one step's."""
     value = one.value
     shape = [size, *value.shape]
     like = trace.fake_like(value, shape, in_order(shape))
-    return Result(like, _one_dim_in(one.stack))
+    return TracedResult(like, _one_dim_in(one.stack))
 
 
 def _one_dim_in(stack: TracerStack) -> TracerStack:

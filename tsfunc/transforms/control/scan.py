@@ -16,6 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.outputs import (
@@ -27,7 +28,6 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
-from tsfunc.transforms.outlines import looks_of
 from tsfunc.transforms.vmap import vmap
 
 P = ParamSpec("P")
@@ -94,7 +94,7 @@ def scan(
     if current_trace() is not None and not none:
         return record_scan("scan", f, init, xs, length, reverse, dim, _ADVICE)
     slices = [None if leaf is None else leaf.unbind(dim) for leaf in every]
-    step = Step("scan", f)
+    step = ScanStep("scan", f)
     carry, ys = init, []
     for i in reversed(range(count)) if reverse else range(count):
         x = optree.tree_unflatten(spec, [None if part is None else part[i] for part in slices])
@@ -104,13 +104,13 @@ def scan(
         x = optree.tree_unflatten(
             spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
         )
-        return init, none_stacked(looks_of("scan", step, (init, x), {})[1], dim)
+        return init, none_stacked(abstract_results("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)
 
 
-class Step:
+class ScanStep:
     """One step of a scan; the type of the first result is checked."""
 
     def __init__(self, what: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:

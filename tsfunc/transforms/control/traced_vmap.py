@@ -15,13 +15,13 @@ from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.remap_args import refused_write
 from tsfunc.bridge.control.subsets import SubsetLevel
-from tsfunc.bridge.control.traced_bodies import Result
+from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.passes.effects import is_random, writes
-from tsfunc.transforms.control.derived import Mapped, Operator
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 from tsfunc.transforms.control.operators import While
 
 
@@ -47,12 +47,12 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
 
 
 def call_of(
-    op: Operator,
+    op: ControlFlowOperator,
     hidden: HiddenVmaps,
     trace: TraceLevel,
     tensors: Sequence[Any],
     numbers: Sequence[Any],
-    results: Sequence[Result],
+    results: Sequence[TracedResult],
 ) -> tuple[Any, ...]:
     """Call an operator for each example of the vmaps that its bodies do not see.
 
@@ -85,7 +85,7 @@ def call_of(
         raise CannotUnbatch(level.origin.whole)
     mapped = op
     for flags in reversed(columns):  # the innermost vmap first
-        mapped = Mapped(mapped, flags)
+        mapped = MappedOperator(mapped, flags)
     sizes = [hidden.levels[depth].batch_size for depth in sorted(hidden.levels)]
     return call(
         mapped, trace, tensors, numbers, [_of_all(r, sizes, hidden, trace) for r in results]
@@ -115,7 +115,9 @@ def _base(node: Any) -> Any:
     return node
 
 
-def _of_all(one: Result, sizes: Sequence[Any], hidden: HiddenVmaps, trace: TraceLevel) -> Result:
+def _of_all(
+    one: TracedResult, sizes: Sequence[Any], hidden: HiddenVmaps, trace: TraceLevel
+) -> TracedResult:
     shape = (*sizes, *one.value.shape)
     value = trace.fake_like(one.value, shape, in_order(shape))
-    return Result(value, hidden.around_result(one.stack))
+    return TracedResult(value, hidden.around_result(one.stack))

@@ -19,8 +19,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.errors import TypeCheckError
+from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.control.outputs import check_carried
-from tsfunc.transforms.outlines import eval_shape
 
 # The types that passed the check, by the code of the user's function: one line of a program makes
 # a new function at each run, which closes over values of the same types.

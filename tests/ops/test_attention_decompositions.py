@@ -1,0 +1,149 @@
+"""Fused attention written in other operators: results and gradients are those of the formula.
+
+The operators of accelerators can't run on the CPU. Their forms can, so each is held to its
+operator's schema, and to the gradients that autograd finds for the formula.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tsfunc
+from tsfunc.ops.attention_decompositions import BACKWARD, FORWARD
+
+KEYS = {name: BACKWARD[f"{name}_backward"] for name in FORWARD}
+
+
+def schema_of(name: str) -> Any:
+    return getattr(torch.ops.aten, name.removeprefix("aten::")).default._schema
+
+
+def rand(*shape: int) -> Tensor:
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded)
+
+
+def call(name: str, form: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call a form as the dispatcher does: by the schema's order, keyword-only arguments by name."""
+    args, kwargs = [], {}
+    for argument in schema_of(name).arguments:
+        value = given.get(argument.name.rstrip("_"), argument.default_value)
+        if argument.kwarg_only:
+            kwargs[argument.name] = value
+        else:
+            args.append(value)
+    return form(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", [*FORWARD, *BACKWARD])
+def test_arguments_are_those_of_the_operator(name: str) -> None:
+    form = (FORWARD | BACKWARD)[name]
+    parameters = inspect.signature(form).parameters.values()
+    ours = [p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters]
+    assert ours == [argument.kwarg_only for argument in schema_of(name).arguments]
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+@pytest.mark.parametrize("kind", ["plain", "causal", "bias", "scaled"])
+@pytest.mark.parametrize("name", FORWARD)
+def test_against_the_formula(name: str, kind: str, heads: int) -> None:
+    query, key, value = rand(2, 4, 5, 3), rand(2, heads, 6, 3), rand(2, heads, 6, 7)
+    takes_bias = any(a.name in ("attn_bias", "attn_mask") for a in schema_of(name).arguments)
+    bias = rand(2, 1, 5, 6) if kind == "bias" and takes_bias else None
+    causal, scale = kind == "causal", 0.3 if kind == "scaled" else None
+    shared: dict[str, Any] = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "attn_bias": bias,
+        "attn_mask": bias,
+        "dropout_p": 0.0,
+        "is_causal": causal,
+        "scale": scale,
+        "compute_log_sumexp": True,
+    }
+    inputs = [x.clone().requires_grad_() for x in (query, key, value, bias) if x is not None]
+    mask = inputs[3] if bias is not None else None
+    attend: Any = F.scaled_dot_product_attention
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = attend(*inputs[:3], mask, is_causal=causal, scale=scale, enable_gqa=True)
+    got = call(name, FORWARD[name], shared)
+    assert len(got) == len(schema_of(name).returns)
+    torch.testing.assert_close(got[0], want)
+
+    cotangent = rand(*want.shape)
+    needed = {
+        "grad_out": cotangent,
+        "out": got[0],
+        "logsumexp": got[1],
+        "grad_input_mask": [True] * 4,
+    }
+    found = call(f"{name}_backward", KEYS[name], shared | needed)
+    assert len(found) == len(schema_of(f"{name}_backward").returns)
+    for ours, theirs in zip(found, torch.autograd.grad(want, inputs, cotangent), strict=False):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_dropout_is_left_to_the_operator(name: str) -> None:
+    x = rand(1, 1, 3, 2)
+    given: dict[str, Any] = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "dropout_p": 0.5,
+        "compute_log_sumexp": True,
+    }
+    given |= {"is_causal": False, "grad_out": x, "grad_input_mask": [True] * 4}
+    assert call(name, FORWARD[name], given) is NotImplemented
+    assert call(f"{name}_backward", KEYS[name], given) is NotImplemented
+
+
+def test_queries_that_see_no_key() -> None:
+    """Their results, gradients and tangents are zeros, as those of the fused operator."""
+    x, mask = rand(1, 2, 4, 3), torch.ones(4, 4, dtype=torch.bool)
+    mask[1] = False
+
+    def attended(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x.sin(), x.cos(), mask)
+
+    value, tangent = tsfunc.jvp(attended, (x,), (x.cos(),))
+    torch.testing.assert_close(value, attended(x))
+    assert not value[:, :, 1].any() and not tangent[:, :, 1].any() and tangent.isfinite().all()
+    second = tsfunc.hessian(lambda x: attended(x).pow(3).sum())(x)
+    assert second.isfinite().all() and second.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    x = rand(1, 2, 4, 8)
+
+    def attended(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x.sin(), x.cos())
+
+    value, tangent = tsfunc.jvp(attended, (x.to(dtype),), (x.cos().to(dtype),))
+    exact, exact_tangent = tsfunc.jvp(attended, (x,), (x.cos(),))
+    assert value.dtype == tangent.dtype == dtype
+    torch.testing.assert_close(value.double(), exact, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(tangent.double(), exact_tangent, rtol=0.05, atol=0.05)
+
+
+def test_a_transformer_layer_by_forward_mode() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+    x, along = rand(4, 3, 8), rand(4, 3, 8).sin()
+    tangent = tsfunc.jvp(layer, (x,), (along,))[1]
+    step = 1e-6
+    around = (layer(x + step * along) - layer(x - step * along)) / (2 * step)
+    torch.testing.assert_close(tangent, around, rtol=1e-5, atol=1e-6)
+    program = tsfunc.specialize(lambda x, t: tsfunc.jvp(layer, (x,), (t,))[1])
+    torch.testing.assert_close(program(x, along), tangent)
+    each = tsfunc.vmap(tsfunc.jacfwd(lambda x: layer(x[None])[0]))(x)
+    back = tsfunc.vmap(tsfunc.jacrev(lambda x: layer(x[None])[0]))(x)
+    torch.testing.assert_close(each, back)

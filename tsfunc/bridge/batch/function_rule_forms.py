@@ -1,0 +1,297 @@
+"""Function rules for functions whose arguments come in several forms.
+
+``x.sum(0)``, ``x.sum((0, 1), keepdim=True)`` and ``torch.sum(x, dim=-1)`` all call one operator,
+and torch's C++ parser normalizes their arguments. The functions below normalize the most common
+forms to the arguments of the operator's rule. They return NotImplemented for any other form, which
+then goes through C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.sizes.sized_indexing import is_traced_here
+from tsfunc.bridge.tracers.tracer import NO_KWARGS
+from tsfunc.ops.dims import front, logical_rank
+from tsfunc.ops.registry import Dims, Rule, RuleLevel
+
+_T = torch.Tensor
+_ALL = slice(None)
+_INT = frozenset({int})
+_SEVERAL = frozenset({tuple, list, torch.Size})
+_INDICES = frozenset({int, slice, type(None), type(Ellipsis)})
+_STEPS = frozenset({int, type(None)})
+_INTEGERS = frozenset({torch.int64, torch.int32})
+
+
+def _all_ints(values: Sequence[Any]) -> bool:
+    return _INT.issuperset(map(type, values))
+
+
+def _positional(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> Sequence[Any] | None:
+    """Return the arguments with the named ones in their positions; None for other names."""
+    if not kwargs:
+        return args
+    given = names[len(args) - 1 :][: len(kwargs)]
+    if kwargs.keys() != set(given):
+        return None
+    return (*args, *(kwargs[name] for name in given))
+
+
+def over_dims(rule: Rule) -> Rule:
+    """Return the function rule of ``f(x, dim, keepdim)`` over one dim, several dims or all."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        found = _positional(args, kwargs, ("dim", "keepdim"))
+        if found is None or len(found) > 3:
+            return NotImplemented
+        over = found[1] if len(found) > 1 else None
+        keep = found[2] if len(found) > 2 else False
+        if type(over) is int:
+            over = (over,)
+        elif over is not None and not (type(over) in _SEVERAL and _all_ints(over)):
+            return NotImplemented
+        if type(keep) is not bool or found[0].layout is not torch.strided:
+            return NotImplemented
+        return rule(op, level, dims, (found[0], over, keep), NO_KWARGS)
+
+    return rule_of_call
+
+
+def along_dim(rule: Rule) -> Rule:
+    """Return the function rule of ``f(x, dim)``."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        found = _positional(args, kwargs, ("dim",))
+        if found is None or len(found) != 2 or type(found[1]) is not int:
+            return NotImplemented
+        return rule(op, level, dims, found, NO_KWARGS)
+
+    return rule_of_call
+
+
+def with_ints(rule: Rule, least: int, most: int) -> Rule:
+    """Return the rule of ``f(x, i, j)`` with ``least`` to ``most`` ints, which returns a view."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
+            return NotImplemented
+        return _view(rule(op, level, dims, args, NO_KWARGS))
+
+    return rule_of_call
+
+
+def with_sizes(rule: Rule) -> Rule:
+    """Return the function rule of ``f(x, 2, 3)`` and ``f(x, (2, 3))``, which may return a view."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if kwargs or len(args) < 2:
+            return NotImplemented
+        sizes = args[1] if len(args) == 2 and type(args[1]) in _SEVERAL else args[1:]
+        if not _all_ints(sizes):
+            return NotImplemented
+        return _view(rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS))
+
+    return rule_of_call
+
+
+def _view(found: Any) -> Any:
+    """Append the storage offset of the result to a rule's answer."""
+    return found if found is NotImplemented else (*found, found[0].storage_offset())
+
+
+def indexed(by_tensors: Rule | None) -> Rule:
+    """Return the function rule of ``x[index]``.
+
+    It serves ints, slices and None (``x[i, :, None]``), or tensors among full slices.
+
+    Args:
+        by_tensors: the rule of ``aten::index.Tensor``, or None.
+    """
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        x, index = args
+        items = (index,) if type(index) not in _SEVERAL else index
+        for item in items:
+            kind = type(item)
+            if kind is slice:
+                if not _STEPS.issuperset((type(item.start), type(item.stop), type(item.step))):
+                    return NotImplemented
+            elif kind not in _INDICES:
+                if by_tensors is None or is_traced_here():
+                    return NotImplemented
+                found = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
+                if found is None:
+                    return NotImplemented
+                places = found[1] if any(dim is not None for dim in found[1]) else None
+                overload = torch.ops.aten.index.Tensor
+                return by_tensors(overload, level, (dims[0], places), (x, found[0]), NO_KWARGS)
+        if type(index) is list or dims[0] is None:
+            return NotImplemented
+        try:
+            out = op(front(x, dims[0]), (_ALL, *items))
+        except (IndexError, ValueError):  # the error must count the dims of an example
+            return NotImplemented
+        return out, 0, out.storage_offset()
+
+    return rule_of_call
+
+
+def _tensor_indices(
+    items: Sequence[Any], rank: int, dims: Any
+) -> tuple[list[Any], list[int | None]] | None:
+    """Return the indices and their batch dims for ``aten::index``; None for other forms."""
+    at = list(dims) if isinstance(dims, list) else [dims] * len(items)
+    indices: list[Any] = []
+    places: list[int | None] = []
+    for item, dim in zip(items, at, strict=True):
+        if item is Ellipsis:
+            count = rank - len(items) + 1
+        elif type(item) is slice and item == _ALL:
+            count = 1
+        elif isinstance(item, torch.Tensor) and item.dtype in _INTEGERS:
+            if logical_rank(item, dim) == 0:
+                return None  # acts as an int: the result is a view
+            indices.append(item)
+            places.append(dim)
+            continue
+        else:
+            return None
+        indices += [None] * count
+        places += [None] * count
+    return (indices, places) if len(indices) <= rank else None
+
+
+def transposed_matrix(
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Transpose, as the function rule of ``x.T`` for matrices, and of ``x.mT``."""
+    (x,) = args
+    at = dims[0]
+    if x.dim() != 3:
+        return NotImplemented
+    first, second = [dim for dim in (0, 1, 2) if dim != at]
+    out = x.transpose(first, second)
+    return out, at, out.storage_offset()
+
+
+def chosen(rule: Rule) -> Rule:
+    """Return the function rule of ``torch.where`` with a mask and two tensors or numbers."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if len(args) != 3 or not isinstance(args[0], torch.Tensor):
+            return NotImplemented
+        return rule(op, level, dims, args, kwargs)
+
+    return rule_of_call
+
+
+def part(rule: Rule) -> Rule:
+    """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        return (
+            _view(rule(op, level, dims, args, NO_KWARGS))
+            if args[0].is_complex()
+            else NotImplemented
+        )
+
+    return rule_of_call
+
+
+def cast(dtype: torch.dtype) -> Rule:
+    """Return the function rule of ``x.float()`` and similar casts to ``dtype``.
+
+    A tensor of that dtype is left to torch, which returns it unchanged.
+    """
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        (x, *rest) = args
+        if rest or kwargs or x.dtype is dtype or x.layout is not torch.strided:
+            return NotImplemented
+        return op(x), dims[0]
+
+    return rule_of_call
+
+
+_CASTS = "double float half bfloat16 long int short bool".split()
+
+
+Made = Callable[[Rule], Rule]
+
+# The name of functions and methods, the operator whose rule serves them, and their form of call.
+_NAMED: tuple[tuple[str, str, Made], ...] = (
+    ("sum", "aten::sum.dim_IntList", over_dims),
+    ("mean", "aten::mean.dim", over_dims),
+    ("amax", "aten::amax", over_dims),
+    ("amin", "aten::amin", over_dims),
+    ("logsumexp", "aten::logsumexp", over_dims),
+    ("softmax", "aten::softmax.int", along_dim),
+    ("log_softmax", "aten::log_softmax.int", along_dim),
+    ("cumsum", "aten::cumsum", along_dim),
+    ("cumprod", "aten::cumprod", along_dim),
+    ("flip", "aten::flip", with_sizes),
+    ("where", "aten::where.self", chosen),
+)
+
+# The same for functions that return a view if they can.
+_VIEWS: tuple[tuple[str, str, Made], ...] = (
+    ("reshape", "aten::reshape", with_sizes),
+    ("view", "aten::view", with_sizes),
+    ("expand", "aten::expand", with_sizes),
+    ("permute", "aten::permute", with_sizes),
+    ("transpose", "aten::transpose.int", lambda rule: with_ints(rule, 2, 2)),
+    ("unsqueeze", "aten::unsqueeze", lambda rule: with_ints(rule, 1, 1)),
+    ("squeeze", "aten::squeeze.dim", lambda rule: with_ints(rule, 1, 1)),
+    ("flatten", "aten::flatten.using_ints", lambda rule: with_ints(rule, 0, 2)),
+)
+
+
+def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bool]]:
+    """Yield callables, each with its function rule and True if its result may be a view.
+
+    Args:
+            rule_of: returns the rule of an operator, or None if it is not to be used here.
+    """
+    for name, operator, made in (*_NAMED, *_VIEWS):
+        rule = rule_of(operator)
+        if rule is None:
+            continue
+        rule_of_call = made(rule)
+        for owner in (torch, _T, torch.nn.functional):
+            if hasattr(owner, name):
+                yield getattr(owner, name), rule_of_call, made not in (over_dims, along_dim, chosen)
+    if rule_of("aten::select.int") and rule_of("aten::slice.Tensor"):
+        yield _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
+    if rule_of("aten::t"):
+        yield _T.T.__get__, transposed_matrix, True  # type: ignore[attr-defined]
+    if rule_of("aten::transpose.int"):
+        yield _T.mT.__get__, transposed_matrix, True  # type: ignore[attr-defined]
+    for name in ("real", "imag"):
+        rule = rule_of(f"aten::{name}")
+        if rule is not None:
+            yield getattr(_T, name).__get__, part(rule), True
+    if rule_of("aten::to.dtype"):
+        for name in _CASTS:
+            yield getattr(_T, name), cast(getattr(torch, name)), False

@@ -1,0 +1,246 @@
+"""An operator's call at sizes other than those of the trace, on fake tensors of fixed sizes.
+
+NOTE [guards of operators] in ``fake_results`` describes the purpose.
+
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
+``FakeTensorMode``, ``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and
+``backed_var_to_val`` (``var_to_val`` in older versions).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch._C import DisableTorchFunction
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_TRIES = 8  # the number of accepted other sizes at which results are compared
+ENOUGH = 2  # the least number of accepted sizes that a comparison needs
+_SMALL = 2**22  # elements
+_Call = Callable[..., Any]
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Disable torch's log of operators that raise on fake tensors within a block.
+
+    The errors are still raised; only the extra traceback on stderr is suppressed.
+    """
+    before, _logger.disabled = _logger.disabled, True
+    try:
+        yield
+    finally:
+        _logger.disabled = before
+
+
+_logger = logging.getLogger(FakeTensorMode.__module__)
+
+
+def symbols_among(values: Any) -> set[Any]:
+    """Return the symbols in the sizes of fake tensors, and in symbolic numbers."""
+    found: set[Any] = set()
+    for leaf in optree.tree_leaves(values, none_is_leaf=True):
+        if isinstance(leaf, torch.Tensor):
+            for size in (*leaf.shape, *leaf.stride()):
+                if isinstance(size, torch.SymInt):
+                    found |= size.node.expr.free_symbols
+        elif isinstance(leaf, _SYMBOLIC):
+            found |= leaf.node.expr.free_symbols
+    return found
+
+
+class ShapeProbe:
+    """An operator's call at sizes other than those of the trace.
+
+    Args:
+        env: the environment of the symbols.
+        call: runs the operator.
+        args, kwargs: fake values.
+    """
+
+    def __init__(self, env: Any, call: _Call, args: Any, kwargs: Any) -> None:
+        self.env, self.call = env, call
+        self.args, self.kwargs = _plain(args), _plain(kwargs)
+        self.symbols = sorted(symbols_among((args, kwargs)), key=str)
+        known = getattr(env, "backed_var_to_val", None)
+        known = env.var_to_val if known is None else known
+        self.hints = {s: _number(known[s]) if s in known else 7 for s in self.symbols}
+        self.fixed: list[Any] = []  # symbols that keep the value of the trace
+        self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
+
+    def keep_needed(self, questions: Sequence[Any]) -> None:
+        """Restrict other sizes to those that satisfy the equalities which the operator needs."""
+        self.needed = required(questions, self.hints, self.accepts)
+
+    def ask_needed(self, multiples: bool) -> None:
+        """Add guards for the needed equalities to the trace.
+
+        Args:
+            multiples: whether to include equalities that make a size a multiple of a number.
+        """
+        for fact in self.needed:
+            if multiples or not is_multiple(fact):
+                self.env.evaluate_expr(or_one(fact, self.hints, self.accepts))
+
+    def fix_refused(self) -> bool:
+        """Fix the symbols for which the operator accepts no other size; True if there are any."""
+        hints = self.hints
+        self.fixed = [
+            s
+            for s in self.symbols
+            if not any(
+                self.accepts(self._bounded({**hints, s: hints[s] + k})) for k in (1, 2, hints[s])
+            )
+        ]
+        return bool(self.fixed)
+
+    def ask_fixed(self) -> None:
+        """Add guards to the trace that the fixed symbols keep their values."""
+        from sympy import Eq
+
+        for symbol in self.fixed:
+            self.env.evaluate_expr(Eq(symbol, self.hints[symbol]))
+
+    def sizes(self) -> Iterator[dict[Any, int]]:
+        """Yield sizes for the symbols: those of the trace, then others within the bounds."""
+        hints = self.hints
+        yield hints
+        # Numbers among the arguments may be small or negative, unlike sizes.
+        scalars = [s for s in self.symbols if self._least(s) < 2]
+        for value in (-1, 0, 1) if scalars else ():
+            yield self._bounded({**hints, **dict.fromkeys(scalars, value)})
+        drawn = random.Random(0)
+        for factor in (2, 3):
+            yield self._bounded({s: factor * hint for s, hint in hints.items()})
+        # Draw each size separately, so that neither of two is always the larger one: near the
+        # sizes of the call, then anywhere.
+        for spread in (20, 3, 20, 8, 20, 50, 20, 200, 3, 8, 3):
+            low = 2 if spread > 8 else None
+            yield self._bounded({
+                s: _number(hint + drawn.randrange(-spread, spread)) if s in scalars
+                else drawn.randrange(low or max(2, hint - spread), (low or hint) + spread)
+                for s, hint in hints.items()
+            })  # fmt: skip
+
+    def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
+        kept = {symbol: self.hints[symbol] for symbol in self.fixed}
+        within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
+        return keeping(self.needed, within)
+
+    def _least(self, symbol: Any) -> float:
+        """Return the least number that a symbol may be."""
+        return float(self.env.var_to_range[symbol].lower)
+
+    def _within(self, symbol: Any, size: Any) -> Any:
+        bounds = self.env.var_to_range[symbol]
+        size = max(size, int(bounds.lower)) if bounds.lower.is_Integer else size
+        return min(size, int(bounds.upper)) if bounds.upper.is_Integer else size
+
+    def results(self, sizes: Mapping[Any, int]) -> Any:
+        """Return the results of the operator at given sizes; None if the operator raises."""
+        try:
+            mode = FakeTensorMode(allow_fallback_kernels=self._is_small(sizes))
+        except ZeroDivisionError:  # no argument has such a size
+            return None
+
+        def fixed(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                shape, strides = at(leaf.shape, sizes), at(leaf.stride(), sizes)
+                return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+            return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
+
+        with DisableTorchFunction(), mode, unlogged():
+            try:
+                args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
+                return self.call(*args, **kwargs)
+            except Exception:
+                return None
+
+    def _is_small(self, sizes: Mapping[Any, int]) -> bool:
+        """Return True if a real kernel may run at given sizes, in place of a missing fake rule.
+
+        The kernel runs on zeros, and its result may be as large as all sizes of all arguments
+        together: a histogram over a hundred bins in each of five dims is larger than any memory.
+        """
+        return self._largest(sizes) <= max(_SMALL, self._largest(self.hints))
+
+    def _largest(self, sizes: Mapping[Any, int]) -> int:
+        """Return an upper bound of the number of elements of a result."""
+        leaves = optree.tree_leaves((self.args, self.kwargs))
+        numbers = [abs(int(at([x], sizes)[0])) for x in leaves if isinstance(x, torch.SymInt)]
+        counts = [math.prod(at(x.shape, sizes)) for x in leaves if isinstance(x, torch.Tensor)]
+        return math.prod(max(1, count) for count in (*numbers, *counts))
+
+    def agrees(self, results: Any) -> bool:
+        """Return True if symbolic results match the operator's results at other sizes too."""
+        taken = 0
+        for sizes in itertools.islice(self.sizes(), 1, None):
+            found = self.results(sizes)
+            if found is None:
+                continue
+            if not _same(results, found, sizes):
+                return False
+            taken += 1
+            if taken == _TRIES:
+                break
+        return taken >= ENOUGH
+
+    def accepts(self, sizes: Mapping[Any, int]) -> bool:
+        """True if the operator accepts given sizes."""
+        return self.results(sizes) is not None
+
+
+def _number(value: Any) -> Any:
+    """Return a number as a Python int or float."""
+    return int(value) if value == int(value) else float(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return arguments with plain lists, because optree does not flatten the lists of graphs."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return [_plain(item) for item in value]
+    return value
+
+
+def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
+    """Evaluate symbolic numbers at given sizes."""
+    found: list[Any] = []
+    for value in values:
+        if not isinstance(value, _SYMBOLIC):
+            found.append(value)
+            continue
+        expr = value.node.expr.xreplace(dict(sizes))
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
+        found.append(kind(expr))
+    return found
+
+
+def _same(results: Any, found: Any, sizes: Mapping[Any, int]) -> bool:
+    """True if symbolic results, evaluated at given sizes, match other results."""
+    mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, found))
+    if len(mine) != len(theirs):
+        return False
+    for x, y in zip(mine, theirs, strict=True):
+        if isinstance(x, torch.Tensor):
+            if not isinstance(y, torch.Tensor) or x.dtype is not y.dtype:
+                return False
+            shape = at(x.shape, sizes)
+            strides = zip(shape, at(x.stride(), sizes), y.stride(), strict=False)
+            if shape != list(y.shape) or any(n > 1 and a != b for n, a, b in strides):
+                return False
+        elif isinstance(x, _SYMBOLIC) and at([x], sizes) != [y]:
+            return False
+    return True

@@ -1,0 +1,57 @@
+"""torch's anomaly mode in traces: the checks for NaN become checks of the program.
+
+In anomaly mode the autograd engine asks after each backward formula whether its results contain
+NaN. A trace has no data to answer with. It records an assertion instead, which raises torch's error
+when the program runs, with the user's line of the forward call.
+
+Private names used here (torch 2.13 and 2.14): ``torch._C._current_autograd_node`` is the node whose
+formula the engine runs; ``torch.ops.aten._is_any_true`` and ``_local_scalar_dense`` are the
+operators by which the engine asks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.trace.tracing import TraceTracer, trace_kernel
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.dispatch import DispatchKey, register
+from tsfunc.dispatch.places import LIBRARIES
+
+
+@register("aten::_local_scalar_dense", DispatchKey.Trace)
+def _local_scalar_dense(value: TraceTracer) -> Any:
+    """Return a number of data; the answer to the engine's question about NaN is an assertion."""
+    if not _is_of_the_engine(value):
+        return trace_kernel(operator_of(torch.ops.aten._local_scalar_dense.default), (value,), {})
+    message = _message(torch._C._current_autograd_node())
+    sound = trace_kernel(operator_of(torch.ops.aten.logical_not.default), (value,), {})
+    trace_kernel(operator_of(torch.ops.aten._assert_async.msg), (sound, message), {})
+    return False
+
+
+def _is_of_the_engine(value: TraceTracer) -> bool:
+    """Return True if the engine asks for a number because of its check for NaN."""
+    if not torch.is_anomaly_check_nan_enabled() or not torch.is_anomaly_enabled():
+        return False
+    asked = value.node.target is torch.ops.aten._is_any_true.default
+    return asked and torch._C._current_autograd_node() is not None
+
+
+def _message(node: Any) -> str:
+    """Return torch's message for NaN in the results of a formula, with the forward call's line."""
+    stack = node.metadata.get("traceback_", ())
+    lines = [line for line in map(_line_of, stack) if line is not None]
+    at = f" (the forward call is at {lines[-1]})" if lines else ""
+    return f"Function '{node.name()}' returned nan values in one of its outputs{at}."
+
+
+def _line_of(entry: str) -> str | None:
+    """Return the place of a line of a traceback; None if it is code of a library."""
+    found = re.match(r'\s*File "(.*)", line (\d+), in (.*)', entry)
+    if found is None or found[1].startswith(LIBRARIES):
+        return None
+    return f"{found[1]}:{found[2]}, in {found[3]}"

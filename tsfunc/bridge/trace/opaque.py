@@ -1,0 +1,104 @@
+"""Values of type ``Any`` in a trace: they may only be passed on and returned.
+
+A program has no check for a value of type ``Any``. If an annotation or a descriptor says ``Any``,
+the traced function gets an opaque value in its place. Every use of it raises an error that
+says where the concrete type is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from tsfunc import pytrees
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import TypeCheckError
+
+
+class OpaqueValue:
+    """The opaque value in place of a value of type ``Any`` while a function is traced.
+
+    Args:
+        value: the value.
+        text: an expression for the value: ``x``, ``params['w']``, ``Model.scale``.
+        mend: where the type is declared, and how to declare another.
+    """
+
+    __slots__ = ("_mend", "_text", "_value")
+
+    @property
+    def __class__(self) -> type[Any]:
+        """Raise; ``isinstance`` reads the class of objects that are not direct instances."""
+        _refuse(self, "its class is asked for")
+
+    @__class__.setter
+    def __class__(self, cls: type[Any]) -> None:
+        _refuse(self, "its class is assigned")
+
+    def __init__(self, value: Any, text: str, mend: str) -> None:
+        object.__setattr__(self, "_value", value)
+        object.__setattr__(self, "_text", text)
+        object.__setattr__(self, "_mend", mend)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        leaves = pytrees.leaves_of((tuple(args), dict(kwargs or {})))
+        value = next(leaf for leaf in leaves if type(leaf) is OpaqueValue)
+        _refuse(value, f"{getattr(func, '__name__', func)}(...)")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(self, f".{name}")
+
+    def __repr__(self) -> str:
+        return f"<{_of(self, '_text')}, of type Any>"
+
+    def __hash__(self) -> int:
+        _refuse(self, "hash(...)")
+
+
+def _of(value: OpaqueValue, name: str) -> Any:
+    return object.__getattribute__(value, name)
+
+
+def _refuse(value: OpaqueValue, use: str) -> NoReturn:
+    text = _of(value, "_text")
+    raise TypeCheckError(
+        f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
+        f"it: {use} at {users_place()}. {_of(value, '_mend')}"
+    )
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def method(self: OpaqueValue, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(self, name)
+
+    method.__name__ = name
+    return method
+
+
+pytrees.add_leaf(OpaqueValue)
+
+# Python looks up operators in the class, without __getattr__.
+_BINARY = "add sub mul truediv floordiv mod divmod pow matmul lshift rshift and or xor"
+_OTHERS = (
+    "eq ne lt le gt ge neg pos abs invert bool int float complex index round trunc floor ceil len "
+    "iter next reversed contains getitem setitem delitem call enter exit setattr delattr"
+)
+for _name in (
+    *(f"__{prefix}{word}__" for word in _BINARY.split() for prefix in ("", "r", "i")),
+    *(f"__{word}__" for word in _OTHERS.split()),
+):
+    setattr(OpaqueValue, _name, _refusing(_name))
+
+
+def without_opaque_values(tree: Any) -> Any:
+    """Replace the opaque values in a pytree by their values."""
+    if not any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(tree)):
+        return tree
+    return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is OpaqueValue else x, tree)

@@ -1,0 +1,73 @@
+"""Steps that a ``GradScaler`` skips, in traces.
+
+A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It asks for the data,
+which a trace does not have. In a trace the step is always made, and its writes are undone by
+``torch.where`` if it is to be skipped.
+
+Private names used here (torch 2.13 and 2.14): ``GradScaler._maybe_opt_step`` makes the step or
+skips it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.errors import DataDependentError
+
+
+def _step_or_skip(
+    self: Any,
+    optimizer: torch.optim.Optimizer,
+    optimizer_state: Mapping[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Implement ``GradScaler._maybe_opt_step`` without a question about data."""
+    found = list(optimizer_state["found_inf_per_device"].values())
+    skips = torch.stack([each.to(found[0].device) for each in found]).sum() != 0
+    with torch.no_grad():
+        make_state(optimizer)
+        before = [(each, each.clone()) for each in _tensors(optimizer)]
+    known = {id(each) for each, _ in before}
+    out = optimizer.step(*args, **kwargs)
+    with torch.no_grad():
+        for each, old in before:
+            each.copy_(torch.where(skips.to(each.device), old, each))
+        for each in _tensors(optimizer):
+            if id(each) not in known:
+                _refuse_dampening(optimizer)
+                each.copy_(torch.where(skips.to(each.device), torch.zeros_like(each), each))
+    return out
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a step may write into."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                yield param
+                state = optimizer.state.get(param, {})
+                yield from (x for x in state.values() if isinstance(x, torch.Tensor))
+
+
+def _refuse_dampening(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse state that the first gradient makes, and that zeros can't stand for.
+
+    Raises:
+        DataDependentError: the optimizer has dampening.
+    """
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        raise DataDependentError(
+            f"GradScaler.step({type(optimizer).__name__}): whether the first step of an optimizer "
+            f"with dampening is skipped depends on data, which a trace does not have. Make the "
+            f"first step outside of the specialized function, or set dampening=0."
+        )
+
+
+REPLACED: Final[Mapping[Any, Callable[..., Any]]] = {GradScaler._maybe_opt_step: _step_or_skip}
+"""Methods of torch's classes that a trace replaces by others."""

@@ -1,0 +1,567 @@
+"""Guards on properties of tensors other than types and sizes: leaf, view, contiguous and so on.
+
+NOTE [tensor guards]
+Two tensors of one dtype and one shape may differ for a function that reads ``x.is_leaf`` or
+``x.storage_offset()``. For an argument the answer comes from the traced call, and becomes a guard
+of the program. Most functions ask no such question, and their programs have no such guard. For a
+computed value the answer is known or refused. Properties that change without an assignment
+(``_version``) are refused too.
+
+The sizes of a tensor determine its strides, with one exception: with named dims a guard knows only
+the order of the strides. A trace assumes that these tensors have no gaps in memory, as is true for
+the results of operators; a function that reads the strides adds a guard on this.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._version``, ``_base`` and ``_is_view``
+describe how a tensor's memory is shared and written; ``_is_param`` and ``_is_buffer`` mark other
+tensor classes as instances of ``Parameter`` and ``Buffer`` (``isinstance``); ``_backward_hooks``
+has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a storage, also of a fake
+one.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any, Final, NoReturn
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from tsfunc.bridge.tracers.attributes import of_the_value
+from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
+from tsfunc.dispatch.places import called_by_user, users_place
+from tsfunc.errors import TypeCheckError
+
+_T = torch.Tensor
+
+
+@functools.cache
+def users_class(cls: type) -> type:
+    """Return a tensor class if it is the user's, else ``torch.Tensor``.
+
+    The user's class may redefine operators, so its instances have programs of their own.
+    """
+    return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
+
+
+def is_tensor_of(value: Any, cls: type) -> bool:
+    """True if a value is a tensor and ``users_class`` maps its class to ``cls``."""
+    return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
+
+
+def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims from the innermost in memory outwards; None if there are gaps."""
+    order = sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
+    step = 1
+    for k in order:
+        if x.stride(k) != step:
+            return None
+        step *= x.shape[k]
+    return tuple(order)
+
+
+# The questions about an argument, as source code, and the functions that answer them.
+_FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
+    "{}.is_leaf": lambda x: x.is_leaf,
+    "{}.grad_fn is None": lambda x: x.grad_fn is None,
+    "{}.retains_grad": lambda x: x.retains_grad,
+    "{}.output_nr": lambda x: x.output_nr,
+    "{}._is_view()": lambda x: x._is_view(),
+    "{}._backward_hooks is None": lambda x: x._backward_hooks is None,
+    "{}.is_inference()": lambda x: x.is_inference(),
+    "{}.is_conj()": lambda x: x.is_conj(),
+    "{}.is_neg()": lambda x: x.is_neg(),
+    "{}.storage_offset()": lambda x: x.storage_offset(),
+    "{}.stride()": lambda x: tuple(x.stride()),
+    "dense_order({})": dense_order,
+    "{}.is_contiguous()": lambda x: x.is_contiguous(),
+    "{}.is_contiguous(memory_format=torch.channels_last)": lambda x: x.is_contiguous(
+        memory_format=torch.channels_last
+    ),
+    "{}.is_contiguous(memory_format=torch.channels_last_3d)": lambda x: x.is_contiguous(
+        memory_format=torch.channels_last_3d
+    ),
+    "type({}) is Tensor": lambda x: type(x) is torch.Tensor,
+    "isinstance({}, Parameter)": lambda x: isinstance(x, torch.nn.Parameter),
+    "isinstance({}, Buffer)": lambda x: isinstance(x, torch.nn.Buffer),
+}
+_ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
+
+
+def reader_of(fact: str) -> Callable[[torch.Tensor], Any] | None:
+    """Return the function that answers a question; None for an unknown question."""
+    attribute = _ATTRIBUTE.fullmatch(fact)
+    if attribute is None:
+        return _FACTS.get(fact)
+    name = attribute[1]
+    return lambda x: name in vars(x)
+
+
+@dataclass(frozen=True)
+class PropertyGuard:
+    """A question of a trace about an argument.
+
+    Attributes:
+        position: the index of the flattened argument.
+        fact: the question, with ``{}`` for the argument.
+        answer: the answer in the traced call.
+    """
+
+    position: int
+    fact: str
+    answer: Any
+
+    def holds(self, value: torch.Tensor) -> bool:
+        """True if the answer is the same for another tensor."""
+        if isinstance(value, Tracer) and hasattr(value.dispatch_level, "tensor_guards"):
+            return False  # asking here would add a question to the outer trace
+        answer = reader_of(self.fact)
+        return answer is not None and bool(answer(value) == self.answer)
+
+
+@dataclass(frozen=True)
+class TracedArgument:
+    """A tensor among the arguments of a trace.
+
+    Attributes:
+        position: the index of the flattened argument.
+        name: its name in the program.
+        example: the tensor of the call.
+        value: the fake tensor in its place.
+        is_fixed: True if all of its sizes are ints.
+    """
+
+    position: int
+    name: str
+    example: torch.Tensor
+    value: torch.Tensor
+    is_fixed: bool
+
+
+class TensorGuards:
+    """The guards of a trace on properties of tensors: NOTE [tensor guards].
+
+    Attributes:
+        what: the name of the trace in errors.
+        property_guards: the questions about arguments, with their answers.
+        of_grad: True if the function read whether a tensor requires grad.
+        of_backward: True if the function ran a backward pass, which anomaly mode changes.
+        attribute_of: reads a Python attribute of an argument, or ``grad``.
+        answer: returns the value of a node if the trace can know it, else None.
+        hashes_tensors: True if tensors were hashed (keys of a dict, elements of a set), so that
+            their identity matters.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.of_grad = False
+        self.of_backward = False
+        self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
+        self.attribute_of: Callable[[TracedArgument, str], Any] = _attribute
+        self.answer: Callable[[torch.fx.Node], Any] = lambda node: None
+        self.hashes_tensors = False
+        self._arguments: dict[int, tuple[Any, TracedArgument]] = {}
+
+    def add(self, tracer: Any, argument: TracedArgument) -> None:
+        """Register the argument of a tracer."""
+        self._arguments[id(tracer)] = tracer, argument
+
+    @property
+    def arguments(self) -> Iterator[tuple[Any, TracedArgument]]:
+        """The tracers of arguments, each with its argument."""
+        return iter(self._arguments.values())
+
+    def argument(self, tracer: Any) -> TracedArgument | None:
+        """Return the argument of a tracer, or None for a computed value."""
+        level = tracer.dispatch_level
+        while (taken := getattr(level, "taken", None)) is not None:  # a body of control flow
+            outer = next((given for given, own in taken.values() if own is tracer), None)
+            if not isinstance(outer, Tracer):
+                return None
+            tracer, level = outer, outer.dispatch_level
+        found = self._arguments.get(id(tracer))
+        return None if found is None else found[1]
+
+    def ask(self, argument: TracedArgument, fact: str) -> Any:
+        """Return the answer for an argument, and make it a guard."""
+        key = argument.position, fact
+        if key not in self.property_guards:
+            answer = reader_of(fact)
+            assert answer is not None
+            self.property_guards[key] = PropertyGuard(*key, answer(argument.example))
+        return self.property_guards[key].answer
+
+    def ask_all(self, fact: str) -> None:
+        """Make the answers for all arguments guards."""
+        for _, argument in self.arguments:
+            self.ask(argument, fact)
+
+    def ask_strides(self, value: torch.Tensor) -> None:
+        """Add guards on the strides of arguments that a fake tensor's strides depend on.
+
+        Raises:
+            TypeCheckError: the tensor is a view of an argument with gaps in memory and symbolic
+                sizes.
+        """
+        for _, argument in self.arguments:
+            x = argument.example
+            if x.layout is not torch.strided:
+                continue
+            if argument.is_fixed:
+                if any(size < 2 for size in x.shape):  # a guard ignores the strides of such sizes
+                    self.ask(argument, "{}.stride()")
+                continue
+            shared = _share_memory(value, argument.value)
+            if shared and self.ask(argument, "dense_order({})") is None:
+                self.refuse(
+                    f"the strides of {argument.name}, or of a view of it, are asked for",
+                    f"they are {tuple(x.stride())} for the sizes {tuple(x.shape)}, and what they "
+                    f"are for other sizes is not known",
+                    "Give its sizes as ints, or pass x.contiguous().",
+                )
+
+    def refuse_assignments(self) -> None:
+        """Raise if the function has assigned an attribute of a tensor argument."""
+        for tracer, argument in self.arguments:
+            for name in vars(tracer).keys() - _OWN:
+                raise TypeCheckError(
+                    f"{self.what}: {argument.name}.{name} is assigned; a program does not assign "
+                    f"to attributes of tensors. Return the value, and assign it after the call."
+                )
+
+    def refuse(self, read: str, why: str, mend: str) -> NoReturn:
+        """Raise for a question that a program cannot answer.
+
+        Raises:
+            TypeCheckError: always.
+        """
+        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {mend}")
+
+
+_OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
+
+
+def _attribute(argument: TracedArgument, name: str) -> Any:
+    return getattr(argument.example, name)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if fake tensors share a storage."""
+    if one is other:
+        return True
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+# --- tracers
+
+
+def _guards_of(value: Any) -> TensorGuards | None:
+    """Return the tensor guards of a tensor's trace, if it is traced and the user asks."""
+    if not isinstance(value, Tracer):
+        return None
+    found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
+    return found if found is not None and value.dispatch_level.alive and asked_by_user() else None
+
+
+# Frames between the asking code and the answer, besides every ``__torch_function__``.
+_HANDLERS: Final[frozenset[CodeType]] = frozenset(
+    {function_handler.__code__, of_the_value.__code__}
+)
+
+
+def asked_by_user() -> bool:
+    """True if the question comes from code outside of this package."""
+    return called_by_user(passing=lambda frame: frame.f_globals.get("__name__") == __name__
+                          or frame.f_code in _HANDLERS
+                          or frame.f_code.co_name == "__torch_function__")  # fmt: skip
+
+
+def _wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _is_recorded(value: Any) -> bool:
+    """True if the traced function itself records autograd on a tracer (``requires_grad_()``)."""
+    return bool(_wrapper(_GETS["requires_grad"], value))
+
+
+def _is_leaf(guards: TensorGuards, value: Any) -> bool:
+    if _is_recorded(value):
+        return bool(_wrapper(_GETS["is_leaf"], value))
+    argument = guards.argument(value)
+    guards.of_grad = True
+    if not value.tracks:
+        return True
+    if argument is None or not argument.example.requires_grad:  # computed, or written in place
+        return False
+    return bool(guards.ask(argument, "{}.is_leaf"))
+
+
+def _grad_fn(guards: TensorGuards, value: Any) -> Any:
+    if _is_recorded(value):
+        return _wrapper(_GETS["grad_fn"], value)
+    argument = guards.argument(value)
+    guards.of_grad = True
+    if value.tracks and not (
+        argument is not None
+        and argument.example.requires_grad
+        and guards.ask(argument, "{}.grad_fn is None")
+    ):
+        guards.refuse(
+            "grad_fn is read",
+            "the values of a program have nodes of autograd only when it runs",
+            "Ask x.requires_grad or x.is_leaf.",
+        )
+    return None
+
+
+def _output_nr(guards: TensorGuards, value: Any) -> int:
+    argument = guards.argument(value)
+    if argument is not None:
+        return int(guards.ask(argument, "{}.output_nr"))
+    node = _grad_fn(guards, value)
+    return 0 if node is None else int(_wrapper(_GETS["output_nr"], value))
+
+
+def _version(guards: TensorGuards, value: Any) -> NoReturn:
+    refuse_version(guards)
+
+
+def refuse_version(guards: TensorGuards) -> NoReturn:
+    """Raise for a read of a tensor's ``_version``."""
+    guards.refuse(
+        "_version is read",
+        "it counts the writes into a tensor, which are others in every call",
+        "Read it before the call, and pass it.",
+    )
+
+
+def _is_view(guards: TensorGuards, value: Any) -> bool:
+    argument = guards.argument(value)
+    if argument is None:
+        guards.refuse(
+            "it is asked whether a computed value is a view",
+            "a program may share the memory of its values, or not",
+            "Use x.clone() for memory of its own.",
+        )
+    return bool(guards.ask(argument, "{}._is_view()"))
+
+
+def _base(guards: TensorGuards, value: Any) -> None:
+    if _is_view(guards, value):
+        guards.refuse(
+            "_base is read", "the argument is a view of a tensor that is none", "Pass that."
+        )
+
+
+def _hooks(guards: TensorGuards, value: Any) -> None:
+    argument = guards.argument(value)
+    if argument is not None and not guards.ask(argument, "{}._backward_hooks is None"):
+        guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
+
+
+def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
+    """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
+    found = getattr(_T, name)
+    func = found if callable(found) else found.__get__
+
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        argument = guards.argument(value)
+        return _wrapper(func, value) if argument is None else guards.ask(argument, fact)
+
+    return answer
+
+
+def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
+    """Answer for lazy conjugation or negation, which views take from arguments."""
+
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        guards.ask_all(f"{{}}.{name}()")
+        return getattr(value.value, name)()
+
+    return answer
+
+
+def _grad(guards: TensorGuards, value: Any) -> Any:
+    """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
+    argument, passes = guards.argument(value), value.dispatch_level.passes
+    if argument is None or passes is None:
+        return _wrapper(_GRAD, value)
+    return passes.get(argument.example)
+
+
+def _set_grad(guards: TensorGuards, value: Any) -> Any:
+    argument = guards.argument(value)
+    if argument is None:
+        return NotImplemented
+    if value.dispatch_level.bodies:
+        guards.refuse(
+            f"{argument.name}.grad is assigned",
+            "it is assigned in the body of a branch or a loop, which has only results",
+            "Return the gradient from the body, and assign it after the branch or loop.",
+        )
+    _grad(guards, value)  # the program assigns it if it differs from that before
+    return NotImplemented
+
+
+def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
+    guards.refuse(
+        "it is asked whether two tensors are one memory", "tensors of another call may not be",
+        "Compare what they are made from before the call.",
+    )  # fmt: skip
+
+
+_GETS: Final[Mapping[str, Any]] = {
+    name: member.__get__ for name, member in vars(_T.__base__).items() if hasattr(member, "__get__")
+}
+_GRAD: Final = _GETS["grad"]
+VERSION: Final = _GETS["_version"]
+ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
+    _GETS["is_leaf"]: _is_leaf,
+    _GETS["grad_fn"]: _grad_fn,
+    _GETS["output_nr"]: _output_nr,
+    _GETS["_version"]: _version,
+    _GETS["_base"]: _base,
+    _GETS["_backward_hooks"]: _hooks,
+    _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
+    _GRAD: _grad,
+    vars(_T.__base__)["grad"].__set__: _set_grad,
+    vars(_T.__base__)["grad"].__delete__: _set_grad,
+    _T._is_view: _is_view,
+    _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    _T.is_conj: _bit("is_conj"),
+    torch.is_conj: _bit("is_conj"),
+    _T.is_neg: _bit("is_neg"),
+    torch.is_neg: _bit("is_neg"),
+    _T.is_set_to: _is_set_to,
+}
+
+
+def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
+    """Return the answer to a question about a traced tensor, else NotImplemented."""
+    answer = ANSWERS.get(func)
+    guards = None if answer is None else _guards_of(args[0])
+    return NotImplemented if answer is None or guards is None else answer(guards, args[0])
+
+
+# --- methods that do not go through __torch_function__
+
+
+def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Implement ``x.stride()`` of a traced tensor."""
+    guards = _guards_of(self)
+    if guards is not None:
+        guards.ask_strides(self.value)
+    return _wrapper(_T.stride, self, *args, **kwargs)
+
+
+def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+    """Implement ``x.is_contiguous()`` of a traced tensor."""
+    guards = _guards_of(self)
+    argument = None if guards is None else guards.argument(self)
+    if guards is not None and argument is not None and not argument.is_fixed:
+        return bool(guards.ask(argument, _FORMATS[memory_format]))
+    if guards is not None:
+        guards.ask_strides(self.value)
+    return bool(_wrapper(_T.is_contiguous, self, memory_format=memory_format))
+
+
+_FORMATS: Final = {
+    torch.contiguous_format: "{}.is_contiguous()",
+    torch.channels_last: "{}.is_contiguous(memory_format=torch.channels_last)",
+    torch.channels_last_3d: "{}.is_contiguous(memory_format=torch.channels_last_3d)",
+}
+
+
+def offset(self: Any) -> Any:
+    """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
+    own = _wrapper(_T.storage_offset, self)
+    guards = _guards_of(self)
+    if guards is None:
+        return own
+    for _, argument in guards.arguments:
+        if _share_memory(self.value, argument.value):
+            return own + guards.ask(argument, "{}.storage_offset()")
+    for tensor, tracer in self.dispatch_level.lifted.values():
+        if _share_memory(self.value, tracer.value):
+            return own + tensor.storage_offset()
+    return own
+
+
+def hashed(self: Any) -> int:
+    """Implement ``hash(x)`` of a traced tensor."""
+    guards = _guards_of(self)
+    if guards is not None:
+        guards.hashes_tensors = True
+    return id(self)
+
+
+def class_of(self: Any) -> Any:
+    """Implement ``x.__class__`` of a traced tensor, which ``isinstance`` reads too.
+
+    Instances of a user's class have programs of their own. Whether a tensor is a ``Parameter``
+    becomes a guard.
+    """
+    guards = _guards_of(self) if "dispatch_level" in _DICT.__get__(self) else None
+    if guards is None:
+        return type(self)
+    argument = guards.argument(self)
+    if argument is None:
+        return torch.Tensor
+    cls = users_class(type(argument.example))
+    if cls is torch.Tensor and _names_class(inspect.currentframe()):
+        whole = guards.ask(argument, "type({}) is Tensor")
+        return cls if whole else guards.attribute_of(argument, "__class__")
+    return cls
+
+
+def _names_class(property_frame: FrameType | None) -> bool:
+    """True if an expression ``x.__class__`` called the property."""
+    frame = property_frame and property_frame.f_back
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] in (
+        "LOAD_ATTR", "LOAD_METHOD",
+    )  # fmt: skip
+
+
+def set_class(self: Any, cls: type) -> None:
+    """Implement ``x.__class__ = cls``."""
+    vars(object)["__class__"].__set__(self, cls)
+
+
+def attributes_of(self: Any) -> Any:
+    """Implement ``x.__dict__`` of a traced tensor."""
+    own = _DICT.__get__(self)
+    guards = _guards_of(self) if "dispatch_level" in own else None
+    argument = None if guards is None else guards.argument(self)
+    if guards is None or argument is None:
+        return own
+    return guards.attribute_of(argument, "__dict__")
+
+
+_DICT: Final = vars(_T)["__dict__"]
+
+
+for _method in (stride, contiguous, offset):
+    METHODS[_method] = metadata  # function modes see metadata calls
+
+
+def attribute(self: Any, name: str) -> Any:
+    """Look up an attribute on the argument that a traced tensor stands for."""
+    guards = None if name.startswith("__") else _guards_of(self)
+    argument = None if guards is None else guards.argument(self)
+    if guards is not None and argument is not None:
+        kind = {"_is_param": "isinstance({}, Parameter)", "_is_buffer": "isinstance({}, Buffer)"}
+        if name in kind:
+            return guards.ask(argument, kind[name])
+        if guards.ask(argument, f"hasattr({{}}, {name!r})"):
+            return guards.attribute_of(argument, name)
+    raise AttributeError(f"{self.describe()} has no attribute {name!r}")

@@ -1,0 +1,115 @@
+"""Decompositions of operators, run on a level's tracers if no rule covers the whole operator.
+
+Private names used here (torch 2.11 to 2.13): ``OpOverload.decompose`` runs a composite operator's
+decomposition, ``OpOverload._op_dk`` runs its kernel for one key, ``OpOverload._schema`` has its
+name; ``_C._skip_one_hop_torch_function`` calls a function past its ``__torch_function__`` check,
+once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import optree
+import torch
+from torch._C import DispatchKey as TorchKey
+from torch._C import _skip_one_hop_torch_function
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.factories import watching_factories
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.torch_state import without_autograd
+from tsfunc.bridge.tracers.tracer import Tracer
+
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def run_decomposition(
+    decomposition: Callable[..., Any],
+    level: BatchLevel,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a decomposition on the tracers, at their own level.
+
+    If that level records autograd, it has recorded the operator itself already. Unbatched tensors
+    are lifted to tracers, because an outer level may differentiate them, and it may write
+    into tensors made from them.
+    """
+
+    def lift(value: Any) -> Any:
+        return level.lift(value) if is_outside(value, level) else value
+
+    args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    autograd = without_autograd() if level.autograd else nullcontext()
+    with level.at_own_level(), lifting_factories(level), autograd:
+        return decomposition(*args, **kwargs)
+
+
+def is_outside(value: Any, level: BatchLevel) -> bool:
+    """True for a tensor that the level has no tracer for yet."""
+    if isinstance(value, Tracer):
+        return value.dispatch_level.depth < level.depth
+    # A tracer is a strided tensor, and C++ asks sparse tensors for their components.
+    return type(value) in PLAIN_TENSORS and value.layout is torch.strided
+
+
+class lifting_factories:
+    """Context manager that lifts factories' results, because C++ may write batched values there.
+
+    A Python object can become a tracer later (``promotion``); a tensor that only C++ holds cannot.
+    """
+
+    __slots__ = ("_guard", "_level")
+
+    def __init__(self, level: BatchLevel) -> None:
+        self._level = level
+
+    def __enter__(self) -> None:
+        self._guard = watching_factories()
+        self._level.lifts_factories += 1
+        self._guard.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._level.lifts_factories -= 1
+        self._guard.__exit__(*exc)
+
+
+def decomposition_of(overload: Any) -> Callable[..., Any]:
+    """Return a composite's decomposition, which skips the function handler for the call."""
+    decomposition = overload.decompose
+    if overload._schema.name in _COMPOSED_IN_CPP:
+        decomposition = functools.partial(overload._op_dk, TorchKey.CompositeImplicitAutograd)
+    return lambda *args, **kwargs: _skip_one_hop_torch_function(decomposition, (), args, kwargs)
+
+
+# ``decompose`` runs torch's Python decompositions of these operators. Those of recurrent networks
+# omit dropout, and those of upsampling compute the result differently from the kernel.
+_COMPOSED_IN_CPP = frozenset({
+    *(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
+    *(f"aten::upsample_{kind}" for kind in (
+        "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d",
+    )),
+    *(f"aten::_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
+})  # fmt: skip
+
+
+# Decompositions for tracers, by operator name with or without the overload.
+DECOMPOSITIONS: dict[str, Callable[..., Any]] = {}
+
+
+def own_decomposition(name: str) -> Callable[..., Any] | None:
+    """Return this package's decomposition of an operator, or None."""
+    return DECOMPOSITIONS.get(name) or DECOMPOSITIONS.get(name.partition(".")[0])
+
+
+def required_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
+    """Return a composite's decomposition if it is always decomposed, else None."""
+    if op.row is not None or op.special or op.has_kernel or op.overload.namespace != "aten":
+        return None
+    if not op.composite or own_decomposition(op.name) is not None:
+        return None
+    return decomposition_of(op.overload)

@@ -1,0 +1,67 @@
+"""Objects that a checkpoint's function makes, reused when a backward pass runs the function again.
+
+NOTE [replayed subsets]
+The graph that a checkpoint recorded belongs to the levels of its first run, and tensors that a
+rerun computes for the graph must belong to the same levels. The active levels of the first run are
+activated again (NOTE [recomputation] in ``checkpoints``). Active subsets, which the
+function makes itself, are reused in the order in which they were made. A checkpoint inside a
+checkpoint is made again in each run of the outer one: its objects are recorded for the inner
+checkpoint, and come from the record of the outer one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class _Runs(threading.local):
+    """The records of the active runs on a thread, outermost first: to fill, or to read."""
+
+    def __init__(self) -> None:
+        self.recorded: list[list[Any]] = []
+        self.replays: list[Iterator[Any]] = []
+
+
+_runs = _Runs()
+
+
+@contextmanager
+def recording_objects(record: list[Any]) -> Iterator[None]:
+    """Context manager: record the objects that the block makes."""
+    _runs.recorded.append(record)
+    try:
+        yield
+    finally:
+        _runs.recorded.pop()
+
+
+def may_be_replayed() -> bool:
+    """True if the running code may be run again, with the recorded objects."""
+    return bool(_runs.recorded)
+
+
+@contextmanager
+def replaying(record: list[Any]) -> Iterator[None]:
+    """Context manager: reuse the recorded objects in the block."""
+    _runs.replays.append(iter(record))
+    try:
+        yield
+    finally:
+        _runs.replays.pop()
+
+
+def replayed(make: Callable[[], T], fits: Callable[[T], bool]) -> T:
+    """Return the object from this point of the first run if it fits, else a new one."""
+    made = None
+    for objects in _runs.replays:
+        made = next(objects, None)
+    if made is None or not fits(made):
+        made = make()
+    for record in _runs.recorded:
+        record.append(made)
+    return made

@@ -1,0 +1,62 @@
+"""Runs code again with replacements for the tensors that it closes over.
+
+NOTE [hidden operands]
+An ``autograd.Function`` calls the user's rule: at levels outside of the rule's own level, in
+programs, and perhaps after that level has ended. The tensors that the rule closes over must come
+along: they are operands of the call besides its arguments, and the code sees their replacements.
+The references in the closure itself do not change, so the arguments of each torch call and of each
+transform are searched for these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tsfunc.bridge.tracers.tracer import substitutions
+from tsfunc.dispatch.state import tls
+
+
+@contextmanager
+def substitute_tensors(
+    originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Replace the tensors that a block's code closes over by these values."""
+    before = substitutions.values
+    own = {id(x): (x, value) for x, value in zip(originals, values, strict=True) if x is not value}
+    if not own:
+        yield
+        return
+    substitutions.values = {**before, **own}
+    try:
+        with _Substitution():
+            yield
+    finally:
+        substitutions.values = before
+
+
+class _Substitution(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if tls.state.running is not None:
+            return func(*args, **kwargs)
+        args = tuple([_substitute(arg) for arg in args])
+        return func(*args, **{name: _substitute(arg) for name, arg in kwargs.items()})
+
+
+def _substitute(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return substitutions.of(value)
+    if type(value) in (list, tuple):
+        return type(value)(_substitute(item) for item in value)
+    return value

@@ -1,0 +1,156 @@
+"""Copies that replace views which a batch cannot express, kept in step with their base.
+
+An example may have a view of a tensor where the batch has none. The user then gets a copy that
+behaves like a view. The copy is given a hook, and the hook sees each call that takes the
+copy: the hook updates the copy before a read, writes the copy back after a write, and attaches
+itself to each view of the copy. Each kind of copy defines how to copy and write back:
+``gathered_views``, ``reshaped_views``.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES, VIEWS, call_rule
+from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, Tracer, function_handler, metadata, sync
+from tsfunc.bridge.writing.promotion import memory_of, physical
+from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
+from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
+
+State = tuple[torch.Tensor, int]
+
+
+@dataclass
+class EmulatedView(TracerHook):
+    """A copy that replaces a view of a tensor.
+
+    Attributes:
+        base: the tensor that the copy replaces a view of.
+        whole: the copy; the user holds a view of it.
+        shape, stride: those of the base at the start; in-place ops such as ``t_()`` may change
+            them.
+        recorded: True if grad mode was on.
+        seen: the state of the base at the time of the copy; None if the state is not known.
+    """
+
+    base: torch.Tensor
+    whole: torch.Tensor
+    shape: torch.Size = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    recorded: bool = field(init=False)
+    seen: State | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shape, self.stride = self.base.shape, self.base.stride()
+        self.recorded = torch.is_grad_enabled()
+        self.seen = state_of(self.base)
+
+    def copied(self) -> torch.Tensor:
+        """Return a fresh copy of the viewed elements, from the present values of the base."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        """Write the whole to the base."""
+        raise NotImplementedError
+
+    def view(self) -> torch.Tensor:
+        """Return the view of the whole that the user gets."""
+        view = torch.transpose(self.whole, 0, 0)  # unlike an alias it has a tangent of its own
+        attach_hook(view, self)
+        return view
+
+    def sync(self) -> None:
+        """Copy again if the base has been written to."""
+        sync(self.base)
+        now = state_of(self.base)
+        if now is not None and self.seen is not None:
+            memory, count = self.seen
+            if now[0] is memory and now[1] == count:
+                return
+        with torch.set_grad_enabled(self.recorded):
+            self.whole.copy_(self.copied())
+        self.seen = now
+
+    def as_it_lay(self) -> torch.Tensor:
+        """Return the base with the shape and strides it had when the view was taken."""
+        base = self.base
+        if base.shape == self.shape and base.stride() == self.stride:
+            return base
+        return base.as_strided(self.shape, self.stride)
+
+    def prepare(self, name: str, values: Sequence[Any]) -> None:
+        """Make the innermost base a tracer of the level, before ``name`` writes to a view."""
+        base = self.base
+        while (further := hook_of(base)) is not None:
+            base = further.base
+        prepare_write(name, [base], [base, self.whole, *values])
+
+    def write_back(self, by: torch.Tensor) -> None:
+        """Write the whole to the base, after a write to a view of the whole."""
+        # Autograd does not record writes through ``detach()``.
+        recorded = torch.is_grad_enabled() and by.requires_grad >= self.whole.requires_grad
+        with torch.set_grad_enabled(recorded):
+            self.put_back()
+        self.seen = state_of(self.base)
+
+    @staticmethod
+    def serve(
+        func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Handle a call with emulated views among their arguments."""
+        others = tuple(kind for kind in types if HOOKED.get(kind) is not EmulatedView.serve)
+        if METHODS.get(func) is metadata:
+            return function_handler(func, others, args, kwargs)
+        held = _views_in((args, kwargs))
+        written = _views_in(written_by(func, args, kwargs))
+        for _, hook in written:
+            hook.prepare(func.__name__, (*args, *kwargs.values()))
+        for view, _ in held:
+            sync(view)
+        rule = None if kwargs or written or func in VIEWS else FUNCTION_RULES.get(func)
+        if rule is not None:
+            out = call_rule(rule, func, args)
+            if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
+                return out
+        out = function_handler(func, others, args, kwargs)
+        for view, hook in {id(hook): (view, hook) for view, hook in written}.values():
+            hook.write_back(view)
+        _attach_to_views(out, held)
+        return out
+
+
+def state_of(base: torch.Tensor) -> State | None:
+    """Return a tensor's storage and its count of writes, or None if not known."""
+    memory = physical(base)
+    if memory is None or memory.is_inference():
+        return None
+    return memory, memory._version
+
+
+def _views_in(values: Any) -> list[tuple[Any, EmulatedView]]:
+    """Return the emulated views among the values, with their hooks."""
+    hooks = [(x, hook_of(x)) for x in tensors_in(values) if type(x) in HOOKED]
+    return [(x, hook) for x, hook in hooks if isinstance(hook, EmulatedView)]
+
+
+def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None:
+    """Mark the results that share memory with emulated views as emulated views too."""
+    results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in HOOKED]
+    if not results:
+        return
+    hooks = {_memory(view): hook for view, hook in held}
+    for result in results:
+        memory = _memory(result)
+        if memory is not None and memory in hooks:
+            attach_hook(result, hooks[memory])
+
+
+def _memory(value: torch.Tensor) -> int | None:
+    plain = physical(value)
+    return None if plain is None else memory_of(plain)

@@ -1,0 +1,437 @@
+"""Promotes a user's tensor, with all its aliases, to tracers of a level.
+
+NOTE [promotion of tensors]
+Plain tensors inside a transformed function are torch's own, as are the results of plain torch
+calls there. If the function writes values of the level into such a tensor (``out = torch.zeros(3);
+out[0] = x``), the tensor must become a tracer of the level. The Python object itself must change,
+because the function's variables, lists and modules hold it: ``_swap_tensor_impl`` gives a Python
+object another tensor, and the object gets another class.
+
+The tensors that share its memory, its aliases, must follow. The aliases are complete if each
+reference to the storage is accounted for: the storage counts its plain tensors, and each tensor
+that Python knows and that was created inside (NOTE [created inside]) is examined. If an alias is
+from outside, other code may read it, and the write is refused. A reference that no Python object
+explains belongs to an autograd graph, which keeps its saved values.
+
+The aliases become one tensor of the level, the base, and its views: ``_covering`` returns the
+tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
+written values are not batched, the base is not copied but only wrapped, so that autograd can record
+at the level.
+
+Private names used here (torch 2.11 to 2.13): ``_C._swap_tensor_impl`` as described above;
+``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` give the number of tensors of a storage;
+``Tensor._use_count`` counts the C++ references to a tensor; ``Tensor._base`` is the base of a
+view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    _storage_Use_Count,
+    _swap_tensor_impl,
+)
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.torch_state import without_factory_keys
+from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
+from tsfunc.bridge.writing.creation_tracking import created_in, take_place
+from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
+
+Tensors = Sequence[torch.Tensor]
+
+
+class CreatedOutside(Exception):
+    """The transformed function does not own the tensor, or a tensor that shares its memory."""
+
+
+class NoCommonBase(Exception):
+    """No single tensor covers the memory that the tensors share."""
+
+
+def physical(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor with memory at the bottom of a stack of tracers, or None."""
+    while isinstance(tensor, Tracer):
+        value = getattr(tensor, "value", None)
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensor = value
+    return tensor
+
+
+def _physical(tensor: torch.Tensor) -> torch.Tensor:
+    plain = physical(tensor)
+    assert plain is not None
+    return plain
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return an identifier of a tensor's storage, or None if the tensor has none."""
+    if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
+        return None
+    try:
+        with DisableTorchFunctionSubclass():
+            memory: int = tensor.untyped_storage()._cdata
+            return memory
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+@dataclass
+class TensorAliases:
+    """The tensors through which a write to a tensor is visible.
+
+    Attributes:
+        tensors: the tensor and those that share its memory, plain or tracers of one outer level.
+        lifted: tracers of the level itself that wrap one of the tensors.
+    """
+
+    tensors: list[torch.Tensor]
+    lifted: list[Any]
+
+
+def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
+    """Return the tensors that must become tracers of the level together with the subject.
+
+    Raises:
+        BornOutside: one of them is known outside of the level.
+    """
+    plain = physical(subject)
+    memory = None if plain is None else memory_of(plain)
+    if plain is None or memory is None:
+        raise CreatedOutside
+    inside, relatives = relatives_of(plain, memory, level)
+    depth = _depth(subject)
+    ids = {id(tensor) for tensor in relatives}
+    aliases = TensorAliases([], []) if depth else TensorAliases(relatives, [])
+    others: list[Tracer] = []
+    for tensor in inside.values():
+        if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
+            continue
+        other = tensor.dispatch_level
+        if other is level:
+            aliases.lifted.append(tensor)
+        elif other.depth == depth:
+            aliases.tensors.append(tensor)
+        elif other.alive and other.depth < level.depth:
+            others.append(tensor)
+    wrapped = {id(value) for tensor in aliases.tensors for value in _values(tensor)}
+    if any(id(tensor) not in wrapped for tensor in others):
+        raise CreatedOutside  # a transform between the two levels depends on the tensor
+    outside = any(isinstance(t, Tracer) and t.from_outside() for t in aliases.tensors)
+    if outside or id(subject) not in inside:
+        raise CreatedOutside
+    aliases.tensors = _connected(subject, aliases.tensors)
+    return aliases
+
+
+def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    """Return the tensors that overlap the subject, directly or through other tensors."""
+    rest = [(tensor, _Extent(tensor)) for tensor in tensors if tensor is not subject]
+    found, news = [subject], [_Extent(subject)]
+    while news and rest:
+        place = news.pop()
+        near = [place.overlaps(other) for _, other in rest]
+        found += [tensor for (tensor, _), is_near in zip(rest, near, strict=True) if is_near]
+        news += [other for (_, other), is_near in zip(rest, near, strict=True) if is_near]
+        rest = [pair for pair, is_near in zip(rest, near, strict=True) if not is_near]
+    return found
+
+
+def _values(tensor: Any) -> Iterator[Any]:
+    """Yield the tensor that a tracer wraps, then the tensor that this one wraps, and so on."""
+    while isinstance(tensor, Tracer):
+        tensor = getattr(tensor, "value", None)
+        yield tensor
+
+
+def _depth(tensor: torch.Tensor) -> int:
+    return tensor.dispatch_level.depth if isinstance(tensor, Tracer) else 0
+
+
+def relatives_of(
+    plain: torch.Tensor, memory: int, level: TracerLevel
+) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
+    """Return the live tensors created inside the level, by id, and those with the given memory.
+
+    Raises:
+        BornOutside: a tensor with this memory may be known outside of the level.
+    """
+    bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
+    while True:
+        inside = created_in(level)
+        relatives = [t for t in inside.values() if memory_of(t) == memory]
+        known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
+        if bases <= known:
+            break
+    storage = plain.untyped_storage()
+    # Memory that can't grow belongs to NumPy or to another library.
+    if not {id(plain), *bases} <= inside.keys() or not storage.resizable():
+        raise CreatedOutside
+    unknown = _storage_Use_Count(memory) - 1 - len(relatives)
+    if (unknown or any(_held_in_torch(t, relatives) for t in relatives)) and _known_outside(
+        memory, inside
+    ):
+        raise CreatedOutside
+    return inside, relatives
+
+
+def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
+    """True if C++ refers to a tensor other than by the Python object and the tensor's views."""
+    views = sum(1 for other in relatives if other._base is tensor)
+    held: int = tensor._use_count()  # type: ignore[attr-defined]
+    return held - 1 - views > 0
+
+
+def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
+    """True if a tensor that was not created inside has this memory, itself or as its gradient."""
+    plain: dict[type, bool] = {}
+    for item in gc.get_objects():
+        kind = type(item)
+        wanted = plain.get(kind)
+        if wanted is None:
+            wanted = plain[kind] = issubclass(kind, torch.Tensor) and not issubclass(kind, Tracer)
+        if not wanted:
+            continue
+        if id(item) not in inside and memory_of(item) == memory:
+            return True
+        with DisableTorchFunctionSubclass():
+            gradient = item.grad if item.is_leaf else None
+        if gradient is not None and memory_of(gradient) == memory:
+            return True
+    return False
+
+
+class _Extent:
+    """The position of a tensor in its storage, in elements, and its reading of the memory."""
+
+    __slots__ = ("conj", "dtype", "negative", "offset", "size", "stride", "tracked")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        plain = _physical(tensor)
+        self.offset: Any = plain.storage_offset()
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.dtype = tensor.dtype
+        self.conj, self.negative = plain.is_conj(), plain.is_neg()
+        self.tracked = plain.requires_grad
+
+    @property
+    def span(self) -> Any:
+        """The number of elements from the first to the last that the tensor reaches."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+
+    def bounds(self) -> tuple[int, int]:
+        """Return the first byte that the tensor reaches, and the end."""
+        width = self.dtype.itemsize
+        return _hint(self.offset) * width, _hint(self.offset + self.span) * width
+
+    def has(self, other: _Extent) -> bool:
+        """True if all memory of the other tensor belongs to this tensor too."""
+        first, end = self.bounds()
+        inner_first, inner_end = other.bounds()
+        if not (first <= inner_first and inner_end <= end):
+            return False
+        return self.full or bool(torch.all(self._bytes(first, end) | ~other._bytes(first, end)))
+
+    def overlaps(self, other: _Extent) -> bool:
+        """True if both have some memory in common."""
+        (first, end), (other_first, other_end) = self.bounds(), other.bounds()
+        first, end = min(first, other_first), max(end, other_end)
+        if end - first >= sum(b - a for a, b in (self.bounds(), other.bounds())):
+            return False
+        if self.full and other.full:
+            return True
+        return bool(torch.any(self._bytes(first, end) & other._bytes(first, end)))
+
+    @property
+    def full(self) -> bool:
+        """True if the tensor has every element of its span."""
+        return _hint(self.span) == math.prod(map(_hint, self.size))
+
+    def _bytes(self, first: int, end: int) -> torch.Tensor:
+        """Return a boolean mask of the bytes of a range that belong to the tensor."""
+        width = self.dtype.itemsize
+        with without_factory_keys():
+            found = torch.zeros(end - first, dtype=torch.bool)
+            size = [*map(_hint, self.size), width]
+            stride = [_hint(step) * width for step in self.stride]
+            found.as_strided(size, [*stride, 1], _hint(self.offset) * width - first).fill_(True)
+        return found
+
+
+def _hint(size: Any) -> int:
+    """Return a size as an int; for a symbolic size, its hint."""
+    return size if isinstance(size, int) else size.node.hint
+
+
+def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> None:
+    """Make each of the aliases a tracer of the level, in place.
+
+    Args:
+        aliases: from :func:`aliases_of`.
+        level: the level that the tensors become tracers of.
+        batched: whether each example gets its own copy.
+
+    Raises:
+        Scattered: the tensors overlap, and none of them covers the memory of all.
+    """
+    # The tensors date from before the write: record the copies even if the write is under no_grad.
+    inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)
+    with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
+        pairs = list(_counterparts(aliases.tensors, level, batched))
+    promoted = {id(tensor): tensor for tensor, _ in pairs}
+    for tensor, tracer in pairs:
+        before = _physical(tensor)
+        swap_identity(tensor, tracer)
+        take_place(before, _physical(tensor), level)
+    for lifted in aliases.lifted:
+        now: Any = promoted.get(id(lifted.value))
+        if now is not None:
+            lifted.value = now.value
+            if isinstance(lifted, BatchTracer):
+                lifted.bdim = now.bdim
+
+
+def _counterparts(
+    tensors: Tensors, level: TracerLevel, batched: bool
+) -> Iterator[tuple[torch.Tensor, Any]]:
+    """Yield each tensor with its new tracer: the base, tensors unlinked from it, and views."""
+    places = {id(tensor): _Extent(tensor) for tensor in tensors}
+    groups: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(id(_base(tensor)), []).append(tensor)
+    firsts = [_first(group, places) for group in groups.values()]
+    if batched:
+        base, place = _covering(firsts, places)
+        copies = _copies(base, place, level)
+    for first, group in zip(firsts, groups.values(), strict=True):
+        at = places[id(first)]
+        if not batched:
+            made = level.lift(first)
+        elif first is base:
+            made = copies
+        else:
+            made = _unlinked(copies, first, at, place)
+        yield first, made
+        for tensor in group:
+            if tensor is not first:
+                yield tensor, _view(made, places[id(tensor)], at)
+
+
+def _base(tensor: torch.Tensor) -> Any:
+    """Return an object that identifies the tensor that a tensor is a view of, or itself."""
+    while isinstance(tensor, Tracer):
+        origin = tensor.origin()
+        if origin is not None:
+            return origin
+        tensor = tensor.value  # type: ignore[attr-defined]
+    return tensor if tensor._base is None else tensor._base
+
+
+def _first(tensors: Tensors, places: Mapping[int, _Extent]) -> torch.Tensor:
+    """Return the tensor that covers the memory of all, preferably not a view."""
+    if len(tensors) == 1:
+        return tensors[0]
+    for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
+        if all(places[id(tensor)].has(places[id(other)]) for other in tensors):
+            return tensor
+    raise NoCommonBase
+
+
+def _covering(firsts: Tensors, places: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
+    """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
+    try:
+        base = _first(firsts, places)
+        return base, places[id(base)]
+    except NoCommonBase:
+        if any(isinstance(t, Tracer) or t.requires_grad for t in firsts):
+            raise
+        with without_factory_keys():
+            whole = torch.empty(0, dtype=firsts[0].dtype, device=firsts[0].device)
+        whole.set_(firsts[0].untyped_storage())
+        return whole, _Extent(whole)
+
+
+def _copies(base: torch.Tensor, place: _Extent, level: TracerLevel) -> Any:
+    """Return one copy of the base per example, each with the layout of the base."""
+    assert isinstance(level, BatchLevel)
+    size = (level.batch_size, *place.size)
+    copies = base.new_empty_strided(size, (place.span, *place.stride))
+    copies.copy_(base)
+    return wrap(copies, 0, level)
+
+
+def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
+    """Return a tracer of the base's memory that is not a view of it, as after ``detach``."""
+    source = wrap(copies.value.detach(), 0, copies.dispatch_level)
+    alias = _view(source, at, base).aliased_here()
+    if at.tracked:
+        alias.value.copy_(tensor)  # the same numbers, with an autograd graph of their own
+    return alias
+
+
+def _view(made: Any, at: _Extent, base: _Extent) -> Any:
+    """Return the view of a base's tracer whose position in the base is ``at``."""
+    start = made.storage_offset()
+    if at.dtype is not base.dtype:
+        made = _read_as(made.as_strided((base.span,), (1,), start), at.dtype)
+        start = start * base.dtype.itemsize // at.dtype.itemsize
+    begin = base.offset * base.dtype.itemsize // at.dtype.itemsize
+    view = made.as_strided(at.size, at.stride, start + at.offset - begin)
+    if at.conj is not base.conj:
+        view = view.conj()
+    return torch._neg_view(view) if at.negative is not base.negative else view
+
+
+def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Reinterpret memory as elements of another dtype.
+
+    A complex tensor read as real gives its real and imaginary parts.
+    """
+    if flat.is_complex() and dtype.to_complex() is flat.dtype and not dtype.is_complex:
+        return torch.view_as_real(flat).flatten()
+    if dtype.is_complex and flat.dtype.is_floating_point and flat.dtype.to_complex() is dtype:
+        return torch.view_as_complex(flat.unflatten(0, (-1, 2)))
+    return flat.view(dtype)
+
+
+def swap_identity(tensor: Any, tracer: Any) -> None:
+    """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
+    hook = detach_hook(tensor)
+    was = _set_aside(tensor)
+    _swap_tensor_impl(tensor, tracer)
+    if isinstance(tensor, torch.nn.Parameter):
+        tensor._is_param = True  # modules recognize a parameter by this attribute
+    as_tensor, as_slotted = tracer.layouts or (type(tracer), type(tracer))
+    tensor.__class__ = as_slotted if isinstance(tensor, SlottedTracer) else as_tensor
+    for name, value in attributes_of(tracer).items():
+        setattr(tensor, name, was if value is tensor else value)
+    if hook is not None:
+        attach_hook(tensor, hook)
+
+
+def _set_aside(tensor: Any) -> Any:
+    """Return a new object with the tensor of the old object, which then holds an empty tensor."""
+    was: Any
+    if isinstance(tensor, BatchTracer):
+        was = tensor.aliased_here()
+    else:
+        with DisableTorchFunction(), without_factory_keys():
+            was = torch.empty(0)
+        if isinstance(tensor, Tracer):
+            attributes = attributes_of(tensor)
+            was.__class__ = type(tensor)
+            for name, value in attributes.items():
+                setattr(was, name, value)
+    _swap_tensor_impl(tensor, was)
+    return was

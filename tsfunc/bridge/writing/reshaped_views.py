@@ -1,0 +1,201 @@
+"""``x.view(...)`` of an operator's result whose batch has another memory layout.
+
+For one example most results are contiguous, and programs take views of them. The batched result
+keeps the batch dim where the arguments had it, which may be between dims of the example; the batch
+then has no such view. An operator's result at the level that has no other holder is laid out
+again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
+because its views would lose their memory; the user then gets a emulated view.
+
+Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
+internally: they get inputs that can be laid out again.
+
+Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
+passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
+from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
+from tsfunc.bridge.tracers.tracer import METHODS, call_torch
+from tsfunc.bridge.writing.emulated_views import EmulatedView
+from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.writing.tracer_hooks import hook_of
+from tsfunc.ops.dims import front
+from tsfunc.ops.views import known_sizes
+
+
+class NoView(RuntimeError):
+    """The batch has no view where a single example may have one."""
+
+
+def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
+    """Take a view that the batching rule could not take, after a new layout of the batch."""
+    level = x.dispatch_level
+    group = _sharing(x)
+    with level.restored():
+        x.value.new_empty(x.shape).view(sizes)  # raises if no layout has the view
+        if group is None and _current_graph_task_id() != -1:
+            # A backward formula reads a saved value, and does not write to it.
+            value = front(x.value, x.bdim)
+            return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
+        if group is None:
+            raise NoView(
+                f"{level.name}: view size is not compatible with input tensor's size and stride "
+                f"(at least one dimension spans across two contiguous subspaces). Use "
+                f".reshape(...) instead: the batch dim lies between dims that would become one."
+            )
+        value = front(x.value, x.bdim).contiguous()
+        for tracer in group:
+            tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
+    out: torch.Tensor = torch.ops.aten.view.default(x, sizes)
+    return out
+
+
+def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
+    """Return the tracers that share the memory of ``x``; None if it cannot be laid out again.
+
+    An operator at the level must have made the memory. Besides ``x`` the group may contain only
+    the base of ``x``, kept alive by C++ or by a hook.
+    """
+    level, plain = x.dispatch_level, physical(x)
+    memory = None if plain is None else memory_of(plain)
+    if plain is None or memory is None:
+        return None
+    try:
+        inside, _ = relatives_of(plain, memory, level)
+    except CreatedOutside:
+        return None
+    group = [x]
+    with DisableTorchFunctionSubclass():
+        base = x._base
+    hook = hook_of(x)
+    kept = (base, hook.whole if hook is not None else None)
+    for other in inside.values():
+        # Tracers of other levels wrap x, or x wraps them.
+        if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
+            plain = physical(other)
+            if plain is not None and memory_of(plain) == memory:
+                if not any(other is one for one in kept) or not _same_order(x, other):
+                    return None
+                group.append(other)
+    return group
+
+
+def _same_order(x: BatchTracer, base: BatchTracer) -> bool:
+    """True if an example of ``x`` is a reshaped example of the base."""
+    if base.bdim is None:
+        return False
+    return x.numel() == base.numel() and torch.equal(_offsets(x), _offsets(base))
+
+
+def _offsets(x: BatchTracer) -> torch.Tensor:
+    """Return the memory offsets of the first example's elements, as a 1-dim tensor."""
+    with DisableTorchFunctionSubclass():
+        shape, strides, start = tuple(x.shape), x.stride(), x.storage_offset()
+    offsets = torch.tensor(start)
+    for size, stride in zip(shape, strides, strict=True):
+        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+    return offsets.reshape(-1)
+
+
+def _view_as_complex(x: BatchTracer) -> torch.Tensor:
+    """Raise NoView: the last dim has no stride 1, perhaps because of the batch dim."""
+    torch.view_as_complex(torch.empty(x.shape, dtype=x.dtype, device="meta"))  # may raise
+    raise NoView("Tensor must have a last dimension with stride 1")
+
+
+@dataclass
+class ReshapedView(EmulatedView):
+    """A emulated view that is a reshape or a reinterpretation of its base.
+
+    Attributes:
+        take: copies the elements from the tensor, in the shape of the view.
+        untake: maps such a copy back to the shape of the tensor.
+    """
+
+    take: Callable[[torch.Tensor], torch.Tensor]
+    untake: Callable[[torch.Tensor], torch.Tensor]
+
+    def copied(self) -> torch.Tensor:
+        return self.take(self.as_it_lay())
+
+    def put_back(self) -> None:
+        self.as_it_lay().copy_(self.untake(self.whole))
+
+
+def _viewing(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the requested view, or a emulated view if only a single example has the view."""
+    try:
+        return call_torch(func, types, args, kwargs)
+    except NoView:
+        base, *rest = args
+        strides = _strides_alone(base)
+        alone = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
+        try:
+            shape = func(alone, *rest, **kwargs).shape
+        except RuntimeError:
+            shape = None
+        if shape is None:
+            raise
+    pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
+    return ReshapedView(base, pair[0](base), *pair).view()
+
+
+def _strides_alone(x: torch.Tensor) -> list[int]:
+    """Return the strides of one example laid out without the batch dims."""
+    if not isinstance(x, BatchTracer):
+        return list(x.stride())
+    strides, at = _strides_alone(x.value), x.bdim
+    if at is None:
+        return strides
+    size, step = x.value.shape[at], strides.pop(at)
+    return [stride // size if stride > step else stride for stride in strides]
+
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+_COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view_as_real
+
+
+def _reshape(shape: torch.Size) -> _Map:
+    return lambda x: x.reshape(shape)
+
+
+def _native_group_norm(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Clone the input if there are tangents: the forward formula views input and tangent."""
+    x = args[0] if args else None
+    if not isinstance(x, BatchTracer) or not x.dispatch_level.forward:
+        return NotImplemented
+    return call_torch(func, types, (x.clone(), *args[1:]), kwargs)
+
+
+def _take_along_dim(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Flatten both inputs if the dim is None, as torch does."""
+
+    def call(input: Any, indices: Any, dim: int | None = None, **rest: Any) -> Any:
+        if dim is not None or not any(isinstance(x, BatchTracer) for x in (input, indices)):
+            return NotImplemented
+        return func(input.reshape(-1), indices.reshape(-1), 0, **rest)
+
+    return call(*args, **kwargs)
+
+
+METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
+METHODS[torch.view_as_complex] = _viewing
+METHODS[torch.native_group_norm] = _native_group_norm
+METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
+DECOMPOSITIONS["aten::view"] = _view
+DECOMPOSITIONS["aten::view_as_complex"] = _view_as_complex

@@ -1,0 +1,260 @@
+"""Operators as decompositions that can be differentiated any number of times.
+
+torch's own derivative formulas of these operators treat further results (such as the mean and
+deviation of a normalization) as constants, divide by numbers that can be zero, write in place into
+values that autograd has saved (the tangents of ``softmax``), or have no derivative (fused
+attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsfunc.ops import attention_decompositions
+from tsfunc.ops.dims import widened
+
+
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::native_layer_norm``."""
+    dims = list(range(-len(shape), 0))
+    wide = widened(x)
+    mean = wide.mean(dims, keepdim=True)
+    scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
+    out = (wide - mean) * scale
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    # The statistics alone have no derivative.
+    return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::native_batch_norm`` in training, without the update of running statistics."""
+    wide = widened(x)
+    dims = [d for d in range(x.dim()) if d != 1]
+    mean, var = wide.mean(dims), wide.var(dims, correction=0)
+    scale = (var + eps).rsqrt()
+
+    def column(v: Tensor) -> Tensor:
+        return v.reshape(-1, *[1] * (x.dim() - 2))
+
+    out = (wide - column(mean)) * column(scale)
+    out = out if weight is None else out * column(weight)
+    out = out if bias is None else out + column(bias)
+    return out.to(x.dtype), mean.detach(), scale.detach()
+
+
+def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
+    """Return a tensor less its maximum over dims, and the maximum; an infinite one counts as 0."""
+    most = x.amax(dims, keepdim=True).detach()
+    most = most.masked_fill(most.isinf(), 0.0)
+    return x - most, most
+
+
+def softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+    """``aten::_softmax``; ``to_float`` takes half precision to single precision."""
+    if not x.numel():
+        return NotImplemented
+    weights = _below_maximum(widened(x), dim)[0].exp()
+    out = weights / weights.sum(dim, keepdim=True)
+    return out if to_float else out.to(x.dtype)
+
+
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """``aten::_safe_softmax``: zeros where all elements are negative infinity."""
+    x = x if dtype is None else x.to(dtype)
+    empty = (x == float("-inf")).all(dim, keepdim=True)
+    out = softmax(x.masked_fill(empty, 0.0), dim, False)
+    return out if out is NotImplemented else out.masked_fill(empty, 0.0)
+
+
+def log_softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+    """``aten::_log_softmax``."""
+    if not x.numel():
+        return NotImplemented
+    below = _below_maximum(widened(x), dim)[0]
+    out = below - below.exp().sum(dim, keepdim=True).log()
+    return out if to_float else out.to(x.dtype)
+
+
+def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
+    """``aten::logsumexp``."""
+    if not x.numel():
+        return NotImplemented
+    below, most = _below_maximum(widened(x), dims)
+    out = below.exp().sum(dims, keepdim=True).log() + most
+    return (out if keepdim else out.squeeze(dims)).to(x.dtype)
+
+
+def glu(x: Tensor, dim: int = -1) -> Tensor:
+    """``aten::glu``."""
+    half = x.shape[dim] // 2
+    return x.narrow(dim, 0, half) * x.narrow(dim, half, half).sigmoid()
+
+
+def glu_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
+    """``aten::glu_backward``."""
+    half = x.shape[dim] // 2
+    gate = x.narrow(dim, half, half).sigmoid()
+    by_gate = grad * x.narrow(dim, 0, half) * gate * (1 - gate)
+    return torch.cat((grad * gate, by_gate), dim)
+
+
+def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Combine all prefixes by doubling: each step combines twice as many elements."""
+    if not x.dim():
+        return x.clone()
+    size, step = x.shape[dim], 1
+    while step < size:
+        head, before = x.narrow(dim, 0, step), x.narrow(dim, 0, size - step)
+        x = torch.cat((head, combine(x.narrow(dim, step, size - step), before)), dim)
+        step *= 2
+    return x
+
+
+def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """``aten::cumprod``."""
+    x = x.to(dtype) if dtype is not None else x
+    return _scanned(x, dim, torch.mul)
+
+
+def logcumsumexp(x: Tensor, dim: int) -> Tensor:
+    """``aten::logcumsumexp``."""
+    return _scanned(x, dim, torch.logaddexp)
+
+
+def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    """Batch norm in training, also with the arguments of operators that update statistics."""
+    training, momentum, eps = rest if len(rest) == 3 else (True, *rest)
+    if not training:
+        return NotImplemented
+    if mean is not None:  # updates the running statistics
+        torch.native_batch_norm(x.detach(), None, None, mean, var, True, momentum, eps)
+    return batch_norm(x, weight, bias, eps)
+
+
+def batch_norm_with_update(*args: Any) -> Any:
+    """``aten::_batch_norm_with_update``; only its own derivative reads the last result."""
+    x = args[0]
+    return (*native_batch_norm(*args), x.new_empty((0,), dtype=torch.uint8))
+
+
+def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
+    """``aten::_native_batch_norm_legit.no_stats``"""
+    return native_batch_norm(x, weight, bias, None, None, *rest)
+
+
+def triangular_solve(
+    b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``aten::triangular_solve``, which also returns the matrix."""
+    matrix = a.mT if transpose else a
+    solve = torch.linalg.solve_triangular
+    return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
+
+
+def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
+    """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
+    centered = (x - mean) * scale
+    along = (grad * centered).mean(dims, keepdim=True)
+    return (grad - grad.mean(dims, keepdim=True) - centered * along) * scale
+
+
+def layer_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """``aten::native_layer_norm_backward`` with statistics recomputed from the input."""
+    dims, wide, cotangent = list(range(-len(shape), 0)), widened(x), widened(grad)
+    mean = wide.mean(dims, keepdim=True)
+    var = wide.var(dims, correction=0, keepdim=True)
+    # The saved scale determines eps, which has no derivative.
+    eps = scale.detach().square().reciprocal() - var.detach()
+    scale = (var + eps).rsqrt()
+    outer = list(range(x.dim() - len(shape)))
+    pulled = cotangent if weight is None else cotangent * weight
+    scaled = cotangent * (wide - mean) * scale
+    return (
+        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
+        _summed(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
+    )
+
+
+def _summed(x: Tensor, dims: list[int]) -> Tensor:
+    return x.sum(dims) if dims else x
+
+
+def batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    scale: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Any:
+    """``aten::native_batch_norm_backward`` with statistics recomputed from the input."""
+    if not training:
+        return NotImplemented
+    dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], widened(x), widened(grad)
+    mean = wide.mean(dims, keepdim=True)
+    scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
+    pulled = cotangent
+    if weight is not None:
+        pulled = cotangent * weight.reshape(-1, *[1] * (x.dim() - 2))
+    return (
+        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
+        cotangent.sum(dims).to(x.dtype) if mask[2] else None,
+    )
+
+
+DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::native_layer_norm": layer_norm,
+    "aten::native_batch_norm": native_batch_norm,
+    "aten::_native_batch_norm_legit": native_batch_norm,
+    "aten::_native_batch_norm_legit.no_stats": batch_norm_no_stats,
+    "aten::_batch_norm_with_update": batch_norm_with_update,
+    "aten::_softmax": softmax,
+    "aten::_safe_softmax": safe_softmax,
+    "aten::_log_softmax": log_softmax,
+    "aten::logsumexp": logsumexp,
+    "aten::glu": glu,
+    "aten::cumprod": cumprod,
+    "aten::logcumsumexp": logcumsumexp,
+    "aten::triangular_solve": triangular_solve,
+}
+# torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
+# batch dim that the tensor lacks.
+# The fused kernels of attention have no formula for tangents.
+PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::fill_.Tensor": Tensor.copy_,
+    **attention_decompositions.FORWARD,
+}
+# torch's formulas of these backward operators are correct for one derivative only: those of
+# normalizations treat the statistics as constants, and that of glu has no derivative of its
+# tangents.
+BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::glu_backward": glu_backward,
+    "aten::native_layer_norm_backward": layer_norm_backward,
+    "aten::native_batch_norm_backward": batch_norm_backward,
+}
+# Backward operators that have no derivative at all.
+UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {**attention_decompositions.BACKWARD}

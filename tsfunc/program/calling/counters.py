@@ -1,0 +1,157 @@
+"""Questions about counters: tensors of one number that a function keeps outside.
+
+NOTE [counters of optimizers]
+An optimizer counts its steps in a tensor, ``state["step"]``, and takes branches by the count
+(``if rho_t > 5``). A trace has no data in general, but such a tensor is small, is on the CPU and
+is there before the call. If an answer depends on such tensors only, the trace computes it from
+their current values, and the guard of later calls computes it again: the part of the graph that
+leads to the question becomes a function of the guard. The writes of the function up to the question
+are part of it, and act on copies. Arguments do not count: their data is what a program is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
+from tsfunc.program.closure.guard_builder import GuardBuilder, Source
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.passes.effects import checks, communicates, is_random, writes
+
+
+class Counters:
+    """Answers questions of a trace about tensors of one number from outside.
+
+    Args:
+        level: the trace.
+        builder: the values that it has read.
+    """
+
+    def __init__(self, level: TraceLevel, builder: GuardBuilder) -> None:
+        self._level, self._builder = level, builder
+        level.tensor_guards.answer = self.answer
+
+    def answer(self, node: torch.fx.Node) -> Any:
+        """Return the value of a node as a Python number, and guard it; None if it is not known."""
+        graph = self._level.graph
+        sources = dict(self._sources())
+        known = _computable(graph, sources)
+        if node.graph is not graph or node not in known:
+            return None
+        nodes = _leading_to(node, known)
+        roots = [each for each in nodes if each in sources]
+        compute = Answer(node, nodes, roots)
+        answer = compute(*(sources[each] for each in roots))
+        guard_lines = self._builder.lines_of(True)
+        given = ", ".join(self._source(sources[each]).variable for each in roots)
+        guard_lines.require(f"{guard_lines.name(compute)}({given}) == {answer!r}")
+        return answer
+
+    def _sources(self) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
+        """Yield the tensors of one number from outside that the trace has read, by their nodes."""
+        for tensor, tracer in self._level.lifted.values():
+            is_counter = tensor.numel() == 1 and tensor.device.type == "cpu"
+            if is_counter and not tensor.requires_grad and type(tensor) is torch.Tensor:
+                yield tracer.node, tensor
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        known = self._builder.source_of(tensor)
+        return known or Source(
+            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
+        )
+
+
+class Answer:
+    """The value of a node of a graph, as a function of the tensors that it depends on.
+
+    Args:
+        node: the node.
+        nodes: the nodes that lead to it, in order.
+        roots: those among them that are tensors from outside.
+    """
+
+    def __init__(
+        self, node: torch.fx.Node, nodes: Sequence[torch.fx.Node], roots: Sequence[torch.fx.Node]
+    ) -> None:
+        graph = torch.fx.Graph()
+        places = {each: graph.placeholder(each.name) for each in roots}
+        for each in nodes:
+            if each not in places:
+                places[each] = graph.node_copy(each, places.__getitem__)
+        graph.output((places[node],))
+        _, self._run = generate("answer", graph, range(len(roots)), {})
+
+    def __call__(self, *counters: torch.Tensor) -> Any:
+        """Return the value for the current values of the tensors."""
+        outside = torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes()
+        with outside[0], outside[1], outside[2], torch.no_grad():
+            (value,) = self._run([each.clone() for each in counters])
+            return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _computable(
+    graph: torch.fx.Graph, sources: Mapping[torch.fx.Node, torch.Tensor]
+) -> set[torch.fx.Node]:
+    """Return the nodes that depend on the sources only; none if others write into them."""
+    known: set[torch.fx.Node] = set(sources)
+    for node in graph.nodes:
+        if node.op != "call_function" or checks(node):
+            continue
+        opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
+        inputs = node.all_input_nodes
+        if not opaque and all(each in known for each in inputs) and _is_small(node):
+            known.add(node)
+        elif any(each in known for each in _written(node)):
+            return set()
+    return known
+
+
+def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the arguments that a node may write into."""
+    if not writes(node):
+        return []
+    op = node.meta.get("op")
+    if op is None or op.out_names or not op.written:
+        return node.all_input_nodes
+    given = [node.args[i] for i in op.written if i < len(node.args)]
+    return [x for x in optree.tree_leaves(given) if isinstance(x, torch.fx.Node)]
+
+
+def _is_small(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.numel() == 1
+
+
+def _leading_to(node: torch.fx.Node, known: set[torch.fx.Node]) -> list[torch.fx.Node]:
+    """Return the nodes that a node depends on, in order, with the writes before it."""
+    order = [each for each in node.graph.nodes if each in known]
+    order = order[: order.index(node) + 1]
+    needed = {node}
+    memories: set[torch.fx.Node] = set()
+    while True:
+        count = len(needed)
+        for each in reversed(order):
+            if each in needed or not memories.isdisjoint(map(_memory, _written(each))):
+                needed |= {each, *each.all_input_nodes}
+                memories |= {_memory(x) for x in (each, *each.all_input_nodes)}
+        if len(needed) == count:
+            return [each for each in order if each in needed]
+
+
+def _memory(node: torch.fx.Node) -> torch.fx.Node:
+    """Return the node whose memory a node's result may share."""
+    while node.args and isinstance(source := node.args[0], torch.fx.Node):
+        op = node.meta.get("op")
+        if op is not None and not (op.is_view or op.inplace):
+            break
+        node = source
+    return node

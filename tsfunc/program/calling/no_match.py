@@ -1,0 +1,85 @@
+"""The error text for a call that no program answers, if no program can be made for it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import optree
+
+from tsfunc.program.calling.cache import CachedProgram
+from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.leaves import places_of
+from tsfunc.program.guarding.cache_miss import differing, facts_of_call, passed_text, reason_for
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guard_texts import Guards, guard_texts
+from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
+
+_MOST_LISTED = 12
+
+
+def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
+    """Return the difference of a call from the nearest program's calls, and a list of programs."""
+    inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
+    facts = call.facts(inputs)
+    forms = [entry.form for entry in entries]
+    known = [_facts(form, call, facts) for form in forms]
+    sizes = sizes_of_call(inputs)
+    broken = [
+        fact
+        for form, others in zip(forms, known, strict=True)
+        if not differing(facts, others)
+        for fact in form.unmet(call.flat, sizes)
+    ]
+    if broken:
+        unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
+    else:
+        unlike = f"it differs from the nearest that has one in {reason_for(facts, known)}"
+    kinds = list(dict.fromkeys(entry.reason for entry in entries))
+    listed = "".join(f"  {kind}\n" for kind in kinds[:_MOST_LISTED])
+    if len(kinds) > _MOST_LISTED:
+        listed += f"  and {len(kinds) - _MOST_LISTED} more\n"
+    return f"{unlike}. It has programs for:\n{listed}"
+
+
+def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
+    """Return the guards of a program that was read from a file, for people."""
+    places, arguments = _named(form, signature)
+    return guard_texts(
+        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
+        [spec.position for spec in form.scalars], form.conditions, form.property_guards,
+    )  # fmt: skip
+
+
+def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the facts of a program's calls; a fact that may vary is taken from the call.
+
+    Args:
+        form: the form of the program's calls.
+        call: the call.
+        facts: the facts of the call.
+    """
+    places, arguments = _named(form, call.target.signature)
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    leaves = list(form.leaves)
+    for spec in form.scalars if form.tree == call.tree else ():
+        if spec.admits(call.flat[spec.position]):
+            leaves[spec.position] = call.flat[spec.position]
+    found = facts_of_call(
+        leaves, places, form.inputs, form.ambient, arguments, form.orders,
+        passed_text(len(args), kwargs),
+    )  # fmt: skip
+    if not any(spec.any_grad for spec in form.inputs):
+        return found
+    return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
+            for name, value in found.items()}  # fmt: skip
+
+
+def _named(
+    form: CallSpec, signature: inspect.Signature
+) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
+    """Return the paths of a form's leaves, and the arguments by parameter."""
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    places = places_of(signature, len(form.leaves), form.tree)
+    return places, signature.bind(*args, **kwargs).arguments

@@ -1,0 +1,433 @@
+"""Reads of a function beyond its arguments: variables, defaults, modules, classes.
+
+The function's own code is scanned, and so are the functions, methods and classes that it refers
+to, except those of installed packages. Further code is scanned when the trace meets it (an
+attribute that is a function, a method of an object). Numbers and strings are guarded by value,
+containers by their elements, tensors and all other objects by identity. The program reads a
+tensor's data anew at every call, so writes to it are seen. The attributes of objects: NOTE
+[attributes] in ``guard_builder.py``.
+"""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import copy
+import enum
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.program.closure.code_reads import Access, code_reads
+from tsfunc.program.closure.guard_builder import Copied, Source, is_instance, put_back
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.library_reads import LibraryReads
+from tsfunc.program.closure.side_effects import MISSING, SideEffect
+from tsfunc.program.closure.variables import (
+    CODE,
+    PACKAGE,
+    Variable,
+    bases_of,
+    is_empty,
+    is_followed,
+    is_installed,
+    is_library_code,
+)
+from tsfunc.program.closure.watching import OURS
+
+_METHODS = (types.FunctionType, property, functools.cached_property)
+_PLAIN = (int, float, bool, str, type(None))
+_TOLD = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
+_FILLED = (list, dict, set, deque)
+_NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
+
+
+class FreeVariables:
+    """Adds the reads of a function from outside to the guards and watched objects of a trace.
+
+    Args:
+        instances: the watched objects of the trace.
+        every: whether variables that are only changed are included: NOTE [counters] in
+            ``code_reads.py``.
+    """
+
+    def __init__(self, instances: Instances, every: bool = False) -> None:
+        self.instances, self.every = instances, every
+        self.builder = instances.builder
+        self.guard_lines = instances.builder.lines_of(own=True)
+        self._seen: dict[int, Any] = {}
+        self._variables: dict[tuple[int, str | None], Variable] = {}
+        self._owners: dict[int, str] = {}
+        self._looks_at_registered = False
+        self._libraries = LibraryReads(instances, self._owner, self._registered)
+        self._counters: list[tuple[Variable, Any]] = []
+        self._names: set[str] = set()
+        self._waiting: dict[str, list[Callable[[], None]]] = {}
+        instances.met = self.scan
+        instances.others = self._changes
+        instances.free_counters = self._free_counters
+
+    def add(self, func: Any) -> None:
+        """Add the specialized function itself."""
+        with self.instances.paused():
+            self._object("self", func)
+            self.scan(func)
+
+    # --- code
+
+    def scan(self, code: Any) -> None:
+        """Scan a callable, or a class, that the function uses."""
+        if id(code) in self._seen:
+            return
+        self._seen[id(code)] = code
+        with self.instances.paused():
+            if isinstance(code, types.FunctionType):
+                self._function(code)
+            elif isinstance(code, type):
+                self._registered(code)
+                self._class(code)
+                self._class(type(code))
+            elif isinstance(code, types.ModuleType):
+                self._module(code)
+            elif isinstance(code, functools.partial):
+                self._partial(code)
+            elif isinstance(code, types.MethodType):
+                self._object("self", code.__self__)
+                self.scan(code.__func__)
+            elif is_instance(code):
+                # An object that is reached from a variable already has a place.
+                self._object(type(code).__name__, code)
+                called = "forward" if isinstance(code, torch.nn.Module) else "__call__"
+                self.scan(inspect.getattr_static(type(code), called, None))
+            else:
+                for name in ("__wrapped__", "func", "__func__", "fget"):
+                    inner = getattr(code, name, None)
+                    if callable(inner):
+                        self.scan(inner)
+                # A function that was loaded from a file has no code: it names the state that it
+                # assigns.
+                for text, state in getattr(code, "__assigned_state__", {}).items():
+                    self._value(self.guard_lines.bind(self.guard_lines.name(state)), state, text)
+
+    def _function(self, func: types.FunctionType) -> None:
+        inner = getattr(func, "__wrapped__", None)
+        if callable(inner):
+            self.scan(inner)
+        if is_installed(func):
+            self._transformed(func)
+            return
+        self.guard_lines.require_same(
+            self.guard_lines.bind(f"{self.guard_lines.name(func)}.__code__"), func.__code__
+        )
+        self._defaults(func)
+        found = code_reads(func.__code__)
+        # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
+        looked_at = {(each.kind, each.name) for each in found.reads if not each.only_changes}
+        for access in found.writes:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+                self._follow(func, access, writes=True)
+        for access in found.reads:
+            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+                self._follow(func, access)
+                way = access.attributes  # a name in `__dict__` is an attribute of its owner
+                way = way[: way.index("__dict__")] if "__dict__" in way else way
+                for text in found.texts - {*way}:
+                    self._follow(func, replace(access, attributes=(*way, text)))
+            else:
+                self._count(func, access)
+        if any(self._may_be_tensor(func, access) for access in found.compared):
+            self.instances.compares_identity = True
+        for text in found.texts & func.__globals__.keys():
+            self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
+        for name in found.names - self._names:
+            self._names.add(name)
+            for look in self._waiting.pop(name, ()):
+                look()
+
+    def _transformed(self, func: types.FunctionType) -> None:
+        """Scan the functions that a function of ours closes over (one that ``vmap`` returns)."""
+        if func.__code__.co_filename.startswith(PACKAGE):
+            for cell in func.__closure__ or ():
+                inner = Variable(cell, None, "", "", "").before
+                if inner is not MISSING and callable(inner):
+                    self.scan(inner)
+
+    def _defaults(self, func: types.FunctionType) -> None:
+        at = None
+        for name in ("__defaults__", "__kwdefaults__"):
+            value = getattr(func, name)
+            if value:
+                at = at or self.guard_lines.name(func)
+                text = f"{func.__name__}.{name}"
+                at_value = self.guard_lines.bind(f"{at}.{name}")
+                if isinstance(value, tuple) and all(type(item) in _PLAIN for item in value):
+                    self.guard_lines.require_same(at_value, value)
+                else:
+                    self._value(at_value, value, text)
+
+    def _partial(self, func: functools.partial[Any]) -> None:
+        at = self.guard_lines.name(func)
+        for name in ("args", "keywords"):
+            value = getattr(func, name)
+            if value:
+                self._value(self.guard_lines.bind(f"{at}.{name}"), value, f"partial.{name}")
+        self.scan(func.func)
+
+    def _class(self, cls: type) -> None:
+        """Look at the methods and attributes of a class that the function's code names."""
+        derived: list[type] = []  # the classes that override an attribute if they have it
+        for base in cls.__mro__:
+            if is_library_code(base) or is_installed(base):
+                continue
+            for name, value in list(vars(base).items()):
+                look = functools.partial(self._member, base, name, value, tuple(derived))
+                if name.startswith("__") and name.endswith("__"):
+                    look()
+                else:
+                    self._when_named(name, look)
+            derived.append(base)
+
+    def _module(self, module: types.ModuleType) -> None:
+        """Look at the variables of a module whose names the code uses as attribute names."""
+        if not is_library_code(module) and not is_installed(module):
+            for name in list(vars(module)):
+                if not (name.startswith("__") and name.endswith("__")):
+                    text = f"{module.__name__}.{name}"
+                    self._when_named(name, functools.partial(self._find, module, name, text))
+
+    def _find(self, owner: Any, name: str, text: str) -> None:
+        """Guard a variable that the code may read, judged by its name."""
+        self._read(self._variable(owner, name, text, ""))
+
+    def _when_named(self, name: str, look: Callable[[], None]) -> None:
+        """Call `look` now if the name occurs in the function's code, else when it does."""
+        if name in self._names:
+            look()
+        else:
+            self._waiting.setdefault(name, []).append(look)
+
+    def _registered(self, cls: type) -> None:
+        """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
+        if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
+            self._looks_at_registered = True
+            token = self.guard_lines.name(abc.get_cache_token)
+            self.guard_lines.require(f"{token}() == {abc.get_cache_token()}")
+
+    def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
+        """Guard an attribute of a class, and that no derived class overrides it.
+
+        A dunder name is guarded only if it is a method.
+        """
+        if isinstance(value, _METHODS) or not name.startswith("__"):
+            for each in derived:
+                if name not in vars(each):
+                    self.guard_lines.require_no_member(each, name)
+        if isinstance(value, _METHODS) and name not in OURS:
+            self.guard_lines.require_member(cls, name, value)
+        for attribute in ("fget", "func", "__func__"):  # of properties and other wrappers
+            value = getattr(value, attribute, None) or value
+        if isinstance(value, types.FunctionType):
+            self.scan(value)
+        elif not name.startswith("__") and not hasattr(type(value), "__get__"):
+            self._find(cls, name, f"{cls.__name__}.{name}")
+
+    # --- variables
+
+    def _follow(self, func: types.FunctionType, access: Access, writes: bool = False) -> None:
+        """Read a variable, and the attributes that the code reads from it."""
+        line = f"{func.__code__.co_filename}:{access.line}, in {func.__code__.co_name}"
+        found = _root(func, access)
+        if found is None:
+            if access.kind == "module":
+                self._libraries.hold_member(_imported(func, access), access.attributes)
+            return
+        owner, name, text, attributes = found
+        for i, attribute in enumerate((*attributes, None)):
+            variable = self._variable(owner, name, text, line)
+            if writes and attribute is None:
+                return
+            self._read(variable)
+            self._libraries.look(owner, name, variable.before, attributes[i:], line, access.bare)
+            owner, name = variable.before, attribute
+            if name is None:
+                return
+            self._of_object(owner, name, f"{text}.{name}")
+            if not is_followed(owner, name):
+                return
+            text = f"{text}.{name}"
+
+    def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
+        """Return True if the object of an identity comparison may be a tensor."""
+        found = None if access is None else _root(func, access)
+        if found is None:
+            return True
+        owner, name, text, attributes = found
+        value = Variable(owner, name, text, "", "").before
+        if value is MISSING:
+            value = vars(builtins).get(str(name))
+        for attribute in attributes:
+            value = inspect.getattr_static(value, attribute, None)
+        return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
+
+    def _count(self, func: types.FunctionType, access: Access) -> None:
+        """Keep the value of a variable that the function only changes."""
+        found = _root(func, access)
+        if found is not None and not found[-1]:
+            variable = Variable(*found[:3], at="", line="")
+            value = variable.before
+            self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
+
+    def _free_counters(self) -> bool:
+        """Remove traced tensors from variables that the function only changes.
+
+        Returns:
+            True if there were any.
+        """
+        kept = False
+        for variable, elements in self._counters:
+            value = variable.read()
+            if isinstance(value, Tracer):
+                variable.put_back()
+            elif elements is not None and _has_tracers(value):
+                put_back(Copied(value, elements, Source("", variable.text, variable.text, True)))
+            else:
+                continue
+            kept = True
+        return kept
+
+    def _of_object(self, owner: Any, name: str, text: str) -> None:
+        """Guard the names of functions and classes, and attributes that tensors lack."""
+        if name in _TOLD and isinstance(owner, types.FunctionType | type):
+            at = self.guard_lines.bind(f"{self._owner(owner)}.{name}")
+            self.builder.guard(getattr(owner, name), Source(at, text, text, True))
+        elif isinstance(owner, torch.Tensor) and not hasattr(owner, name):
+            self.guard_lines.require(f"not hasattr({self._owner(owner)}, {name!r})")
+
+    def _variable(self, owner: Any, name: str | None, text: str, line: str) -> Variable:
+        key = id(owner), name
+        if key not in self._variables:
+            self._variables[key] = Variable(owner, name, text, self._owner(owner), line)
+        found = self._variables[key]
+        found.line = found.line or line
+        return found
+
+    def _owner(self, owner: Any) -> str:
+        if id(owner) not in self._owners:
+            self._owners[id(owner)] = self.guard_lines.name(owner)
+        return self._owners[id(owner)]
+
+    def _read(self, variable: Variable) -> None:
+        """Guard the value of a variable."""
+        value, way = variable.before, variable.target.format(variable.at)
+        if variable.line and value is not MISSING and not isinstance(value, CODE):
+            self.builder.refuse_own(variable.text, variable.line)
+        if variable.is_read:
+            return
+        variable.is_read = True
+        if value is MISSING:
+            self._absent(variable)
+            return
+        if isinstance(value, staticmethod | classmethod):
+            way = way if isinstance(value, staticmethod) else f"{way}.__func__"
+            value = value.__func__
+        elif isinstance(variable.owner, type) and (
+            isinstance(value, types.ClassMethodDescriptorType)  # each read makes a new bound method
+            or (is_instance(value) and hasattr(value, "__get__"))
+        ):
+            base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
+            way = f"{self._owner(base)}.__dict__[{variable.name!r}]"
+        if isinstance(value, type(os.environ)):
+            self._libraries.hold_environment()
+            return
+        self._value(self.guard_lines.bind(way), value, variable.text)
+
+    def _absent(self, variable: Variable) -> None:
+        """Guard that a variable is missing; a new one would hide a builtin of the same name."""
+        if isinstance(variable.owner, types.ModuleType):
+            self.scan(vars(variable.owner).get("__getattr__"))
+        if variable.name is None:
+            self.guard_lines.require(f"{self.guard_lines.name(is_empty)}({variable.at})")
+        elif isinstance(variable.owner, dict):
+            self.guard_lines.require(f"{variable.name!r} not in {variable.at}")
+        else:
+            for base in bases_of(variable.owner):
+                if base is not object:
+                    way = f"vars({self._owner(base)})"
+                    self.guard_lines.require(f"{variable.name!r} not in {way}")
+
+    def _value(self, at: str, value: Any, text: str) -> None:
+        if isinstance(value, CODE):
+            self.guard_lines.require_same(at, value)
+            self.scan(value)
+        elif is_instance(value):
+            self.guard_lines.require_same(at, value)
+            self._object(text, value)
+            self.builder.guard(
+                value, Source(at, text, text, True)
+            )  # an argument may be the same object
+            self.scan(value)
+        else:
+            self.builder.guard(value, Source(at, text, text, True))
+
+    def _object(self, text: str, value: Any) -> None:
+        if is_instance(value) and not self.builder.is_known(value):
+            self.instances.add(value, text, None)
+
+    def _changes(self) -> Iterator[SideEffect]:
+        """Yield the variables that the function has assigned."""
+        for each in self._variables.values():
+            after = each.read()
+            if after is each.before:
+                continue
+            source = Source(each.at, each.text, each.text, True)
+            yield SideEffect(
+                each.text, source, each.owner, each.target, each.before, after,
+                undo=each.put_back, line=each.line,
+            )  # fmt: skip
+
+
+def _has_tracers(container: Any) -> bool:
+    """Return True if the elements of a container include a tracer."""
+    items: Iterable[Any] = container.values() if isinstance(container, dict) else container
+    return any(isinstance(leaf, Tracer) for leaf in pytrees.flatten(list(items))[0])
+
+
+def _root(
+    func: types.FunctionType, access: Access
+) -> tuple[Any, str | None, str, tuple[str, ...]] | None:
+    """Return the start of an access: the variable's owner and name, and the attributes.
+
+    Returns:
+        The owner, the name in the owner, the user's spelling, and the attributes after it; None if
+        there is nothing to guard.
+    """
+    if access.kind == "global":
+        return func.__globals__, access.name, access.name, access.attributes
+    if access.kind == "free":
+        cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
+        return cells[access.name], None, access.name, access.attributes
+    module, (first, *rest) = _imported(func, access), access.attributes
+    if module is None or not is_followed(module, first):
+        return None
+    return module, first, f"{access.name}.{first}", tuple(rest)
+
+
+def _imported(func: types.FunctionType, access: Access) -> types.ModuleType | None:
+    """Return the module that a function imports, or None if it is not imported yet."""
+    name = "." * access.level + access.name
+    try:
+        name = importlib.util.resolve_name(name, func.__globals__.get("__package__") or "")
+    except ImportError:
+        return None
+    return sys.modules.get(name)

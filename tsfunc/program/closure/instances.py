@@ -1,0 +1,504 @@
+"""Objects among a function's arguments and surroundings, watched while it is traced.
+
+See NOTE [attributes] in ``guard_builder.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.trace.opaque import OpaqueValue
+from tsfunc.bridge.trace.scaling import REPLACED
+from tsfunc.bridge.trace.tracing import is_traced
+from tsfunc.bridge.tracers.settings import hooks_of_all_modules
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import TypeCheckError
+from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
+from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.numbers import Earlier
+from tsfunc.program.closure.randomness import TracedGenerators
+from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
+from tsfunc.program.closure.updates import Updates, has_tensor
+from tsfunc.program.closure.watching import Watching
+from tsfunc.types import check
+from tsfunc.types.annotation import attribute_types, says_any
+
+_STATE = ("_parameters", "_buffers", "_modules")
+_HOMES = frozenset({"__dict__", *_STATE, "_non_persistent_buffers_set"})
+_MODULE = torch.nn.Module
+_TORCH_LOOKUPS = {
+    method.__code__
+    for method in (
+        _MODULE.__getattr__, _MODULE.__setattr__, _MODULE.__delattr__, _MODULE.register_buffer,
+        _MODULE.register_parameter,
+    )
+}  # fmt: skip
+
+
+class RetraceForStoredTensors(Exception):
+    """Internal: a function puts tensors into an object that it only changes: trace it again."""
+
+
+class Instances:
+    """The objects that a trace knows; a context manager in which they are watched.
+
+    Args:
+        name: the name of the specialized function, for errors.
+        closure: the treatment of values that belong to the function: NOTE [closures].
+        earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
+
+    Attributes:
+        builder: the guards of the values that were read.
+        generators: the generators of random numbers that a trace can't record.
+        met: called with the functions and classes whose code the trace runs.
+        others: yields the changes to variables, which are not attributes of a watched object.
+        free_counters: removes traced tensors from objects that the function only changes (NOTE
+            [counters] in ``code_reads.py``); returns True if there were any.
+        assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
+        compares_identity: whether the function compares objects by identity (``x is y``) that may
+            be tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
+    """
+
+    def __init__(
+        self, name: str, closure: Closure = "guard", earlier: Earlier = types.MappingProxyType({})
+    ) -> None:
+        self.name = name
+        self.met: Callable[[Any], None] = lambda value: None
+        self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
+        self.free_counters: Callable[[], bool] = lambda: False
+        self.assigned_grads: Callable[[], Iterator[SideEffect]] = lambda: iter(())
+        self._counted_tensors = False
+        self.compares_identity = False
+        self.generators = TracedGenerators(f"specialize({name})")
+        self.builder = GuardBuilder(
+            name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
+        )
+        self._instances: dict[int, WatchedObject] = {}
+        self._watching = Watching(self)
+        self._paused = self._met_modules = False
+
+    def add(self, value: Any, text: str, way: str | None) -> None:
+        """Watch an object.
+
+        Args:
+            value: the object.
+            text: the user's spelling of its place.
+            way: the Python expression that reaches it from the arguments; None for an object that
+                belongs to the function.
+        """
+        guard_lines, cls = self.builder.lines_of(way is None), type(value)
+        variable = guard_lines.bind(guard_lines.name(value) if way is None else way)
+        self.builder.guard(value, Source(variable, text, cls.__name__, way is None))
+
+    def __enter__(self) -> Instances:
+        self.generators.start()
+        self._watching.__enter__()
+        for instance in self._instances.values():
+            self._watching.add(type(instance.value))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._watching.__exit__(*exc)
+
+    def _enter(self, value: Any, source: Source) -> None:
+        if isinstance(value, torch.nn.Module):
+            self._hooks_of_all_modules()
+        self._instances[id(value)] = WatchedObject(self, value, source)
+        self._watching.add(type(value))
+        self.met(type(value))
+
+    def _hooks_of_all_modules(self) -> None:
+        """Guard the hooks that torch calls with every module."""
+        guard_lines, hooks = self.builder.lines_of(True), hooks_of_all_modules()
+        if not self._met_modules:
+            guard_lines.require(
+                f"{guard_lines.name(hooks_of_all_modules)}() == {guard_lines.name(hooks)}"
+            )
+            for hook in hooks:
+                self.met(hook)
+        self._met_modules = True
+
+    def read(self, instance: Any, name: str, plain: Any) -> Any:
+        """Return the value of an attribute; see `Watching`."""
+        known = self._instances.get(id(instance))
+        if known is None or self._paused:
+            return plain(instance, name)
+        # The second frame is the reader. torch's own lookup of parameters reads the __dict__ and
+        # the dicts of a module, either for an attribute that `Instance.read` has already looked up
+        # or to find the dict to assign to.
+        if name in _HOMES and sys._getframe(2).f_code in _TORCH_LOOKUPS:
+            return plain(instance, name)
+        if not (name.startswith("__") and name.endswith("__")):
+            return known.read(name, plain)
+        if name == "__dict__":
+            known.read_all()
+        return plain(instance, name)
+
+    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+        """Check and note an assignment or deletion before it happens; see `Watching`.
+
+        Raises:
+            TypeCheckError: the value is not of the type that the class declares.
+        """
+        known = self._instances.get(id(instance))
+        if known is None or self._paused:
+            return
+        place = known.lines[name] = str(users_place())
+        for each in value:
+            known.check(name, each, f"assigned at {place}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Pause the watching: reads in the block are not reads of the traced function."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def put_back(self) -> list[SideEffect]:
+        """Undo the assignments of the traced function, and return them."""
+        with self.paused():
+            changes = [change for each in self._instances.values() for change in each.changes()]
+            changes += changed_containers(self.builder)
+            changes += self.others()
+            changes += self.assigned_grads()
+            for change in changes:
+                change.undo()
+            self.builder.numbers.put_back()
+            self._counted_tensors = self.free_counters()
+        self.generators.put_back()
+        return changes
+
+    def finish(self) -> Updates:
+        """End the trace: undo the assignments of the traced function.
+
+        Returns:
+            The assignments that the program ends with.
+
+        Raises:
+            TypeCheckError: a program can't repeat one of the assignments.
+            KeepsTensors: the function puts tensors into an object that it only changes.
+        """
+        # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
+        for own in {False, self.builder.closure == "freeze"}:
+            alike = [i.source for i in self._instances.values()]
+            variables = [p.variable for p in alike if self.builder.lines_of(p.own) is
+                         self.builder.lines_of(own)]  # fmt: skip
+            self.builder.lines_of(own).require_distinct(variables)
+        changes = self.put_back()
+        if self._counted_tensors:
+            raise RetraceForStoredTensors
+        if self.builder.closure != "freeze":
+            self.generators.refuse_moved()
+        return updates_of(changes, self.builder)
+
+
+class WatchedObject:
+    """A watched object: its contents when it was first met, and the reads of it.
+
+    Attributes:
+        lines: for each assigned attribute, the line that assigns it.
+    """
+
+    def __init__(self, instances: Instances, value: Any, source: Source) -> None:
+        self.instances = instances
+        self.value = value
+        self.source = source
+        self.lines: dict[str, str] = {}
+        self._held: set[str] = set()
+        self._before = _contents(value)
+
+    def read(self, name: str, plain: Any) -> Any:
+        """Return the value of an attribute; guard it if it is data."""
+        found = inspect.getattr_static(type(self.value), name, MISSING)
+        if _is_data_descriptor(found):
+            if _is_slot(found):
+                return self._hold(name, plain(self.value, name), f".{name}")
+            self._descriptor(name, found)
+            return plain(self.value, name)  # a property runs, and the values it reads are guarded
+        self._watch_descriptor(name, found)
+        home, value = _find(self.value, name)
+        if home is not None:
+            # A value that was assigned during the trace is not guarded.
+            assigned = self._before.get((home, name), MISSING) is not value
+            return value if assigned else self._hold(name, value, *_steps(home, name))
+        if isinstance(found, functools.cached_property):
+            self._require_none_of_its_own(name)
+            return found.func(self.value)  # the result is not cached: the object stays unchanged
+        try:
+            value = plain(self.value, name)
+        except AttributeError:
+            self._absent(name)
+            raise
+        if found is not MISSING and hasattr(type(found), "__get__"):
+            self._method(name, found)
+            if isinstance(found, types.FunctionType) and found in REPLACED:
+                return types.MethodType(REPLACED[found], self.value)
+            return value
+        # An attribute of the class, or one made by a user's __getattribute__.
+        return self._hold(name, value, f".{name}")
+
+    def read_all(self) -> None:
+        """Guard all attributes of the object, since its ``__dict__`` was read."""
+        guard_lines = self._guard_lines
+        own = [name for home, name in self._before if home == _DICT]
+        guard_lines.require_keys(guard_lines.bind(f"{self.source.variable}.__dict__"), own)
+        for home, name in self._before:
+            if home != _SLOT:
+                self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
+
+    @property
+    def _guard_lines(self) -> GuardLines:
+        return self.instances.builder.lines_of(self.source.own)
+
+    def changes(self) -> Iterator[SideEffect]:
+        """Yield the changes to attributes that the function has made."""
+        now = _contents(self.value)
+        for home, name in {**self._before, **now}:
+            before = self._before.get((home, name), MISSING)
+            after = now.get((home, name), MISSING)
+            if after is before:
+                continue
+            target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
+            yield SideEffect(
+                f"{self.source.text}.{name}",
+                self.source,
+                self.value,
+                target,
+                before,
+                after,
+                undo=functools.partial(_restore, self.value, home, name, before),
+                line=self.lines.get(name),
+                problem=_problem(self.value, home, before, after),
+                buffer=name if home == "_buffers" else None,
+            )
+
+    def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
+        """Guard the value of an attribute, once; return it as the function sees it.
+
+        Args:
+            name: the attribute.
+            value: its value.
+            steps: the Python expressions of the steps to it.
+            exactly: whether a number is guarded by its value even if it varies.
+        """
+        builder = self.instances.builder
+        numbers = builder.numbers
+        if name not in self._held and not is_traced(value):
+            self._held.add(name)
+            if self.source.own and not name.startswith("_"):
+                self.instances.builder.refuse_own(f"{self.source.text}.{name}", str(users_place()))
+            guard_lines, owner = self._guard_lines, f"{type(self.value).__name__}.{name}"
+            variable = self.source.variable
+            with self.instances.paused():
+                self.check(name, value, f"read at {users_place()}")
+                for step in steps:
+                    variable = guard_lines.bind(variable + step)
+                text = f"{self.source.text}.{name}"
+                if not exactly and numbers.is_input(value, text):
+                    numbers.add(value, text, variable, guard_lines)
+                else:
+                    builder.guard(value, Source(variable, text, owner, self.source.own))
+        number = numbers.inputs.get(f"{self.source.text}.{name}")
+        if number is not None and value is number.value and name not in self.lines:
+            if exactly:
+                self._guard_lines.require(f"same_value({number.variable}, {number.value!r})")
+            else:
+                return numbers.of(f"{self.source.text}.{name}")
+        return self._typed(name, value)
+
+    def _typed(self, name: str, value: Any) -> Any:
+        """Return the value, or a stand-in for it if its class declares the attribute as ``Any``."""
+        cls = type(self.value)
+        if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
+            return value
+        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
+        return OpaqueValue(value, f"{self.source.text}.{name}", mend)
+
+    def check(self, name: str, value: Any, use: str) -> None:
+        """Check an attribute against the annotation in the user's class.
+
+        Args:
+            name: the attribute.
+            value: its value.
+            use: how and where the attribute is used, for errors.
+
+        Raises:
+            TypeCheckError: the value is not of the declared type.
+        """
+        cls = type(self.value)
+        owner = f"{cls.__name__}.{name}"
+        declared = None if _is_installed(cls) else attribute_types(cls).get(name)
+        mismatches = [] if declared is None else check(value, declared, owner)
+        if mismatches:
+            listed = "".join(f"  {mismatch}\n" for mismatch in mismatches)
+            raise TypeCheckError(
+                f"specialize({self.instances.name}): {owner}, {use}, is not what its class "
+                f"declares:\n{listed}Assign what is declared, or declare what is assigned."
+            )
+
+    def _method(self, name: str, found: Any) -> None:
+        """Guard a method: its class still has it, and the object has no attribute of that name."""
+        if name in self._held:
+            return
+        self._require_none_of_its_own(name)
+        cls, guard_lines = type(self.value), self._guard_lines
+        if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
+            base = next(base for base in cls.__mro__ if name in vars(base))
+            guard_lines.require_member(base, name, found)
+        elif isinstance(found, types.FunctionType):
+            guard_lines.require_same(guard_lines.bind(f"{guard_lines.name(cls)}.{name}"), found)
+        elif not isinstance(found, _OF_C):
+            self._require_in_class(name, found)
+        self.instances.met(found)
+
+    def _descriptor(self, name: str, found: Any) -> None:
+        """Guard a property: its class still has it."""
+        if name not in self._held:
+            self._held.add(name)
+            self._require_in_class(name, found)
+        self._watch_descriptor(name, found)
+
+    def _watch_descriptor(self, name: str, found: Any) -> None:
+        """Watch a descriptor of a user's class: its methods may read its attributes."""
+        builder = self.instances.builder
+        if not hasattr(type(found), "__get__") or not is_instance(found) or builder.is_known(found):
+            return
+        base = next(base for base in type(self.value).__mro__ if name in vars(base))
+        variable = self._guard_lines.bind(f"{self._guard_lines.name(base)}.__dict__[{name!r}]")
+        text = f"{base.__name__}.__dict__[{name!r}]"
+        builder.guard(found, Source(variable, text, text, self.source.own))
+
+    def _require_in_class(self, name: str, found: Any) -> None:
+        """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
+        base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
+        if base is not None and not base.__module__.startswith("torch."):
+            guard_lines = self._guard_lines
+            guard_lines.require_same(
+                guard_lines.bind(f"{guard_lines.name(base)}.__dict__[{name!r}]"), found
+            )
+
+    def _require_none_of_its_own(self, name: str) -> None:
+        """Guard that the object has no attribute of this name, which would hide the class's."""
+        if name not in self._held and _has_dict(self.value):
+            guard_lines = self._guard_lines
+            own = guard_lines.bind(f"{self.source.variable}.__dict__")
+            guard_lines.require(f"{name!r} not in {own}")
+        self._held.add(name)
+
+    def _absent(self, name: str) -> None:
+        """Guard that an attribute is missing; a user's ``__getattr__`` runs and may make it."""
+        made = hasattr(type(self.value), "__getattr__")
+        if made and not isinstance(self.value, torch.nn.Module):
+            self._require_none_of_its_own(name)
+        elif name not in self._held:
+            self._held.add(name)
+            guard_lines = self._guard_lines
+            guard_lines.require(f"not hasattr({self.source.variable}, {name!r})")
+
+
+_OF_C = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+
+# --- the locations of an object's attributes
+
+_DICT, _SLOT = "__dict__", "slot"
+
+
+def _contents(value: Any) -> dict[tuple[str, str], Any]:
+    """Return all attributes of an object, by their location and name."""
+    own = _dict_of(value)
+    found = {(_DICT, name): each for name, each in own.items()}
+    for kind in _STATE if isinstance(value, torch.nn.Module) else ():
+        found.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
+    for cls in type(value).__mro__:
+        for name, slot in vars(cls).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    found[_SLOT, name] = slot.__get__(value)
+                except AttributeError:  # not assigned
+                    continue
+    return found
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # it has only slots
+        return {}
+    return own
+
+
+def _has_dict(value: Any) -> bool:
+    return any("__dict__" in vars(cls) for cls in type(value).__mro__)
+
+
+def _find(value: Any, name: str) -> tuple[str | None, Any]:
+    """Return the location of an attribute in the object itself, and its value."""
+    own = _dict_of(value)
+    if name in own:
+        return _DICT, own[name]
+    if isinstance(value, torch.nn.Module):
+        for kind in _STATE:
+            state = own.get(kind) or {}
+            if name in state:
+                return kind, state[name]
+    return None, None
+
+
+def _steps(home: str, name: str) -> tuple[str, ...]:
+    """Return the steps to an attribute, which bypass torch's slow lookup of parameters."""
+    return (f".{home}", f"[{name!r}]") if home in _STATE else (f".{name}",)
+
+
+def _restore(value: Any, home: str, name: str, before: Any) -> None:
+    if home == _SLOT:
+        slot = inspect.getattr_static(type(value), name)
+        slot.__delete__(value) if before is MISSING else slot.__set__(value, before)
+        return
+    own = _dict_of(value)
+    state = own if home == _DICT else own[home]
+    if before is MISSING:
+        del state[name]
+    else:
+        state[name] = before
+
+
+def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
+    """Return the reason why a program can't assign to an attribute of a module, or None."""
+    if not isinstance(owner, torch.nn.Module):
+        return None
+    if home == "_parameters" or isinstance(after, torch.nn.Parameter):
+        return "is a parameter; write into it in place, under torch.no_grad()"
+    if home == "_modules" or isinstance(after, torch.nn.Module):
+        return "is a submodule; put it in its place before the call"
+    if home == "_buffers" and before is MISSING:
+        return "is a new buffer; register it before the call, in __init__"
+    if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
+        return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
+    return None
+
+
+def _is_installed(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return "site-packages" in (getattr(module, "__file__", None) or "")
+
+
+def _is_data_descriptor(found: Any) -> bool:
+    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+
+
+def _is_slot(found: Any) -> bool:
+    """Return True if a descriptor reads a field of the object itself."""
+    return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)

@@ -1,0 +1,157 @@
+"""Checks for the things that a traced function may not do, with their errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc import pytrees
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
+from tsfunc.dispatch.places import condition_of, place_of, source_of
+from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
+from tsfunc.program.closure.updates import Updates
+from tsfunc.program.passes.aliases import written
+from tsfunc.program.passes.effects import writes
+from tsfunc.types.signatures import signature_of
+
+
+def check_texts(
+    what: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
+) -> None:
+    """Refuse a string result, or a key, that contains the text of a traced value.
+
+    Raises:
+        DataDependentError: there is such a string.
+    """
+    keys = (entry for path in tree.paths() for entry in path)
+    for text in (*leaves, *keys):
+        if not isinstance(text, str):
+            continue
+        spelled = "a tensor" if _TRACER in text else symbols.spelled_in(text)
+        if spelled is not None:
+            raise DataDependentError(
+                f"{what}: the function returns the text {text!r}, in which {spelled} is spelled as "
+                f"the trace has it, and not as this call does. Return the number or the tensor "
+                f"itself, and write the text outside of the function; or make it one number with "
+                f"int(...), where the descriptors leave it open or fix it."
+            )
+
+
+def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
+    """Refuse values of control-flow bodies that leave the body other than as its results.
+
+    Raises:
+        TypeCheckError: there is such a value.
+    """
+    assigned = {slot.index: each.text for each in updates.updates for slot in each.slots()}
+    texts = [*(["the function's result"] * len(leaves)), *map(assigned.get, range(len(assigned)))]
+    for text, value in zip(texts, (*leaves, *updates.tensors), strict=True):
+        if not isinstance(value, TraceTracer) or value.dispatch_level is level:
+            continue
+        if value.node.graph is not level.graph and not value.dispatch_level.alive:
+            place = value.node.meta.get("place")
+            at = "" if place is None else f" (at {place}{source_of(place, ': ')})"
+            raise TypeCheckError(
+                f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
+                f"of which a program has the body's results alone. Return it from the body, and "
+                f"assign or return what comes back."
+            )
+
+
+_TRACER = "TraceTracer(%"  # the text of a tensor in a trace
+
+# Errors of torch about symbolic numbers, and the unsupported use that each is about.
+_NO_SYMBOLS = {
+    "unhashable type: non-nested Sym": (
+        "can't be a key of a dict, an element of a set or an argument of lru_cache"
+    ),
+    "unsupported format string passed to Sym": "has no digits to write",
+}
+
+
+def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
+    """Rewrite torch's error about sizes in the user's names.
+
+    Raises:
+        DataDependentError: a size that depends on data was used as a Python value.
+    """
+    text, about_data = symbols.explained(error)
+    if about_data:
+        place = place_of(error)
+        asked = condition_of(place)
+        raise DataDependentError(
+            f"{what}: {asked or text} depends on data, which a trace does not have, and is asked "
+            f"at {place}{source_of(place, ': ')}\nIf it always holds say so before, with "
+            f"torch._check({asked or '...'}): the program then checks it when it runs. {ways_out()}"
+        ) from None
+    for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
+        if theirs in text:
+            place = place_of(error)
+            text = (
+                f"{what}: a named dim, or a number that stays open, {ours} "
+                f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
+                f"to one number: describe the size as None, or the number by its value."
+            )
+    # The text of a KeyError is the repr of its key; the key stays unchanged.
+    if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
+        error.args = (text,)
+
+
+def check_containers(
+    what: str,
+    func: Callable[..., Any],
+    given: tuple[Sequence[Any], Mapping[str, Any]],
+    leaves: Sequence[Any],
+    tree: optree.PyTreeSpec,
+) -> None:
+    """Refuse a function that changes a list or dict among its arguments.
+
+    Raises:
+        TypeCheckError: the function did so.
+    """
+    now, structure = pytrees.flatten(given)
+    if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
+        return
+    args, kwargs = given
+    args_before, kwargs_before = pytrees.unflatten(tree, leaves)
+    pairs = [(str(i), args_before[i], each) for i, each in enumerate(args)]
+    pairs += [(name, kwargs_before[name], each) for name, each in kwargs.items()]
+    names = list(signature_of(func).parameters)
+    for name, before, after in pairs:
+        (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
+        if one != other or any(a is not b for a, b in zip(some, others, strict=True)):
+            at = int(name) if name.isdigit() else -1
+            name = names[at] if 0 <= at < len(names) else name
+            raise TypeCheckError(
+                f"{what}: the function changes the {type(after).__name__} that it is given as "
+                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
+                f"change the caller's: return what is new, or change a copy."
+            )
+
+
+def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
+    """Refuse a program that writes into tensors that it holds as constants.
+
+    Raises:
+        ClosureError: the program writes into such a tensor.
+    """
+    memory = {
+        tracer.value.untyped_storage()._cdata
+        for tensor, tracer in level.lifted.values()
+        if id(tensor) not in reached
+    }
+    for node in level.graph.nodes:
+        for target in written(node) if writes(node) else ():
+            value = target.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
+                called = node.meta.get("op", node.target)
+                raise ClosureError(
+                    f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
+                    f"that is no argument, and is burnt in. Make it an argument, or use "
+                    f'closure="guard".'
+                )

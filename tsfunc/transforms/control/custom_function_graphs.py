@@ -1,0 +1,337 @@
+"""The graphs of functions with rules: NOTE [functions in files] in ``custom_function_tracing``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.errors import (
+    ConstraintViolation,
+    DescriptorError,
+    TsfuncError,
+    UndefinedDerivativeError,
+)
+from tsfunc.program.calling.capture import TraceRequest, capture
+from tsfunc.program.files.callees import CalleeGraph
+from tsfunc.program.files.values import NoFileForm
+from tsfunc.program.graphs.lowering import sizes_for
+from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.call_spec import placeholder
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
+from tsfunc.transforms.control.custom_functions import Batched
+from tsfunc.transforms.control.functions import OperandType, PythonCallee
+from tsfunc.transforms.custom_rules import RuleCall
+from tsfunc.transforms.equations import TENSOR
+from tsfunc.types import Dim, DimExpr, DimForm
+from tsfunc.types.dims import parse_dim
+from tsfunc.types.grammar import Descriptor
+
+Values = Sequence[Any]
+_NUMBER = 1033  # the example value of a number
+_FEW = 4  # up to this many tensors, each choice of batched tensors has its own rule
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number among the inputs of a part, as a text in the names of dims."""
+
+    text: str
+
+
+class Tracing:
+    """Tracer of the parts of one function.
+
+    Args:
+        callee: the function.
+        bounds: the named dims of the program that calls the function.
+        sizes: the sizes of these dims in the call that was traced.
+        described: the descriptors of the program by parameter, for error messages.
+
+    Attributes:
+        callee: the function.
+        name: the name of the function in error messages.
+        operands: the types of the function's inputs.
+        names: the named dims of the part that is being traced.
+    """
+
+    names: DimNames
+
+    def __init__(
+        self,
+        callee: PythonCallee,
+        bounds: Mapping[str, Dim],
+        sizes: Mapping[str, int],
+        described: Mapping[str, Descriptor],
+    ) -> None:
+        self.callee, self.bounds = callee, bounds
+        self.sizes, self.described = sizes, described
+        first = callee.leaves[0] if callee.leaves else None
+        self.name: str = first.rule.name if isinstance(first, RuleCall) else callee.name
+        self.operands: list[OperandType | Number] = [
+            *callee.types, *map(Number, callee.numbers)
+        ]  # fmt: skip
+
+    def head(self, results: int) -> tuple[str, int, int, int]:
+        """Return the constructor arguments of a callee with ``results`` result tensors."""
+        return self.name, self.callee.tensors, len(self.callee.numbers), results
+
+    def part(
+        self, what: str, func: Callable[[list[Any]], Values],
+        given: Sequence[OperandType | Number], last: int = 0,
+    ) -> CalleeGraph:  # fmt: skip
+        """Return a function of flat values as a graph.
+
+        Args:
+            what: the name of the part in error messages.
+            func: takes a list of values, and returns a list of tensors and Nones.
+            given: the types of the values.
+            last: the number of first values whose sizes define dims only if no other value does.
+
+        Raises:
+            NoFileForm: the function can't be traced.
+        """
+        self.names = names = DimNames(self.bounds)
+        dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
+        found = [names.number(x.text) if isinstance(x, Number) else None for x in given]
+        numbers = {i: form for i, form in enumerate(found) if form is not None}
+
+        def run(*values: Any) -> Any:
+            known = [
+                size_of(numbers[i]) if i in numbers else value for i, value in enumerate(values)
+            ]
+            return [x if isinstance(x, torch.Tensor) else None for x in func(known)]
+
+        def traced(sizes: Mapping[str, int]) -> Program:
+            flat: list[Any] = [_NUMBER] * len(given)
+            inputs: list[InputSpec] = []
+            for i, x in enumerate(given):
+                if isinstance(x, OperandType):
+                    flat[i] = _example(x, dims[i], sizes)
+                    inputs.append(InputSpec(i, f"x{i}", flat[i], dims[i]))
+            inputs = [*inputs[last:], *inputs[:last]]
+            scalars = [
+                ScalarSpec(i, f"k{i}", _NUMBER)
+                for i, x in enumerate(given)
+                if isinstance(x, Number) and i not in numbers
+            ]
+            tree = pytrees.structure_of((tuple(flat), {}))
+            request = TraceRequest(
+                f"save({self.name})", self.name, run, flat, tree, inputs, names.used, scalars,
+                described=self.described,
+            )  # fmt: skip
+            with torch.enable_grad():
+                return capture(request)
+
+        sizes = sizes_for(names.used)
+        try:
+            try:
+                program = traced(sizes)
+            except ConstraintViolation:  # the errors name sizes that the user knows
+                program = traced({**sizes, **self._sizes_of_call(names.used)})
+        except (NoFileForm, UndefinedDerivativeError):
+            raise
+        except Exception as error:
+            raise self.refusal(what, self._words_of(error)) from None
+        if program.conditions or program.raised or program.updates:
+            raise self.refusal(what, "it does not do the same for all sizes and numbers")
+        if program.property_guards or program.attributes:
+            property_guards = ", ".join(
+                [*(each.fact for each in program.property_guards), *program.attributes]
+            )
+            raise self.refusal(
+                what, f"it asks for more of tensors than types and sizes: {property_guards}"
+            )
+        used = _without_unused(program.graph, program.inputs)
+        return CalleeGraph(what, program.graph, used, program.lifted, names.used, program.run)
+
+    def _sizes_of_call(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the call's sizes of some dims, except sizes 0 and 1: NOTE [sizes 0 and 1]."""
+        return {name: self.sizes[name] for name in names if self.sizes.get(name, 0) > 1}
+
+    def refusal(self, what: str, why: str) -> NoFileForm:
+        text = f", of which {what} can't be traced into a graph without Python: {why}"
+        return NoFileForm(self.name, text)
+
+    def _words_of(self, error: Exception) -> str:
+        """Return the message of a tsfunc error without its prefix; of others the first line."""
+        text = str(error)
+        if not isinstance(error, TsfuncError):
+            return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+        for called in ("save", "specialize"):
+            text = text.removeprefix(f"{called}({self.name}): ")
+        return text.rstrip()
+
+
+class DimNames:
+    """The named dims of a part's inputs.
+
+    A size that is computed from the dims in a form that descriptors lack gets its own name.
+    """
+
+    def __init__(self, bounds: Mapping[str, Dim]) -> None:
+        self.bounds = bounds
+        self.used: dict[str, Dim] = {}
+        self._others: dict[str, Dim] = {}
+
+    def dims(self, type_: OperandType) -> tuple[DimForm, ...]:
+        return tuple(size if isinstance(size, int) else self.dim(size) for size in type_.dims)
+
+    def dim(self, text: str) -> DimForm:
+        found = self._form(text)
+        if found is None:
+            found = self._others.setdefault(text, self._fresh())
+            self.used[found.name] = found
+        return found
+
+    def _fresh(self) -> Dim:
+        taken = {*self.bounds, *self.used}
+        return Dim(next(name for i in itertools.count() if (name := f"size_{i}") not in taken))
+
+    def number(self, text: str) -> DimForm | None:
+        """Return a number as a form in the known names; None if it is unknown."""
+        found = self._form(text)
+        known = found is not None and all(name in self.used for name in names_in(found))
+        return found if known else self._others.get(text)
+
+    def _form(self, text: str) -> DimForm | None:
+        """Return the dim form of a text in names of the program; None for other texts."""
+        try:
+            found = parse_dim(text)
+        except DescriptorError:
+            return None
+        if not all(name in self.bounds for name in names_in(found)):
+            return None
+        self.used.update({name: self.bounds[name] for name in names_in(found)})
+        return self.bounds[found.name] if isinstance(found, Dim) else found
+
+
+def size_of(form: DimForm) -> Any:
+    """Return the symbolic size of a dim form in the running trace."""
+    trace = current_trace()
+    assert trace is not None
+    sizes = trace.symbols.sizes
+    if isinstance(form, Dim):
+        return sizes[form.name]
+    return form.evaluate(sizes) if isinstance(form, DimExpr) else form
+
+
+def _example(type_: OperandType, dims: Sequence[DimForm], sizes: Mapping[str, int]) -> torch.Tensor:
+    """Return a tensor without data whose strides have the order of the type's strides."""
+    shape = InputSpec(0, "", torch.empty(0), tuple(dims)).shape(sizes)
+    order = sorted(range(len(shape)), key=lambda i: (type_.strides[i], -i))
+    strides, step = [0] * len(shape), 1
+    for i in order:
+        strides[i] = step
+        step *= max(1, shape[i])
+    made = placeholder(shape, type_.dtype, type_.device, strides)
+    return made.requires_grad_() if differentiable(made) else made
+
+
+def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, ...]:
+    """Remove unused inputs from a graph, and return the indices of the others."""
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    kept = []
+    for node, at in zip(nodes, inputs, strict=True):
+        if node.users:
+            kept.append(at)
+        else:
+            graph.erase_node(node)
+    return tuple(kept)
+
+
+def types_of(part: CalleeGraph) -> list[OperandType]:
+    """Return the types of the tensors that a part returns."""
+    found = []
+    for node in part.results:
+        value = node.meta["val"]
+        dims = tuple(
+            size if isinstance(size, int) else text
+            for size, text in zip(value.shape, node.meta["dims"], strict=True)
+        )
+        steps = [step if isinstance(step, int) else step.node.hint for step in value.stride()]
+        found.append(OperandType(dims, value.dtype, value.device, tuple(map(int, steps))))
+    return found
+
+
+def smooth_of(types: Sequence[OperandType]) -> list[int]:
+    """Return the indices of the types that have derivatives."""
+    return [i for i, x in enumerate(types) if x.dtype.is_floating_point or x.dtype.is_complex]
+
+
+class Kept:
+    """A pytree that one part passes to another; its tensors are results of the first part."""
+
+    def __init__(self, tree: Any) -> None:
+        self._leaves, self._tree = pytrees.flatten(tree)
+        trace = current_trace()
+        assert trace is not None
+        for i, leaf in enumerate(self._leaves):
+            if isinstance(leaf, SYMBOLIC):
+                self._leaves[i] = Number(trace.symbols.spell_size(leaf))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [x for x in self._leaves if isinstance(x, torch.Tensor)]
+
+    def forget(self) -> None:
+        """Replace the tensors, which belong to an ended trace, by placeholders."""
+        self._leaves = [TENSOR if isinstance(x, torch.Tensor) else x for x in self._leaves]
+
+    def filled(self, tensors: Sequence[torch.Tensor], names: DimNames) -> Any:
+        rest = iter(tensors)
+        leaves = []
+        for leaf in self._leaves:
+            if isinstance(leaf, Number):
+                known = names.number(leaf.text)
+                if known is None:
+                    raise NoFileForm(f"a size, {leaf.text}, that a rule keeps")
+                leaf = size_of(known)
+            leaves.append(next(rest) if leaf is TENSOR else leaf)
+        return pytrees.unflatten(self._tree, leaves)
+
+
+# Takes the values, the flags of batched tensors, and the batch size; returns tensors and their
+# flags.
+BatchRule = Callable[[list[Any], Sequence[bool], Any], tuple[Values, Values]]
+
+
+def batches_of(tracing: Tracing, rule: BatchRule, own: int) -> list[Batched]:
+    """Trace the batching rule for choices of batched tensors among the first ``own``."""
+    types = tracing.callee.types
+    size = "batch"
+    while size in tracing.bounds:
+        size += "_"
+    # Descriptors do not bound the size of a batch.
+    bounds = {**tracing.bounds, size: Dim(size, min=2)}
+    tracing = Tracing(tracing.callee, bounds, tracing.sizes, {})
+    choices = list(itertools.product((False, True), repeat=own))[1:]
+    if own > _FEW:
+        choices = [choice for choice in choices if sum(choice) in (1, own)]
+    found = []
+    for choice in choices:
+        flags = [*choice, *[False] * (len(types) - own)]
+        given = [
+            replace(x, dims=(size, *x.dims), strides=(1 << 62, *x.strides)) if flag else x
+            for x, flag in zip(types, flags, strict=True)
+        ]
+        returned: list[Sequence[bool]] = []
+
+        def run(
+            values: list[Any], flags: Sequence[bool] = flags, returned: list[Any] = returned
+        ) -> Values:
+            out, out_flags = rule(values, flags, size_of(tracing.bounds[size]))
+            returned.append(tuple(out_flags))
+            return out
+
+        numbers = tracing.operands[len(types) :]
+        part = tracing.part("the rule for a batch", run, [*given, *numbers])
+        found.append(Batched(tuple(flags), tuple(returned[-1]), part))
+    return found

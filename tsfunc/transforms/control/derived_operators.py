@@ -1,0 +1,245 @@
+"""Control flow of a program under transforms: derivatives, batches, repetitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final
+
+import torch
+
+from tsfunc.bridge.control.control_flow import (
+    ControlFlow,
+    Narrowed,
+    NoTorchOperator,
+    random_state,
+)
+from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
+from tsfunc.program.graphs.torch_operators import Writer, one_of
+from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.control.choice import read
+from tsfunc.transforms.control.masked_batching import flattened
+from tsfunc.transforms.forward import jvp
+from tsfunc.transforms.reverse import vjp
+from tsfunc.transforms.vmap import vmap
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_ROOM: Final = 1 << 20  # the most numbers to copy in order to merge two batches into one
+
+
+class ControlFlowOperator(ControlFlow):
+    """Control flow of a program; its derivatives are operators of a program too."""
+
+    # True if a batch of calls runs each body only on the examples that choose it.
+    on_subsets = False
+
+    def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
+        return Pullback(self, count, by, of)
+
+    def pushforward(self, count: int, by: Sequence[int]) -> ControlFlow:
+        return Pushforward(self, count, by)
+
+    def mapped(self, batched: Sequence[bool]) -> ControlFlow:
+        return MappedOperator(self, batched)
+
+    def of_batch(
+        self, operands: Sequence[Any], batched: Sequence[bool]
+    ) -> Sequence[torch.Tensor] | None:
+        """Return the result of :meth:`mapped` if it can be computed without tracers; else None."""
+        return None
+
+    def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
+        return Replayed(self, count, devices)
+
+
+class Pullback(ControlFlowOperator):
+    """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
+
+    def __init__(
+        self, of_op: ControlFlowOperator, count: int, by: Sequence[int], of: Sequence[int]
+    ) -> None:
+        super().__init__(f"{of_op.name}_pullback", of_op.bodies)
+        self.op, self.count, self.by, self.of = of_op, count, tuple(by), tuple(of)
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        inputs = operands[: self.count]
+        cotangents = operands[self.count : self.count + len(self.of)]
+        numbers = operands[self.count + len(self.of) :]
+
+        def run(*chosen: Any) -> tuple[Any, ...]:
+            found = self.op(*with_places(inputs, self.by, chosen), *numbers)
+            return tuple(found[j] for j in self.of)
+
+        _, pull = vjp(run, *(inputs[i] for i in self.by))
+        pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
+        return pulled
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        stop = self.count + len(self.of)
+        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            inputs, numbers = given[: self.count], given[stop:]
+
+            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
+                found = inner(*with_places(inputs, self.by, chosen), *numbers)
+                return tuple(found[j] for j in self.of)
+
+            cotangents = given[self.count : stop]
+            return pulled_back(of_chosen, [inputs[i] for i in self.by], cotangents)
+
+        return run
+
+
+class MappedOperator(ControlFlowOperator):
+    """A batch of calls of an operator: see ``ControlFlow.mapped``."""
+
+    def __init__(self, of_op: ControlFlowOperator, batched: Sequence[bool]) -> None:
+        super().__init__(f"{of_op.name}_mapped", of_op.bodies)
+        self.op, self.batched = of_op, tuple(batched)
+        self.on_subsets = of_op.on_subsets
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(self._ones(operands))
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        if (
+            self.on_subsets
+            and isinstance(self.op, MappedOperator)
+            and self._is_cheap_as_one(operands)
+        ):
+            # Use one batch of all examples, since the lanes of an inner batch could not be read.
+            inner = self.op
+            either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
+            return flattened(MappedOperator(inner.op, either), self.batched, inner.batched)(
+                *operands
+            )
+        physical = self.op.of_batch(operands, self.batched)
+        if physical is not None:
+            return tuple(physical)
+        dims = [0 if batched else None for batched in self.batched]
+        dims += [None] * (len(operands) - len(dims))
+        every = vmap(self.op, in_dims=tuple(dims), randomness="same")
+        found: tuple[Any, ...] = every(*operands)
+        return found
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        return self.op.torch_form_of_batch(writer, self._ones(operands), self.batched)
+
+    def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
+        """True if merging two vmaps does not expand the operands by much."""
+        assert isinstance(self.op, MappedOperator)
+        pairs = list(zip(operands, self.batched, self.op.batched, strict=False))
+        if not all(type(x) in _PLAIN for x, _, _ in pairs):
+            return False
+        rows = next(x.shape[0] for x, a, _ in pairs if a)
+        columns = next(x.shape[int(a)] for x, a, b in pairs if b)
+        both: int = sum(x.numel() for x, a, b in pairs if a and b)
+        more: int = sum(x.numel() * (columns if a else rows) for x, a, b in pairs if a is not b)
+        return more <= 4 * both + _ROOM
+
+    def torch_form_of_batch(
+        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
+    ) -> Callable[..., Any]:
+        either = [a or b for a, b in zip(batched, self.batched, strict=True)]
+        form = self.op.torch_form_of_batch(writer, self._ones(ones), either)
+        return flattened(form, batched, self.batched)
+
+    def _ones(self, operands: Sequence[Any]) -> list[Any]:
+        """Return nodes with the types of a single call's operands."""
+        tensors = zip(operands, self.batched, strict=False)
+        ones = [one_of(x, 0 if batched else None) for x, batched in tensors]
+        return [*ones, *operands[len(self.batched) :]]
+
+    def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
+        found = self.op.narrowed(count, used)
+        if found is None:
+            return None
+        tensors = [i for i in found.operands if i < len(self.batched)]
+        assert isinstance(found.op, ControlFlowOperator)
+        batched = [self.batched[i] for i in tensors]
+        if not any(batched):  # the number of calls would be unknown
+            return None
+        return Narrowed(MappedOperator(found.op, batched), found.operands, found.results)
+
+
+class Replayed(ControlFlowOperator):
+    """A repetition of an operator with earlier random numbers: see ``ControlFlow.replayed``."""
+
+    def __init__(
+        self, of_op: ControlFlowOperator, count: int, devices: Sequence[torch.device]
+    ) -> None:
+        super().__init__(of_op.name, of_op.bodies)
+        self.op, self.count, self.devices = of_op, count, tuple(devices)
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
+
+    @property
+    def random(self) -> bool:
+        return False  # it repeats earlier draws
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        stop = self.count + len(self.devices)
+        now = [random_state(device) for device in self.devices]
+        try:
+            self._set(operands[self.count : stop])
+            return self.op(*operands[: self.count], *operands[stop:])
+        finally:
+            self._set(now)
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        """Return the form of the operator itself if the operator draws no numbers."""
+        stop = self.count + len(self.devices)
+        rest = [*operands[: self.count], *operands[stop:]]
+        form = self.op.torch_form(writer, rest)
+        if draws(writer.trace_of(self.name, form, rest)):
+            raise NoTorchOperator(self.name)
+        return lambda *given: form(*given[: self.count], *given[stop:])
+
+    def _set(self, states: Sequence[Any]) -> None:
+        for device, state in zip(self.devices, states, strict=True):
+            if device.type == "cpu":
+                torch.set_rng_state(read(state))
+            else:
+                torch.get_device_module(device).set_rng_state(read(state), device)
+
+
+class Pushforward(ControlFlowOperator):
+    """The pushforward of an operator: see ``ControlFlow.pushforward``."""
+
+    def __init__(self, of_op: ControlFlowOperator, count: int, by: Sequence[int]) -> None:
+        super().__init__(f"{of_op.name}_pushforward", of_op.bodies)
+        self.op, self.count, self.by = of_op, count, tuple(by)
+
+    def steps(self, operands: Sequence[Any]) -> int:
+        return self.op.steps(operands)
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        inputs = operands[: self.count]
+        tangents = operands[self.count : self.count + len(self.by)]
+        numbers = operands[self.count + len(self.by) :]
+
+        def run(*chosen: Any) -> tuple[Any, ...]:
+            return self.op(*with_places(inputs, self.by, chosen), *numbers)
+
+        _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
+        found: tuple[Any, ...] = pushed
+        return found
+
+    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        stop = self.count + len(self.by)
+        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+
+        def run(*given: Any) -> tuple[Any, ...]:
+            inputs, numbers = given[: self.count], given[stop:]
+
+            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
+                return tuple(inner(*with_places(inputs, self.by, chosen), *numbers))
+
+            tangents = given[self.count : stop]
+            return pushed_forward(of_chosen, [inputs[i] for i in self.by], tangents)
+
+        return run

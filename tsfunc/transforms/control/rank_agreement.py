@@ -1,0 +1,123 @@
+"""Choices that the ranks make together if the bodies exchange values along a mesh axis.
+
+Each rank has its own predicate. A rank that takes another branch than the others would leave them
+waiting in a collective. If a body exchanges values over mesh axes, the ranks along these axes
+therefore exchange their predicates first. If the predicates are equal, all ranks run the one
+branch; otherwise all ranks run every branch and select, as a ``vmap`` does whose examples choose
+differently. A loop continues until the last rank is done, and a rank that is done keeps its carry.
+For bodies without such exchanges, each rank chooses alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.control.attempts import NeedsWholeBatch
+from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
+from tsfunc.transforms.abstract_eval import abstract_results
+from tsfunc.transforms.collectives import pmax, pmin, psum
+
+Branch = Callable[..., Any]
+
+
+def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) -> list[MeshLevel]:
+    """Return the active mesh axes over which the functions exchange values, the outermost first.
+
+    The functions are run once on tensors without data. If that fails, all active mesh axes are
+    returned: an unneeded agreement costs a collective and changes no value.
+    """
+    levels = mesh_levels()
+    if not levels:
+        return []
+    axes = MeshAxes()
+
+    def outlined(function: Branch) -> Branch:
+        def run(*args: Any) -> Any:
+            with axes.bound():
+                return function(*args)
+
+        return run
+
+    with observing() as seen:
+        for function in functions:
+            try:
+                abstract_results(what, outlined(function), operands, {})
+            except (Exception, NeedsWholeBatch):
+                return levels
+    return [level for level in levels if level.axis_name in seen]
+
+
+def agreed_predicate(
+    pred: Any, axes: Sequence[MeshLevel], true_fun: Branch, false_fun: Branch
+) -> tuple[torch.Tensor, tuple[Branch, Branch, Branch]]:
+    """Return an index that is equal on all ranks, and the branches that it chooses from.
+
+    The third branch runs both functions and selects by this rank's own predicate.
+    """
+    own = torch.as_tensor(pred).reshape(()) != 0
+    total = psum(own.to(torch.int64), _names(axes))
+    size = math.prod(level.batch_size for level in axes)
+    some = torch.where(total == size, 1, 2)
+
+    def both(*operands: Any) -> Any:
+        return _where(own, true_fun(*operands), false_fun(*operands))
+
+    return torch.where(total == 0, 0, some), (false_fun, true_fun, both)
+
+
+def agreed_index(
+    index: Any, axes: Sequence[MeshLevel], branches: Sequence[Branch]
+) -> tuple[torch.Tensor, tuple[Branch, ...]]:
+    """Return an index that is equal on all ranks, and the branches with one more.
+
+    The last branch runs all branches and selects by this rank's own index.
+    """
+    own = torch.as_tensor(index).reshape(()).clamp(0, len(branches) - 1)
+    least, most = pmin(own, _names(axes)), pmax(own, _names(axes))
+
+    def every(*operands: Any) -> Any:
+        out = branches[0](*operands)
+        for i, branch in enumerate(branches[1:], 1):
+            out = _where(own == i, branch(*operands), out)
+        return out
+
+    return torch.where(least == most, least, len(branches)), (*branches, every)
+
+
+def agreed_loop(
+    axes: Sequence[MeshLevel], cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any]
+) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """Return the condition and the body of a loop that ends on all ranks at once."""
+
+    def on(carry: Any) -> torch.Tensor:
+        return torch.as_tensor(cond_fun(carry)).reshape(()) != 0
+
+    def some_go_on(carry: Any) -> torch.Tensor:
+        total: torch.Tensor = psum(on(carry).to(torch.int64), _names(axes))
+        return total > 0
+
+    def body(carry: Any) -> Any:
+        return _where(on(carry), body_fun(carry), carry)
+
+    return some_go_on, body
+
+
+def _names(axes: Sequence[MeshLevel]) -> tuple[str, ...]:
+    return tuple(level.axis_name for level in axes)
+
+
+def _where(mask: torch.Tensor, new: Any, old: Any) -> Any:
+    """Select between two results of one structure."""
+    news, tree = pytrees.flatten(new)
+    olds = pytrees.leaves_of(old)
+
+    def one(a: Any, b: Any) -> Any:
+        tensors = isinstance(a, torch.Tensor | int | float | complex)
+        return torch.where(mask, a, b) if tensors else a
+
+    return pytrees.unflatten(tree, [one(a, b) for a, b in zip(news, olds, strict=True)])

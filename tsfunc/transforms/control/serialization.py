@@ -1,0 +1,287 @@
+"""Control flow in files: the encoder and the decoder of each operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
+from tsfunc.bridge.grad.remat_policy import Policy, SaveEither, SaveOperators
+from tsfunc.program.files.control import (
+    ControlKind,
+    DecodeGraph,
+    EncodeGraph,
+    decode_bodies,
+    decode_control,
+    encode_bodies,
+    encode_control,
+    register_control,
+    results_of,
+)
+from tsfunc.program.files.fields import Field
+from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
+from tsfunc.program.files.values import NoFileForm
+from tsfunc.transforms import checkpoint_policies as policies
+from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
+from tsfunc.transforms.control.arguments import Batching
+from tsfunc.transforms.control.custom_function_serialization import (
+    decode_call,
+    encode_call,
+    register_callees,
+)
+from tsfunc.transforms.control.derived_operators import (
+    ControlFlowOperator,
+    MappedOperator,
+    Pullback,
+    Pushforward,
+    Replayed,
+)
+from tsfunc.transforms.control.functions import FunctionCall
+from tsfunc.transforms.control.operators import (
+    AssociativeScan,
+    Checkpoint,
+    Scan,
+    Switch,
+    While,
+)
+
+Kinds = Sequence[Any]
+_BATCHING = {name: name for name in get_args(Batching)}
+_CHECKPOINTS = {
+    name: name for literal in get_args(Checkpoint) for name in get_args(literal) if name
+}
+
+
+def _encode_switch(op: Switch, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "batching": op.batching}
+
+
+def _decode_switch(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, batching = field.record("kind", "name", "bodies", "batching")
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if not bodies or kinds[:1] != [TENSOR] or len({results_of(body) for body in bodies}) != 1:
+        field.fail("a choice is made by a tensor, between branches with the same results")
+    return Switch(name, bodies, batching.one_of(_BATCHING, "a way of batching"))
+
+
+def _encode_while(op: While, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "carried": op.carried, "checkpoint": op.checkpoint}
+
+
+def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, carried_field, checkpoint = field.record(
+        "kind", "name", "bodies", "carried", "checkpoint"
+    )
+    carried = carried_field.integer(0, len(kinds))
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if [results_of(body) for body in bodies] != [1, carried]:
+        field.fail("a loop has a condition, and a body that returns what is carried")
+    way: Any = None
+    if checkpoint.value is not None:
+        way = checkpoint.one_of(_CHECKPOINTS, "what reverse mode keeps")
+    return While(name, bodies, carried, way)
+
+
+def _encode_scan(op: Scan, graph: EncodeGraph) -> dict[str, Any]:
+    return {
+        "bodies": encode_bodies(op, graph),
+        "carried": op.carried,
+        "along": op.along,
+        "length": op.length,
+        "reverse": op.reverse,
+    }
+
+
+def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, carried_field, along_field, length_field, reverse = field.record(
+        "kind", "name", "bodies", "carried", "along", "length", "reverse"
+    )
+    carried = carried_field.integer(0, len(kinds))
+    along = along_field.integer(0, len(kinds) - carried)
+    length = None if length_field.value is None else length_field.integer(0)
+    bodies = decode_bodies(bodies_field, graph, kinds)
+    if len(bodies) != 1 or results_of(bodies[0]) < carried or (not along and length is None):
+        field.fail("a scan has a body that returns what is carried, and a length")
+    return Scan(name, bodies, carried, along, length, reverse.flag())
+
+
+def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
+    found = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
+    return {**found, "results": list(op.of)} if isinstance(op, Pullback) else found
+
+
+def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, by_field, results = field.record(
+        "kind", "name", "of", "count", "by", "results"
+    )
+    given = [at.integer(0, 1 << 20) for at in results.items()]
+    count = _count(count_field, kinds, len(given))
+    op = _inner(of, graph, kinds, count, len(given))
+    return Pullback(op, count, _places(by_field, count), given)
+
+
+def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, by_field = field.record("kind", "name", "of", "count", "by")
+    by = [at.integer(0, 1 << 20) for at in by_field.items()]
+    count = _count(count_field, kinds, len(by))
+    op = _inner(of, graph, kinds, count, len(by))
+    return Pushforward(op, count, _places(by_field, count))
+
+
+def _count(field: Field, kinds: Kinds, more: int) -> int:
+    """Return the number of tensors that the underlying operator takes."""
+    count = field.integer(0, len(kinds))
+    if count + more > len(kinds) or any(kind != TENSOR for kind in kinds[: count + more]):
+        field.fail("there are fewer tensors than that")
+    return count
+
+
+def _inner(
+    field: Field, graph: DecodeGraph, kinds: Kinds, count: int, more: int
+) -> ControlFlowOperator:
+    numbers = list(kinds[count + more :])
+    if any(kind != NUMBER for kind in numbers):
+        field.fail("numbers come after all tensors")
+    return _operator(field, graph, [*kinds[:count], *numbers])
+
+
+def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> ControlFlowOperator:
+    """Return the operator that another one is derived from."""
+    op = decode_control(field, graph, kinds)
+    if not isinstance(op, ControlFlowOperator):
+        field.fail("it has no derivative")
+    return op
+
+
+def _places(field: Field, count: int) -> list[int]:
+    return [at.integer(0, count - 1) for at in field.items()]
+
+
+def _encode_mapped(op: MappedOperator, graph: EncodeGraph) -> dict[str, Any]:
+    return {"of": encode_control(op.op, graph), "batched": list(op.batched)}
+
+
+def _decode_mapped(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, batched_field = field.record("kind", "name", "of", "batched")
+    batched = [each.flag() for each in batched_field.items()]
+    if len(batched) > len(kinds):
+        batched_field.fail("there are fewer operands than that")
+    return MappedOperator(_operator(of, graph, kinds), batched)
+
+
+def _encode_prefixes(op: AssociativeScan, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph), "along": op.along}
+
+
+def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies_field, along_field = field.record("kind", "name", "bodies", "along")
+    along = along_field.integer(1, len(kinds))
+    # The body takes two slices of each.
+    bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
+    if len(bodies) != 1 or results_of(bodies[0]) != along:
+        field.fail("an associative scan has a body that returns what it goes along")
+    return AssociativeScan(name, bodies, along)
+
+
+def _encode_replayed(op: Replayed, graph: EncodeGraph) -> dict[str, Any]:
+    devices = [str(device) for device in op.devices]
+    return {"of": encode_control(op.op, graph), "count": op.count, "devices": devices}
+
+
+def _decode_replayed(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, of, count_field, devices_field = field.record("kind", "name", "of", "count", "devices")
+    devices = [graph.device(each) for each in devices_field.items()]
+    count = _count(count_field, kinds, len(devices))
+    inner = [*kinds[:count], *kinds[count + len(devices) :]]
+    return Replayed(_operator(of, graph, inner), count, devices)
+
+
+def _encode_states(op: RandomStates, graph: EncodeGraph) -> dict[str, Any]:
+    return {"devices": [str(device) for device in op.devices]}
+
+
+def _decode_states(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    *_, devices = field.record("kind", "name", "devices")
+    if kinds:
+        field.fail("the states of generators depend on nothing")
+    return RandomStates([graph.device(each) for each in devices.items()])
+
+
+_NAMED_POLICIES: dict[str, Policy] = {
+    policy.__name__: policy
+    for policy in (
+        policies.everything_saveable, policies.nothing_saveable, policies.dots_saveable,
+        policies.dots_with_no_batch_dims_saveable,
+    )
+}  # fmt: skip
+
+
+def _encode_policy(policy: Policy) -> Any:
+    if isinstance(policy, SaveOperators):
+        return {"operators": [op.name() for op in policy.overloads()]}
+    if isinstance(policy, SaveEither):
+        return {"either": [_encode_policy(policy.first), _encode_policy(policy.second)]}
+    name = getattr(policy, "__name__", type(policy).__name__)
+    if _NAMED_POLICIES.get(name) is not policy:
+        raise NoFileForm(f"a checkpoint whose policy is a function of the user's ({name})")
+    return name
+
+
+def _decode_policy(field: Field, made_with: str) -> Policy:
+    if type(field.value) is str:
+        found: Policy = field.one_of(_NAMED_POLICIES, "a policy")
+        return found
+    if "either" in field.mapping():
+        (either,) = field.record("either")
+        first, second = either.items(2)
+        return SaveEither(_decode_policy(first, made_with), _decode_policy(second, made_with))
+    (operators,) = field.record("operators")
+    found_ops = [operator_named(each, made_with)[0].overload for each in operators.items()]
+    return SaveOperators(frozenset(found_ops))
+
+
+def _encode_checkpoint(op: CheckpointCall, graph: EncodeGraph) -> dict[str, Any]:
+    policy = _encode_policy(op.policy)
+    return {"bodies": encode_bodies(op, graph), "policy": policy, "random": op.preserve}
+
+
+def _decode_checkpoint(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    _, _, bodies, policy, random = field.record("kind", "name", "bodies", "policy", "random")
+    body = _single(bodies, graph, kinds)
+    return CheckpointCall(body, _decode_policy(policy, graph.made_with), random.flag())
+
+
+def _encode_once(op: OnceCall, graph: EncodeGraph) -> dict[str, Any]:
+    return {"bodies": encode_bodies(op, graph)}
+
+
+def _decode_once(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    *_, bodies = field.record("kind", "name", "bodies")
+    return OnceCall(name, [_single(bodies, graph, kinds)])
+
+
+def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
+    bodies = decode_bodies(field, graph, kinds)
+    if len(bodies) != 1:
+        field.fail("a checkpoint has one body")
+    return bodies[0]
+
+
+def register_all() -> None:
+    """Register every kind of control flow for files."""
+    for kind in (
+        ControlKind("switch", Switch, _encode_switch, _decode_switch),
+        ControlKind("while", While, _encode_while, _decode_while),
+        ControlKind("scan", Scan, _encode_scan, _decode_scan),
+        ControlKind("prefixes", AssociativeScan, _encode_prefixes, _decode_prefixes),
+        ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
+        ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
+        ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
+        ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint, 3),
+        ControlKind("once", OnceCall, _encode_once, _decode_once, 3),
+        ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed, 3),
+        ControlKind("states", RandomStates, _encode_states, _decode_states, 3),
+        ControlKind("function", FunctionCall, encode_call, decode_call, 4),
+    ):
+        register_control(kind)
+    register_callees()

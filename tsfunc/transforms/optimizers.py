@@ -1,0 +1,183 @@
+"""Optimizers as functions of parameters, gradients and state, for use under all transforms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tsfunc import pytrees
+from tsfunc.bridge.trace.compiling import as_if_compiling
+from tsfunc.bridge.tracers.optimizers import make_state
+
+__all__ = ["FunctionalOptimizer", "functional_optimizer"]
+
+
+class FunctionalOptimizer:
+    """An optimizer without parameters and state of its own; see :func:`functional_optimizer`.
+
+    Attributes:
+        cls: the class of torch's optimizer.
+        options: its options.
+    """
+
+    def __init__(self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+        single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
+        self.cls, self.options = cls, {**single, **options}
+
+    def init(self, params: Any) -> Any:
+        """Return the state before the first step.
+
+        Args:
+            params: a pytree of tensors.
+
+        Returns:
+            ``params`` with a dict of state in the place of each tensor; the dict is empty for an
+            optimizer without state.
+        """
+        leaves, tree = pytrees.flatten(params)
+        made = [_leaf(each) for each in leaves]
+        optimizer = self._optimizer(made, {})
+        for each in made:
+            each.grad = torch.zeros_like(each)
+        with torch.no_grad(), as_if_compiling():
+            make_state(optimizer)
+        states = [self._complete(dict(optimizer.state[each]), each) for each in made]
+        return tree.unflatten(states)
+
+    def step(self, params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
+        """Return the parameters and the state after a step. The arguments stay unchanged.
+
+        Args:
+            params: a pytree of tensors.
+            grads: their gradients, a pytree of the same structure; None leaves a tensor as it is.
+            state: the result of ``init``, or of an earlier step.
+            **options: other values of the optimizer's options, for this step. The learning rate of
+                an optimizer that torch calls capturable (Adam and most others, not SGD) may be a
+                tensor of one number, and so differ between the examples of a ``vmap``.
+
+        Raises:
+            TypeError: the optimizer has no such option.
+            ValueError: ``grads`` or ``state`` has another structure than ``params``.
+        """
+        leaves, tree = pytrees.flatten(params)
+        gradients = self._like(tree, grads, "grads")
+        states = self._like(tree, state, "state")
+        made = [_leaf(each) for each in leaves]
+        optimizer = self._optimizer(made, options)
+        for leaf, gradient, before in zip(made, gradients, states, strict=True):
+            leaf.grad = None if gradient is None else gradient.detach()
+            if before:
+                optimizer.state[leaf] = {name: _copy(value) for name, value in before.items()}
+        with as_if_compiling():
+            optimizer.step()
+        after = [dict(optimizer.state[leaf]) for leaf in made]
+        return tree.unflatten([leaf.detach() for leaf in made]), tree.unflatten(after)
+
+    def _optimizer(self, leaves: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return the optimizer of the parameters, which does not look at the given options."""
+        make: Any = self.cls
+        optimizer: torch.optim.Optimizer = make(leaves, **self.options)
+        for group in optimizer.param_groups:
+            if "capturable" in group:  # it computes with tensors, and never with Python numbers
+                group["capturable"] = True
+            if unknown := options.keys() - group.keys():
+                raise TypeError(
+                    f"{self!r}.step: expected options among {', '.join(sorted(self.defaults))}, "
+                    f"got {', '.join(sorted(unknown))}."
+                )
+            group.update(options)
+        return optimizer
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The options with their values."""
+        return self._optimizer([torch.zeros(1, 1)], {}).defaults
+
+    def _complete(self, state: dict[str, Any], leaf: torch.Tensor) -> dict[str, Any]:
+        """Return the state with the momentum of SGD, which its first step makes of the gradient."""
+        momentum = self.cls is torch.optim.SGD and self.options.get("momentum", 0)
+        if momentum and not self.options.get("dampening", 0):
+            return {**state, "momentum_buffer": torch.zeros_like(leaf).detach()}
+        return state
+
+    def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
+        try:
+            found: list[Any] = tree.flatten_up_to(given)
+        except ValueError as error:
+            raise ValueError(
+                f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
+                f"of params: {error}"
+            ) from None
+        return found
+
+    def __repr__(self) -> str:
+        given = {name: value for name, value in self.options.items() if name != "foreach"}
+        options = "".join(f", {name}={value!r}" for name, value in given.items())
+        return f"functional_optimizer({self.cls.__name__}{options})"
+
+
+def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> FunctionalOptimizer:
+    """Return an optimizer of torch as a pair of functions, whose state is a pytree.
+
+    ``torch.optim``'s optimizers keep their state, and write into parameters. Under ``vmap``,
+    ``scan`` and other transforms, training is a function: parameters and state go in, and come out.
+
+    Args:
+        cls: a class of ``torch.optim``, or another optimizer that is made from a list of
+            parameters.
+        **options: the options of its constructor, such as ``lr``.
+
+    Returns:
+        A :class:`FunctionalOptimizer` with ``init(params)``, which returns the state, and
+        ``step(params, grads, state)``, which returns new parameters and state.
+
+    Raises:
+        TypeError: ``cls`` is not a class of optimizers; or its ``step`` needs a closure that it
+            calls several times (``torch.optim.LBFGS``).
+        ValueError: ``differentiable=True``: a step is not recorded for derivatives.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import functional_optimizer, grad, scan, vmap
+        >>> adam = functional_optimizer(torch.optim.Adam)
+        >>> def train(lr, w):
+        ...     def body(carry, _):
+        ...         w, state = carry
+        ...         grads = grad(lambda w: w.square().sum())(w)
+        ...         return adam.step(w, grads, state, lr=lr), None
+        ...     (w, _), _ = scan(body, (w, adam.init(w)), None, length=100)
+        ...     return w
+        >>> rates = torch.tensor([0.001, 0.1])
+        >>> vmap(train, in_dims=(0, None))(rates, torch.ones(2)).abs().sum(1) < 0.1
+        tensor([False,  True])
+
+    Corresponds to the optimizers of optax (``init`` and ``update``) for JAX.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"functional_optimizer: expected a class of optimizers, such as torch.optim.Adam, got "
+            f"{cls!r}."
+        )
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"functional_optimizer: {cls.__name__}.step needs a closure that it calls as often as "
+            f"the values of the loss require; a function of gradients can't call it."
+        )
+    if options.get("differentiable"):
+        raise ValueError(
+            "functional_optimizer: got differentiable=True, but a step is not recorded for "
+            "derivatives. Write the update with tensor operations to differentiate by it."
+        )
+    return FunctionalOptimizer(cls, options)
+
+
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    return value.detach().clone().requires_grad_()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
