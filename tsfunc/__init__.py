@@ -86,7 +86,7 @@ else:
             "transforms.mesh_specs": "P",
             "transforms.modules": "functional_call stack_module_state",
             "transforms.optimizers": "FunctionalOptimizer functional_optimizer",
-            "transforms.outlines": "eval_shape make_graph",
+            "transforms.abstract_eval": "eval_shape make_graph",
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
             "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
