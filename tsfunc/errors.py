@@ -22,6 +22,8 @@
     └── FileFormatError (ValueError)          a saved program is damaged
     SlowFallbackWarning (UserWarning)         an operator runs by the per-example loop
     MemoryBudgetWarning (UserWarning)         a memory budget can't be kept
+    ReadOnceWarning (UserWarning)             a program keeps what a function read once
+    RetraceWarning (UserWarning)              each value of an argument has a program of its own
     UntestedTorchWarning (UserWarning)        torch is newer than the tested releases
 
 Each class is also the built-in exception that torch.func raises in the same case.
@@ -161,6 +163,14 @@ class ReadOnceWarning(UserWarning):
     """A traced function reads a clock, a file or system randomness.
 
     Its program keeps the value.
+    """
+
+
+class RetraceWarning(UserWarning):
+    """Calls of a specialized function differ in a value, and each value needs a new program.
+
+    The warning is given once for each argument, at the second new program for its values. Its
+    message has the descriptors with which one program serves all values.
     """
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
-from tsfunc.errors import DescriptorViolation
+from tsfunc.errors import DescriptorViolation, RetraceWarning
 
 
 def counted(func: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
@@ -123,10 +123,12 @@ class TestInfo:
 class TestLimit:
     def test_the_least_recently_used_goes(self) -> None:
         run, calls = counted(lambda x, k: x * k)
-        f = specialize(run, max_specializations=2)
+        f = specialize(run, max_specializations=2, auto_widen=False)
         x = torch.ones(2)
-        for k in (1, 2, 1, 3):  # 2 goes
+        for k in (1, 2, 1):
             f(x, k)
+        with pytest.warns(RetraceWarning):
+            f(x, 3)  # 2 goes
         assert len(calls) == 3
         f(x, 1)
         assert len(calls) == 3
@@ -134,10 +136,11 @@ class TestLimit:
         assert len(calls) == 4 and f.cache_info().programs == 2
         assert f.cache_info().hits == 2  # those of programs that went are counted
 
+    @pytest.mark.filterwarnings("ignore:specialize.* varies")
     @given(calls=st.lists(st.integers(0, 5), max_size=20), limit=st.integers(1, 4))
     def test_it_is_a_least_recently_used_cache(self, calls: list[int], limit: int) -> None:
         run, traced = counted(lambda x, k: x + k)
-        f = specialize(run, max_specializations=limit)
+        f = specialize(run, max_specializations=limit, auto_widen=False)
         kept: list[int] = []
         misses = 0
         for k in calls:
@@ -172,7 +175,7 @@ class TestWidening:
         for n in range(2, 30):
             x = torch.randn(n, 3)
             torch.testing.assert_close(f(x), x.sum(0) + n)
-        assert len(calls) == 4 and f.cache_info().programs == 4
+        assert len(calls) == 3 and f.cache_info().programs == 3
         assert [str(dim) for dim in f.descriptors["args"][0].shape] == ["n>=2", "3"]
 
     def test_sizes_with_other_answers_have_a_program_of_their_own(self) -> None:
@@ -184,7 +187,7 @@ class TestWidening:
         for n in (*range(2, 30), 6, 25, 2):
             x = torch.randn(n, 3)
             torch.testing.assert_close(g(x), f(x))
-        assert g.cache_info().programs == 5
+        assert g.cache_info().programs == 4
         assert len(calls) <= 10  # a trace that finds out, and one that is bounded
         shapes = {str(p.descriptors["args"][0].shape[0]) for p in g.programs}
         assert {"2<=n<=9", "n>=10"} <= shapes
@@ -196,8 +199,9 @@ class TestWidening:
         g = specialize(f)
         for n in range(8, 80, 4):
             assert g(torch.ones(n)).shape == (4, n // 4)
-        assert g.cache_info().programs == 4
+        assert g.cache_info().programs == 3
 
+    @pytest.mark.filterwarnings("ignore:specialize.* varies")
     def test_it_can_be_turned_off(self) -> None:
         f = specialize(lambda x: x + 1, auto_widen=False)
         for n in range(2, 9):
@@ -208,10 +212,11 @@ class TestWidening:
         f = specialize(lambda batch: batch["x"].sum(1) * batch["y"])
         for n in range(2, 9):
             f({"x": torch.ones(n, 3), "y": torch.ones(n)})
-        assert f.cache_info().programs == 4
+        assert f.cache_info().programs == 3
         with pytest.raises(RuntimeError):  # as in eager: they are not equal here
             f({"x": torch.ones(12, 3), "y": torch.ones(11)})
 
+    @pytest.mark.filterwarnings("ignore:specialize.* vary")
     def test_sizes_that_vary_apart_are_left_alone(self) -> None:
         f = specialize(lambda x: x + 1)
         for n in range(2, 8):
@@ -229,6 +234,7 @@ class TestWidening:
             torch.testing.assert_close(f(x), x * 2)
         assert f.cache_info().programs <= 10
 
+    @pytest.mark.filterwarnings("ignore:specialize.* varies")
     def test_a_function_that_needs_the_number(self) -> None:
         def course(x: Tensor) -> Tensor:
             return x * int(x.shape[0])
@@ -243,13 +249,13 @@ class TestWidening:
         f = specialize(lambda x: x.sum(0))
         for n in (2, 3, 4, 5, 1, 0, 6):
             torch.testing.assert_close(f(torch.ones(n, 2)), torch.full((2,), float(n)))
-        assert f.cache_info().programs == 6
+        assert f.cache_info().programs == 5
 
     def test_what_a_contract_fixes_stays_fixed(self) -> None:
         f = specialize(lambda x: x.sum(1), {"x": Meta([None, 3])})
         for n in range(2, 9):
             f(torch.ones(n, 3))
-        assert f.cache_info().programs == 4
+        assert f.cache_info().programs == 3
         with pytest.raises(DescriptorViolation):
             f(torch.ones(9, 4))
 
@@ -258,7 +264,7 @@ class TestWidening:
         f = specialize(run, max_specializations=1)
         for n in range(2, 20):
             f(torch.ones(n))
-        assert len(calls) == 4
+        assert len(calls) == 3
 
     @given(sizes=st.lists(st.integers(0, 12), min_size=4, max_size=12))
     def test_programs_stay_their_function(self, sizes: list[int]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,3 +99,99 @@ def test_transforms_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(laws, "vmap", lambda f: tsfunc.vmap(lambda *args: f(*args) * 2))
     with pytest.raises(AssertionError, match=r"vmap\(f\) and the stacked loop differ"):
         check_compose(func, x, y)
+
+
+LAYERS: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "RMSNorm": lambda: torch.nn.RMSNorm(3),
+    "LayerNorm": lambda: torch.nn.LayerNorm(3),
+    "softmax": lambda: lambda x: x.softmax(-1),
+    "MLP": lambda: torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    ),
+    "made in its own dtype": lambda: lambda x: x @ torch.ones(3, 2, dtype=x.dtype),
+    "of float32 alone": lambda: _of_float32,
+}
+
+
+def _of_float32(x: Tensor) -> Tensor:
+    if x.element_size() == 8:
+        raise TypeError("expected float32")
+    return x.sin() * 3
+
+
+@pytest.mark.parametrize("law", [check_grads, check_compose])
+@pytest.mark.parametrize("name", LAYERS)
+def test_correct_functions_keep_the_laws_in_float32(name: str, law: Callable[..., None]) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        layer = LAYERS[name]()
+        law(lambda x: layer(x).sum(), torch.randn(2, 3))  # noqa: B023 - called at once
+        law(layer, 3 * torch.randn(2, 3))
+
+
+class Scaled(torch.autograd.Function):
+    """Derivatives that are off by a factor."""
+
+    factor = 1.05
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: object) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * torch.cos(x) * Scaled.factor
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return tangents[0] * torch.cos(x) * Scaled.factor
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_derivative_that_is_off_by_a_little_is_found(dtype: torch.dtype) -> None:
+    def scaled(x: Tensor) -> Tensor:
+        out: Tensor = Scaled.apply(x)  # type: ignore[no-untyped-call]
+        return out
+
+    with pytest.raises(AssertionError, match="central differences differ"):
+        check_grads(scaled, torch.rand(4, dtype=dtype))
+
+
+def test_a_derivative_that_is_wrong_in_float32_alone_is_found() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x.sin() if x.element_size() == 8 else x.sin() + (x - x.detach()) / 50
+
+    with pytest.raises(AssertionError, match=r"jvp\(f\) in float64 differ"):
+        check_grads(f, torch.rand(4))
+
+
+def test_tolerances_can_be_given() -> None:
+    check_grads(lambda x: x.sin(), torch.rand(4), rtol=1e-3, atol=1e-3)
+    with pytest.raises(AssertionError, match="differ"):
+        check_grads(lambda x: x.sin(), torch.rand(4), eps=0.5, rtol=1e-6, atol=1e-6)
+
+
+def test_the_traceback_ends_at_the_users_line() -> None:
+    names = iter("abcdef")
+    with pytest.raises(AssertionError) as caught:
+        check_vmap(lambda x: (x, next(names)), torch.ones(3))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert len(frames) == 2 and frames[0].filename == __file__  # the other raises
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+
+
+def test_assertions_of_the_function_are_its_own() -> None:
+    def refuses(x: Tensor) -> Tensor:
+        assert x.dim() == 1, "one dim"
+        return x
+
+    with pytest.raises(AssertionError, match="one dim") as caught:
+        check_grads(refuses, torch.ones(2, 2))
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "refuses"

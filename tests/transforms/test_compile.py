@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tsfunc
 from tests.transforms.support import same
+from tsfunc.pytrees import leaves_of
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="torch.compile needs gcc")
 
@@ -148,3 +149,50 @@ def test_one_graph_of_what_transforms_leave() -> None:
     inner(X)
     compiled = torch.compile(inner.graph_module, backend="aot_eager", fullgraph=True)  # type: ignore[attr-defined]
     same(compiled(X)[0], inner(X))
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "vmap": lambda f: tsfunc.vmap(f)(X),
+    "grad": lambda f: tsfunc.grad(f)(X),
+    "jvp": lambda f: tsfunc.jvp(f, (X,), (X,)),
+    "vmap(grad)": lambda f: tsfunc.vmap(tsfunc.grad(f))(X),
+    "grad(grad)": lambda f: tsfunc.grad(lambda x: tsfunc.grad(f)(x).sum())(X),
+    "hessian": lambda f: tsfunc.hessian(f)(X[0]),
+    "specialize": lambda f: tsfunc.specialize(f, {"x": tsfunc.MetaTensorType(["n", 4])})(X),
+    "specialize(vmap(grad))": lambda f: tsfunc.specialize(tsfunc.vmap(tsfunc.grad(f)))(X),
+    "a body of map": lambda f: tsfunc.map(f, X),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_function_inside(name: str, fullgraph: bool) -> None:
+    """Its Python runs on tracers, without a warning."""
+    compiled = torch.compile(scalar, backend="aot_eager", fullgraph=fullgraph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = TRANSFORMS[name](compiled)
+    for each, want in zip(leaves_of(got), leaves_of(TRANSFORMS[name](scalar)), strict=True):
+        same(each, want)
+    same(compiled(X), scalar(X))
+
+
+def test_a_compiled_function_is_compiled_outside() -> None:
+    graphs = []
+
+    def backend(module: torch.fx.GraphModule, examples: object) -> torch.fx.GraphModule:
+        graphs.append(module)
+        return module
+
+    compiled = torch.compile(scalar, backend=backend)
+    tsfunc.vmap(compiled)(X)
+    assert not graphs
+    compiled(X)
+    assert len(graphs) == 1
+
+
+def test_a_compiled_module_inside() -> None:
+    layer = torch.nn.Linear(4, 2)
+    compiled = torch.compile(layer, backend="eager")
+    same(tsfunc.vmap(compiled)(X), layer(X))
+    same(tsfunc.specialize(compiled)(X), layer(X))

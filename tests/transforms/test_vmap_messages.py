@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -273,3 +273,22 @@ def test_a_library_that_looks_at_data_unless_it_is_traced(
     assert torch.equal(specialize(vmap(library.masked))(X, mask), want)
     with pytest.raises(DataDependentError, match=r"Or write the choice with torch\.where"):
         vmap(lambda x, mask: x if mask.all() else -x)(X, mask)
+
+
+def test_generator_functions_are_refused_where_they_are_called() -> None:
+    def steps(x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield x * 2
+        yield x * 3
+
+    async def later(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    x = torch.ones(5)
+    with pytest.raises(TypeError, match="`steps` returned a generator, whose code runs when it is"):
+        vmap(steps)(x)
+    with pytest.raises(TypeError, match="`<lambda>` returned a generator"):
+        vmap(lambda x: {"a": x, "b": steps(x)})(x)
+    with pytest.raises(TypeError, match="`later` returned a coroutine"):
+        vmap(later)(x)
+    first, second = vmap(lambda x: list(steps(x)))(x)
+    assert first.equal(x * 2) and second.equal(x * 3)

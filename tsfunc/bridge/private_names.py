@@ -710,6 +710,23 @@ def _frames() -> None:
 
 
 @_entry(
+    "Calls of compiled functions",
+    """set_fullgraph_compiled_frame_count""",
+    below="torch._C._dynamo.eval_frame",
+    use="A function that torch.compile has compiled runs as Python inside of a transform.",
+    stand_in="torch.compiler.set_stance, which holds for all threads.",
+    risk=Risk.MEDIUM,
+)
+def _compiled_calls() -> None:
+    from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count as counted
+    from torch._dynamo import eval_frame
+
+    assert eval_frame._callback_from_stance(None) is None
+    before = counted(-1)
+    assert counted(before) == -1
+
+
+@_entry(
     "The flag of torch.compiler.is_compiling",
     """torch.compiler._is_compiling_flag""",
     use="torch.compiler.is_compiling() is True inside of a trace, for libraries that ask.",

@@ -58,7 +58,7 @@ def warn(message: str, category: type[Warning]) -> None:
         category,
         frame.f_code.co_filename,
         frame.f_lineno,
-        frame.f_globals.get("__name__"),
+        frame.f_globals.get("__name__", "<string>"),  # None would suppress the warning
         frame.f_globals.setdefault("__warningregistry__", {}),
     )
 

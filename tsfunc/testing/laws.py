@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import optree
 import torch
 
 from tsfunc import pytrees
+from tsfunc.testing.precision import (
+    epsilon,
+    in_float64,
+    is_narrow,
+    largest,
+    relative,
+    rounded_otherwise,
+    uncertainty,
+    wide,
+)
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
 
+P = ParamSpec("P")
 
+
+class _BrokenLaw(AssertionError):
+    """A law does not hold; other assertions are those of the function."""
+
+
+def law(check: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a law: the traceback of its AssertionError has no frames of the law."""
+
+    @functools.wraps(check)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        __tracebackhide__ = True  # for pytest
+        try:
+            check(*args, **kwargs)
+        except _BrokenLaw as error:
+            broken = str(error)
+        else:
+            return
+        raise _BrokenLaw(broken)
+
+    return checked
+
+
+@law
 def check_vmap(
     func: Callable[..., Any],
     *args: Any,
@@ -58,6 +93,7 @@ def _is_dim(value: Any) -> bool:
     return value is None or isinstance(value, int)
 
 
+@law
 def check_specialize(
     func: Callable[..., Any],
     *args: Any,
@@ -85,21 +121,26 @@ def check_specialize(
     same("specialize(f), called again, and f", program(*args), want, rtol, atol)
 
 
+@law
 def check_grads(
     func: Callable[..., Any],
     *args: Any,
-    eps: float = 1e-5,
-    rtol: float = 1e-4,
-    atol: float = 1e-5,
+    eps: float | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Check both modes against each other and against central differences.
 
-    The check uses random directions and cotangents.
+    The check uses random directions and cotangents. Derivatives at tensors of less than double
+    precision are checked in float64, and then in their own dtype with tolerances for the dtype and
+    for the condition of the function. A function that can't run in float64 is compared with
+    differences in its own dtype, which have few digits.
 
     Args:
-        func: takes float64 tensors and returns a pytree of them.
+        func: takes tensors and returns a pytree of them.
         args: the point of differentiation; the check is by all arguments.
-        eps: the step of the differences.
+        eps: the step of the differences; by default 1e-5 in double precision.
+        rtol, atol: tolerances in place of those for the dtype.
 
     Raises:
         AssertionError: the forward-mode derivative is not the difference quotient, or the two
@@ -107,20 +148,67 @@ def check_grads(
 
     Example:
         >>> from tsfunc.testing import check_grads
-        >>> check_grads(lambda x, y: x.sin() * y, torch.rand(3).double(), torch.rand(3).double())
+        >>> check_grads(lambda x, y: x.sin() * y, torch.rand(3), torch.rand(3))
     """
-    directions = tuple(torch.randn_like(x) for x in args)
+    if not is_narrow(args):
+        _check_differences(func, args, _like(args), eps or 1e-5, rtol or 1e-4, atol or 1e-5)
+        return
+    directions = _like(args)
+    widely, wide_args, wide_directions = in_float64(func), wide(args), wide(directions)
+    try:
+        widely(*wide_args)
+    except Exception:  # it has a check of dtypes, or an operator without float64
+        step = eps or epsilon(args) ** (1 / 3)
+        scale = 1 + largest(func(*args))
+        near = atol or 16 * step * scale
+        _check_differences(func, args, directions, step, rtol or 16 * step, near)
+        return
+    _check_differences(
+        widely, wide_args, wide_directions, eps or 1e-5, rtol or 1e-4, atol or 1e-5, " in float64"
+    )
+    out, pushed = jvp(func, args, directions)
+    want = jvp(widely, wide_args, wide_directions)[1]
+    moved = jvp(widely, rounded_otherwise(wide_args, epsilon(args)), wide_directions)[1]
+    unsure = uncertainty(moved, want, epsilon(args))
+    close = rtol or relative(args)
+    same("jvp(f) and jvp(f) in float64", wide(pushed), want, close, atol or unsure)
+    cotangents = _like(out)
+    pulled = vjp(func, *args)[1](cotangents)
+    size = largest(cotangents) * sum(leaf.numel() for leaf in pytrees.leaves_of(out))
+    same(
+        "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
+        inner(wide(cotangents), wide(pushed)),
+        inner(wide(pulled), wide_directions),
+        close,
+        atol or 2 * size * unsure,
+    )
+
+
+def _like(tree: Any) -> Any:
+    return pytrees.tree_map(torch.randn_like, tree)
+
+
+def _check_differences(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    directions: Any,
+    eps: float,
+    rtol: float,
+    atol: float,
+    where: str = "",
+) -> None:
+    """Check ``jvp(func)`` against central differences, and ``vjp(func)`` against ``jvp(func)``."""
     out, pushed = jvp(func, args, directions)
     after = func(*(x + eps * t for x, t in zip(args, directions, strict=True)))
     before = func(*(x - eps * t for x, t in zip(args, directions, strict=True)))
     quotient = optree.tree_map(
         lambda a, b: (a - b) / (2 * eps), after, before, namespace=pytrees.NAMESPACE
     )
-    same("jvp(f) and central differences", pushed, quotient, rtol, atol)
-    cotangents = pytrees.tree_map(torch.randn_like, out)
+    same(f"jvp(f){where} and central differences", pushed, quotient, rtol, atol)
+    cotangents = _like(out)
     pulled = vjp(func, *args)[1](cotangents)
     same(
-        "<cotangent, jvp(direction)> and <vjp(cotangent), direction>",
+        f"<cotangent, jvp(direction)> and <vjp(cotangent), direction>{where}",
         inner(cotangents, pushed),
         inner(pulled, directions),
         rtol,
@@ -128,12 +216,13 @@ def check_grads(
     )
 
 
+@law
 def check_compose(
     func: Callable[..., Any],
     *args: torch.Tensor,
-    eps: float = 1e-5,
-    rtol: float = 1e-4,
-    atol: float = 1e-6,
+    eps: float | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
 ) -> None:
     """Check compositions of ``vmap``, ``grad``, ``jvp`` and ``specialize`` against loops.
 
@@ -141,18 +230,79 @@ def check_compose(
     transforms, in both orders and as programs, are then compared with the loop over the examples.
 
     Args:
-        func: takes float64 tensors, of one example each, and returns a tensor.
+        func: takes tensors of one example each, and returns a tensor.
         args: batches, with the batch dim first.
         eps: the step of the differences.
+        rtol, atol: tolerances in place of those for the dtype; :func:`check_grads` says which.
 
     Raises:
         AssertionError: the message names the pair of transforms and the place of the difference.
 
     Example:
         >>> from tsfunc.testing import check_compose
-        >>> check_compose(lambda x, y: (x * y).sin().sum(), torch.rand(3, 2).double(),
-        ...               torch.rand(3, 2).double())
+        >>> check_compose(lambda x, y: (x * y).sin().sum(), torch.rand(3, 2), torch.rand(3, 2))
     """
+    examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
+    for one in examples:
+        check_grads(func, *one, eps=eps, rtol=rtol, atol=atol)
+    if not is_narrow(args):
+        _check_pairs(func, args, rtol or 1e-4, atol or 1e-6)
+        return
+    widely, wide_args = in_float64(func), wide(args)
+    try:
+        widely(*wide(examples[0]))
+    except Exception:  # as in check_grads
+        scale = 1 + largest(func(*examples[0]))
+        _check_pairs(func, args, rtol or relative(args), atol or relative(args) * scale)
+        return
+    _check_pairs(widely, wide_args, rtol or 1e-4, atol or 1e-6)
+    _check_pairs(func, args, rtol or relative(args), atol, widely)
+
+
+def _check_pairs(
+    func: Callable[..., Any],
+    args: tuple[torch.Tensor, ...],
+    rtol: float,
+    atol: float | None,
+    widely: Callable[..., Any] | None = None,
+) -> None:
+    """Compare pairs of transforms with the loop over the examples.
+
+    Args:
+        func: the function of one example.
+        args: the batches.
+        rtol, atol: the tolerances; without ``atol`` it is measured.
+        widely: the function in float64, which measures the errors of rounding.
+    """
+    examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
+    exact: list[Any] = [None] * len(_pairs(func))
+    if widely is not None:
+        wide_examples = [wide(one) for one in examples]
+        exact = [_looped(one_by_one, wide_examples) for _, _, one_by_one in _pairs(widely)]
+    for (what, transformed, one_by_one), true in zip(_pairs(func), exact, strict=True):
+        want = _looped(one_by_one, examples)
+        close = atol
+        if close is None:
+            close = uncertainty(wide(want), true, epsilon(args))
+        same(f"{what} and the stacked loop", transformed(*args), want, rtol, close)
+        same(f"specialize({what}) and the stacked loop", specialize(transformed)(*args), want,
+             rtol, close)  # fmt: skip
+        twice = vmap(transformed)(*(torch.stack([x, x]) for x in args))
+        both = pytrees.tree_map(lambda x: torch.stack([x, x]), want)
+        same(f"vmap({what}) and the stacked loop", twice, both, rtol, close)
+
+
+def _looped(one_by_one: Callable[..., Any], examples: Sequence[tuple[Any, ...]]) -> Any:
+    outs = [pytrees.flatten(one_by_one(*one)) for one in examples]
+    columns = zip(*(leaves for leaves, _ in outs), strict=True)
+    return pytrees.unflatten(outs[0][1], [_stacked(column) for column in columns])
+
+
+Pair = tuple[str, Callable[..., Any], Callable[..., Any]]
+
+
+def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
+    """Return pairs of transforms of a function: the name, the pair, and the loop's function."""
 
     def scalar(*one: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = func(*one).sum()
@@ -170,10 +320,7 @@ def check_compose(
     def total_gradient(*batch: torch.Tensor) -> Any:
         return vjp(lambda *b: vmap(scalar)(*b).sum(), *batch)[1](batch[0].new_ones(()))
 
-    examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
-    for one in examples:
-        check_grads(func, *one, eps=eps, rtol=rtol, atol=atol)
-    pairs: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = [
+    return [
         ("vmap(f)", vmap(func), func),
         ("vmap(grad(f))", vmap(gradient), gradient),
         ("grad(vmap(f))", total_gradient, gradient),
@@ -181,16 +328,6 @@ def check_compose(
         ("jvp(vmap(f))", _pushed_batch(func), pushed),
         ("vmap(jvp(grad(f)))", vmap(pushed_gradient), pushed_gradient),
     ]
-    for what, transformed, one_by_one in pairs:
-        outs = [pytrees.flatten(one_by_one(*one)) for one in examples]
-        columns = zip(*(leaves for leaves, _ in outs), strict=True)
-        want = pytrees.unflatten(outs[0][1], [_stacked(column) for column in columns])
-        same(f"{what} and the stacked loop", transformed(*args), want, rtol, atol)
-        same(f"specialize({what}) and the stacked loop", specialize(transformed)(*args), want,
-             rtol, atol)  # fmt: skip
-        twice = vmap(transformed)(*(torch.stack([x, x]) for x in args))
-        both = pytrees.tree_map(lambda x: torch.stack([x, x]), want)
-        same(f"vmap({what}) and the stacked loop", twice, both, rtol, atol)
 
 
 def _pushed_batch(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,16 +345,19 @@ def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None)
     got_leaves, got_tree = pytrees.flatten(got)
     want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:
-        raise AssertionError(f"{what} differ in structure: {got_tree}, expected {want_tree}")
+        raise _BrokenLaw(f"{what} differ in structure: {got_tree}, expected {want_tree}")
     paths = optree.tree_paths(want, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):
         if not isinstance(b, torch.Tensor):
             if a != b:
-                raise AssertionError(f"{what} differ at {path}: {a!r}, expected {b!r}")
+                raise _BrokenLaw(f"{what} differ at {path}: {a!r}, expected {b!r}")
             continue
-        torch.testing.assert_close(
-            a, b, rtol=rtol, atol=atol, equal_nan=True, msg=_message(what, path)
-        )
+        try:
+            torch.testing.assert_close(
+                a, b, rtol=rtol, atol=atol, equal_nan=True, msg=_message(what, path)
+            )
+        except AssertionError as error:
+            raise _BrokenLaw(str(error)) from None
 
 
 def _message(what: str, path: Any) -> Callable[[str], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -87,7 +87,15 @@ _PLAIN = frozenset(
 
 
 def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
-    """Raise if an object that is not a container holds a tracer of the level."""
+    """Raise if an object that is not a container holds a tracer of the level, or will make one."""
+    if isinstance(leaf, Generator | AsyncGenerator | Coroutine):
+        if isinstance(leaf, Coroutine):
+            leaf.close()  # Python would warn that nothing has awaited it
+        raise TypeError(
+            f"vmap({spec.name}, ...): `{spec.name}` returned a {type(leaf).__name__}, whose code "
+            f"runs when it is read, and the vmap has ended by then. Return what it yields, such as "
+            f"list(...), or map the function that reads it."
+        )
     for path, value in _held(leaf):
         if isinstance(value, BatchTracer) and value.dispatch_level is level:
             kind = type(leaf).__qualname__

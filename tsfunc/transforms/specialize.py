@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,10 +21,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.tracing import surely, tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled
-from tsfunc.errors import DescriptorError, UnboundAxisError
+from tsfunc.dispatch.places import warn
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import DescriptorError, RetraceWarning, UnboundAxisError
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
 from tsfunc.program.calling.calls import FirstCall
@@ -69,6 +72,7 @@ class Specialized:
         named = backend if isinstance(backend, str) else name_of(backend)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
         self.cache = Cache(max_specializations, auto_widen)
+        self._backend = backend
 
     def _inlined(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
@@ -89,8 +93,12 @@ class Specialized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             entries = self.cache.entries
+            in_levels = bool(tls.state.levels)
             for entry in entries:
-                values = entry.enter(args, kwargs)
+                if in_levels:
+                    values = surely(entry.enter, args, kwargs)
+                else:
+                    values = entry.enter(args, kwargs)
                 if values is not None:
                     entry.hits += 1
                     if entry is not entries[0]:
@@ -134,6 +142,8 @@ class Specialized:
                 program, reached = call.program(self.cache)
         if found is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
+        if call.warning is not None:
+            warn(call.warning, RetraceWarning)
         try:
             return program([*flat, *reached])
         except RuntimeError as error:
@@ -294,12 +304,28 @@ class Specialized:
         write(Path(path), function_to_save(self.target, self.cache, programs, exact))
 
     def __reduce__(self) -> Any:
-        """Return the file form, which has the programs but not the function."""
+        """Return the file form, which has the programs but not the function.
+
+        Without programs it is the name, if the function is imported by it, else the function.
+        """
+        if not self.cache.entries:
+            if self._is_named():
+                return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
+            described = [contract.descriptors for contract in self._given]
+            options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
+            return type(self), (self.func, described, *options)
         from tsfunc.program.files.saving import function_to_save, pickled
         from tsfunc.transforms.files import unpickle
 
         exact = not self._has_function
         return unpickle, pickled(function_to_save(self.target, self.cache, (), exact))
+
+    def _is_named(self) -> bool:
+        """Return True if an import of the function's module and name gives this object."""
+        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        for name in getattr(self, "__qualname__", "<none>").split("."):
+            found = getattr(found, name, None)
+        return found is self
 
     def __copy__(self) -> Specialized:
         return self._with(self.func)
@@ -351,8 +377,10 @@ def specialize(
             program.
         max_specializations: the most programs that are kept; the least recently used one is
             removed.
-        auto_widen: if True, a size becomes a named dim by itself when a call differs from three
-            programs in that size only, so that one program serves all such calls.
+        auto_widen: if True, a size becomes a named dim by itself when a call differs from two
+            programs in that size only, and numbers become inputs, so that one program serves all
+            such calls. A value that varies and for which this is impossible gives a
+            ``RetraceWarning``.
         backend: the form in which programs run: ``"python"``, generated source; ``"inductor"``, or
             another name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``);
             or a function that takes a ``torch.fx.GraphModule`` and example inputs and returns a

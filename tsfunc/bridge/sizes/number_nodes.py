@@ -10,6 +10,7 @@ and similar functions dispatch on the nodes of a graph.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.dispatch.places import is_users
 from tsfunc.types.dims import DimExpr
 from tsfunc.types.polynomials import solved_for
 
@@ -136,6 +138,31 @@ def _divmod(number: Any, by: Any) -> tuple[Any, Any]:
 
 def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
     return number // by, number % by
+
+
+def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
+    """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
+
+    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
+    reads the text of the number, which is a question for its value.
+    """
+    own = kind.__repr__
+
+    @functools.wraps(own)
+    def text(number: Any) -> str:
+        symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
+        frame = inspect.currentframe()
+        asking = frame and frame.f_back
+        in_user_code = asking is not None and is_users(asking)
+        if symbols is None or not in_user_code or not symbols.reads_as_number(number):
+            return str(own(number))
+        return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
+
+    return text
+
+
+for _kind in (torch.SymInt, torch.SymFloat):
+    _kind.__repr__ = _texts_of_numbers(_kind)  # type: ignore[method-assign]
 
 
 # torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.

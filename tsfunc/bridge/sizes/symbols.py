@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -79,6 +79,7 @@ class Condition(NamedTuple):
             (``types/facts.py``).
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
+        number: the name of the number whose value the condition fixes, if it does.
         of_read: whether it is on a number that the function reads from outside.
     """
 
@@ -87,6 +88,7 @@ class Condition(NamedTuple):
     dims: tuple[str, ...] = ()
     fact: str = ""
     fixed: str = ""
+    number: str | None = None
     of_read: bool = False
 
 
@@ -114,6 +116,7 @@ class Symbols:
         sizes: the size of each dim in the call, if there is one.
         scalars: numbers among the arguments that stay symbolic, by name. Questions about them
             become conditions of the program instead of needs.
+        read_as_numbers: the names of those whose texts, in the user's code, are texts of numbers.
 
     Attributes:
         fake: the mode that computes results.
@@ -128,11 +131,13 @@ class Symbols:
         dims: Mapping[str, Dim],
         sizes: Mapping[str, int] = MappingProxyType({}),
         scalars: Mapping[str, int | float] = MappingProxyType({}),
+        read_as_numbers: Collection[str] = (),
     ) -> None:
         self.fake = FakeTensorMode()
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
         self._values = dict(scalars)
+        self._read_as_numbers = frozenset(read_as_numbers)
         self._read: dict[str, str] = {}
         self._names: dict[Any, str] = {}
         self._steps: dict[Any, int] = {}
@@ -208,6 +213,11 @@ class Symbols:
         return self._env.create_symintnode(symbol, hint=value, source=source)
 
     # --- sizes that depend on data
+
+    @property
+    def environment(self) -> Any:
+        """torch's ShapeEnv with the symbols; None if there are none yet."""
+        return self._env
 
     def allow_data(self) -> bool:
         """Let operators return symbols for data-dependent results; True if they did not before."""
@@ -323,12 +333,27 @@ class Symbols:
                 tuple(sorted(self._dims_in(guard.expr))),
                 code_text(guard.expr.xreplace(named)),
                 code_text(guard.expr.xreplace(stored)),
+                self._fixed_by(guard.expr),
                 any(self._names.get(symbol) in self._read for symbol in guard.expr.free_symbols),
             )
             for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
         return list(dict.fromkeys(found))
+
+    def _fixed_by(self, expr: Any) -> str | None:
+        """Return the name of the number whose value an equality fixes, or None."""
+        from sympy import Eq
+
+        if not isinstance(expr, Eq) or not any(side.is_number for side in expr.args):
+            return None
+        return next((self._names[side] for side in expr.args if side.is_Symbol
+                     and self._names.get(side) in self.scalars), None)  # fmt: skip
+
+    def reads_as_number(self, number: Any) -> bool:
+        """Return True if a text of a symbolic number must be the text of its value."""
+        names = [self._names.get(symbol) for symbol in number.node.expr.free_symbols]
+        return bool(names) and self._read_as_numbers.issuperset(names)
 
     def _as_names(self) -> dict[Any, Any]:
         """Return each symbol as an expression in a symbol with its Python name."""

@@ -14,9 +14,10 @@ transform that wrapped a tensor.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import optree
 import torch
@@ -59,6 +60,7 @@ from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
+from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
@@ -86,6 +88,7 @@ from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+T = TypeVar("T")
 
 
 class Passes(Protocol):
@@ -624,6 +627,19 @@ def is_traced(value: Any) -> bool:
 def tracing_here() -> bool:
     """True if the running code is being traced."""
     return any(isinstance(level, TraceLevel) for level in current_levels())
+
+
+def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
+    """Return the result of a guard; None if it holds only for some sizes of a running trace.
+
+    A program that serves some sizes only would restrict the trace to them.
+    """
+    levels = current_levels()
+    environments = [level.symbols.environment for level in levels if isinstance(level, TraceLevel)]
+    with contextlib.ExitStack() as stack:
+        asked = [stack.enter_context(defer_guards(env)) for env in environments if env is not None]
+        found = guard(*args)
+    return None if any(asked) else found
 
 
 def node_of_output(value: Any, level: TraceLevel) -> Any:

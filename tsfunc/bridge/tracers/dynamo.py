@@ -9,6 +9,12 @@ Dynamo traces a call of a specialized function as a call of the original functio
 own graph and guards, so a program in between would gain nothing, and the graph need not break. If
 the function calls a transform, the graph breaks before the call, and the program runs.
 
+NOTE [compiled functions inside of transforms]
+Code that Dynamo has compiled does not know tracers either. Inside a transform a compiled function
+therefore runs as Python, as under ``torch.compiler.set_stance("force_eager")``, which holds for all
+threads; transforms and traces see the operators that its Python calls. The same holds for forward
+mode and higher derivatives of plain tensors, which compiled code does not have.
+
 NOTE [control flow in torch's graphs]
 While torch records a graph (torch.compile, torch.export, make_fx), control flow functions call
 torch's own, so that the graph has them as operators; ``transforms/control/in_torch`` lists them.
@@ -20,10 +26,15 @@ on a function stops Dynamo from tracing calls of it, and ``_torchdynamo_disable_
 in its messages; Dynamo traces ``_torchdynamo_inline`` of a function in its place.
 ``_C._get_dispatch_mode`` and, for recordings above autograd,
 ``_ops._get_dispatch_mode_pre_dispatch`` return the active mode of a kind.
+``torch._dynamo.eval_frame._callback_from_stance`` returns Dynamo's callback for a call of a
+compiled function, and None for a call that runs as Python; ``set_fullgraph_compiled_frame_count``
+sets the number of frames that a call has compiled, -1 if they are not counted.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -67,6 +78,37 @@ def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
         return func
 
     return mark
+
+
+_compiled_run_as_python = False
+
+
+def run_compiled_as_python(inside: Callable[[], bool]) -> None:
+    """Let compiled functions run as Python: NOTE [compiled functions inside of transforms].
+
+    Nothing is compiled before Dynamo is imported, which takes seconds, so this waits for it.
+
+    Args:
+        inside: returns True inside the transforms whose values compiled code can't take.
+    """
+    global _compiled_run_as_python
+    if _compiled_run_as_python:
+        return
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    own = getattr(module, "_callback_from_stance", None)
+    if own is None:
+        return
+
+    @functools.wraps(own)
+    def callback_of_call(callback: Any) -> Any:
+        if not inside():
+            return own(callback)
+        # With ``fullgraph=True`` a call that compiles nothing is an error, if they are counted.
+        eval_frame.set_fullgraph_compiled_frame_count(-1)
+        return None
+
+    module._callback_from_stance = callback_of_call
+    _compiled_run_as_python = True
 
 
 _PROXY: Any = _TorchDispatchModeKey.PROXY

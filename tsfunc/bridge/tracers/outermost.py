@@ -38,6 +38,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
+from tsfunc.bridge.tracers.dynamo import run_compiled_as_python
 from tsfunc.bridge.tracers.torch_state import casting, release_guards
 from tsfunc.dispatch.state import active_levels, tls
 
@@ -99,8 +100,14 @@ def _restore(before: tuple[Any, ...]) -> None:
             active_levels.pop(level, None)
 
 
+def _beyond_compiled_code() -> bool:
+    """Return True inside the transforms whose values compiled code can't take."""
+    return bool(tls.state.levels or entered.forward or entered.recording > 1)
+
+
 def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
     """Run the outermost transform of a thread; restore the thread's state when it is left."""
+    run_compiled_as_python(_beyond_compiled_code)
     own = entered
     if own.unrestored is not None:
         _restore(own.unrestored)

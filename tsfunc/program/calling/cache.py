@@ -191,12 +191,16 @@ class Cache:
 
     Args:
         limit: the maximum number of entries.
-        auto_widen: whether sizes that vary become named dims: NOTE [automatic dynamic sizes].
+        auto_widen: whether sizes that vary become named dims, and numbers that vary inputs:
+            NOTE [automatic dynamic sizes].
 
     Attributes:
         lock: held while a program is made or the entries are changed.
         history: the facts of the calls that programs were made for.
-        fixed: the sizes that could not be widened.
+        varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
+        fixed: the sizes and numbers that could not be widened together.
+        needed: the numbers that the function needs themselves.
+        told: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
     def __init__(self, limit: int, auto_widen: bool = True) -> None:
@@ -205,7 +209,10 @@ class Cache:
         self.lock = threading.RLock()
         self.entries: tuple[CachedProgram, ...] = ()
         self.history: deque[Facts] = deque(maxlen=_REMEMBERED)
+        self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
+        self.needed: frozenset[str] = frozenset()
+        self.told: set[str] = set()
         self.misses = self._former_hits = 0
 
     @property
@@ -274,7 +281,9 @@ class Cache:
         with self.lock:
             self.entries = ()
             self.history.clear()
+            self.varied.clear()
             self.fixed.clear()
+            self.needed = frozenset()
             self.forget_counts()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.leaves import described, places_of, spelled
 from tsfunc.program.calling.target import Target
+from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
@@ -31,7 +32,6 @@ from tsfunc.program.dims.small_sizes import RetraceForSmallSizes
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.equal import same_program
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.automatic_dynamic import size_names, varying_sizes, widened
 from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
 from tsfunc.program.guarding.call_spec import form_of_call
 from tsfunc.program.guarding.guard_texts import Guards, guard_texts
@@ -48,7 +48,6 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.guarding.opaque_arguments import opaque_arguments
 from tsfunc.program.guarding.tensor_aliasing import RetraceForAliasing
 from tsfunc.types import Dim
-from tsfunc.types.check_context import place_text
 
 
 class FirstCall:
@@ -81,6 +80,7 @@ class FirstCall:
         self.places = places_of(target.signature, len(flat), tree)
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
+        self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
 
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
@@ -109,9 +109,12 @@ class FirstCall:
         sizes = self.sizes
         known = cache.known(signatures, self.flat, sizes)
         small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
-        made = known or self._widened(cache, inputs, bounds) or self._traced(inputs, bounds, small)
+        variation = Variation(self, cache, inputs, bounds, facts)
+        made = known or variation.program() or self._traced(inputs, bounds, small)
         if known is None:
             cache.history.appendleft(facts)
+            if made is not None:
+                self.warning = variation.remember(made[0], called=reason is None)
         if made is not None:
             small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
             if not small and made[0].form.unmet(self.flat, sizes):
@@ -185,24 +188,6 @@ class FirstCall:
                 return None
             raise
 
-    def _widened(
-        self, cache: Cache, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
-    ) -> tuple[CachedProgram, Sequence[Any]] | None:
-        """Return a program with named dims for sizes that vary: NOTE [automatic dynamic sizes]."""
-        if not cache.auto_widen:
-            return None
-        names = {i: place_text(path, self.arguments) for i, path in self.places.items()}
-        where = size_names(inputs, names)
-        sizes = {name: inputs[i].example.shape[k] for name, (i, k) in where.items()}
-        varying = varying_sizes(self.facts(inputs), cache.history, sizes)
-        if not varying or varying in cache.fixed:
-            return None
-        found = widened(self.trace, inputs, bounds, [where[name] for name in varying])
-        if found and not any(condition.dims for condition in found[0].program.conditions):
-            return found
-        cache.fixed.add(varying)
-        return None
-
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Return the assumptions of a program for the call, by the user's names."""
         return facts_of_call(
@@ -224,13 +209,24 @@ class FirstCall:
                 return found
         return self._trace(inputs, bounds, ())
 
+    def trace_for_any(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
+    ) -> tuple[CachedProgram, Sequence[Any]]:
+        """Do the same with further numbers as inputs, given by their positions."""
+        return self._trace(inputs, bounds, self.scalars(inputs, bounds, numbers))
+
     def scalars(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+        self,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        by_themselves: Collection[int] = (),
     ) -> Sequence[ScalarSpec]:
         """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
-        return describe_scalars(self.flat, self.places, self.contract, inputs, bounds)
+        return describe_scalars(
+            self.flat, self.places, self.contract, inputs, bounds, by_themselves
+        )
 
     @property
     def sizes(self) -> Mapping[str, int]:

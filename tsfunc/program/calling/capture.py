@@ -163,7 +163,8 @@ class _Trace:
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
         known = {name: size for name, size in sizes.items() if name not in request.retraced}
-        self.symbols = Symbols(request.bounds, known, numbers)
+        by_themselves = [spec.name for spec in request.scalars if spec.by_itself]
+        self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
 

@@ -1,5 +1,8 @@
 """Comparison of a program with symbolic sizes and one that was traced for fixed sizes.
 
+The fixed program may have constants in place of numbers that are inputs: NOTE [automatic dynamic
+sizes].
+
 NOTE [sizes 0 and 1]
 Operators treat the sizes 0 and 1 differently: they broadcast, squeeze and decide contiguity. A
 trace with symbolic sizes therefore assumes sizes of 2 or more. A call with a named dim of size 0
@@ -31,14 +34,21 @@ def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) ->
     Args:
         symbolic: a program for any sizes of named dims.
         fixed: a program for some fixed sizes.
-        sizes: a number for each fixed size, and a symbol for each other size.
+        sizes: a number for each size and input number that is fixed, and a symbol for each other.
     """
-    if symbolic.out_tree != fixed.out_tree or symbolic.inputs != fixed.inputs:
+    if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
         return False
     if not same_updates(symbolic.updates, fixed.updates):
         return False
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         return _Matching(symbolic, fixed, sizes).is_whole()
+
+
+def _tensors(program: Program) -> Sequence[int]:
+    """Return the positions of the inputs without those that are numbers."""
+    scalars = () if program.form is None else program.form.scalars
+    numbers = {spec.position for spec in scalars}
+    return [position for position in program.inputs if position not in numbers]
 
 
 @dataclass

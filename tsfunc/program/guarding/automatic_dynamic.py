@@ -1,12 +1,22 @@
-"""Automatic named dims for sizes that differ from call to call.
+"""Automatic named dims and inputs for sizes and numbers that differ from call to call.
 
 NOTE [automatic dynamic sizes]
-If three programs differ from a call only in one size, the program of the call is made for any such
+If two programs differ from a call only in one size, the program of the call is made for any such
 size: it is traced with a symbol for the size. Sizes that have been equal in all of these calls
 (the rows of a batch and of its labels) share one symbol. If the function relies on more than a
 size of 2 or more, bounds restrict the program to the sizes for which the same facts hold, and
 other sizes have programs of their own. If no bounds express the facts (the function needs the
 number), each size keeps a program of its own.
+
+Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. The
+user has not asked for symbols, and ``isinstance(k, int)`` is false for a symbol. The program is
+therefore compared with the program for the numbers of the call, and kept only if it does the same
+with them; numbers of 0 and 1 wait for others, since ``x * 1`` has no operator. A text of such a
+symbol is the text of the number, and makes it a constant. If the function needs a number itself,
+the other numbers become inputs without it.
+
+A value that keeps a program for each of its values is reported by a ``RetraceWarning``
+(``retraces``).
 """
 
 from __future__ import annotations
@@ -14,41 +24,90 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.guarding.cache_miss import Facts, differing
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import Dim
 
-AFTER = 3  # number of programs that differ in a size
+AFTER = 2  # number of programs that differ in a size or number
 _ATTEMPTS = 3  # a bounded size may lead to facts that were not met before
 
 T = TypeVar("T")
 
-Sizes = frozenset[str]
+Names = frozenset[str]
 
 
-def varying_sizes(facts: Facts, history: Iterable[Facts], sizes: Mapping[str, int]) -> Sizes:
-    """Return the names of sizes that alone distinguish a call from enough others; or none.
+def varying(
+    facts: Facts,
+    history: Iterable[Facts],
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+    needed: Names = frozenset(),
+) -> Names:
+    """Return the names of values that alone distinguish a call from enough others; or none.
 
     Args:
         facts: the facts of the call.
         history: the facts of the calls that programs were made for.
         sizes: the sizes of the call that no descriptor names.
+        numbers: the numbers of the call that can become inputs.
+        needed: the names of numbers that stay constants.
     """
-    seen: dict[Sizes, set[int]] = {}
+    seen: dict[Names, set[tuple[Any, ...]]] = {}
     for others in history:
-        names = frozenset(differing(facts, others))
-        if not names or not all(name in sizes for name in names):
+        names = differing(facts, others)
+        if not names or not all(_alike(name, facts, others, sizes, numbers) for name in names):
             continue
-        then = {others.get(name) for name in names}
-        now = {sizes[name] for name in names}
-        (other, *rest) = then
-        if not rest and len(now) == 1 and isinstance(other, int) and min(now) >= 2:
-            seen.setdefault(names, set()).add(other)
-    often = [names for names, others in seen.items() if len(others) >= AFTER]
-    return min(often, key=len, default=frozenset())
+        then = {others[name] for name in names if name in sizes}
+        now = {sizes[name] for name in names if name in sizes}
+        waits = any(is_special(facts[name]) for name in names if name not in needed)
+        if len(then) <= 1 and len(now) <= 1 and not waits:
+            seen.setdefault(frozenset(names), set()).add(tuple(others[name] for name in names))
+    often = [names - needed for names, others in seen.items() if len(others) >= AFTER]
+    return min(filter(None, often), key=len, default=frozenset())
+
+
+def is_special(value: int | float) -> bool:
+    """Return True if a program for a size or number alone may be simpler: ``x * 1`` is ``x``."""
+    return value in (0, 1)
+
+
+def seen_values(
+    facts: Facts,
+    history: Iterable[Facts],
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+) -> dict[str, list[Any]]:
+    """Return the earlier values of each size and number in which a call differs from others.
+
+    A value counts if enough calls differ from this one in it and in the same other values. The
+    arguments are those of :func:`varying`; the values are in the order of ``history``.
+    """
+    calls: dict[Names, list[Facts]] = {}
+    for others in history:
+        names = differing(facts, others)
+        if names and all(_alike(name, facts, others, sizes, numbers) for name in names):
+            calls.setdefault(frozenset(names), []).append(others)
+    seen: dict[str, list[Any]] = {}
+    for group, earlier in calls.items():
+        for name in (name for name in facts if name in group):
+            values = list(dict.fromkeys(others[name] for others in earlier))
+            if len(values) >= AFTER:
+                seen.setdefault(name, values)
+    return seen
+
+
+def _alike(
+    name: str,
+    facts: Facts,
+    others: Facts,
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+) -> bool:
+    """Return True if a difference is between two sizes, or two numbers of one type."""
+    return (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
 
 
 def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
@@ -72,11 +131,16 @@ def widened(
     bounds: Mapping[str, Dim],
     at: Sequence[tuple[int, int]],
 ) -> T | None:
-    """Return the result of a trace with a new named dim in place of some sizes.
+    """Return the result of a trace with a new named dim in place of some sizes, if there are any.
 
     Returns:
         The result; None if the function relies on facts about the dim that bounds can't express.
     """
+    if not at:
+        try:
+            return trace(inputs, bounds)
+        except Exception:  # the trace without symbols raises the error
+            return None
     names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
     name = next(name for name in names if name not in bounds)
     dim, (i, k) = Dim(name, min=2), at[0]

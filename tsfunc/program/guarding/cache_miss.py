@@ -16,6 +16,7 @@ from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]
 _ABSENT = object()
+ANY = object()  # stands for each value that a program serves
 _ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is a better reason
 
 
@@ -114,7 +115,7 @@ def differing(facts: Facts, others: Facts) -> list[str]:
     found = []
     for name in dict.fromkeys((*facts, *others)):
         now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
-        if now is not before and not same_value(now, before):
+        if now is not before and before is not ANY and not same_value(now, before):
             found.append(name)
     return found
 

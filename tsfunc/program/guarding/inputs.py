@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +101,17 @@ class ScalarSpec:
         position: its index among them.
         name: its name in the program.
         value: its value in the call that is traced.
+        by_itself: whether it is an input without a descriptor: NOTE [automatic dynamic sizes].
     """
 
     position: int
     name: str
     value: int | float
+    by_itself: bool = False
 
     def admits(self, value: Any) -> bool:
         """Return True if another number may replace it, judged by its type."""
-        return type(value) is type(self.value) and _is_tame(value)
+        return type(value) is type(self.value) and is_tame(value)
 
 
 def describe_scalars(
@@ -118,26 +120,38 @@ def describe_scalars(
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
+    by_themselves: Collection[int] = (),
 ) -> list[ScalarSpec]:
-    """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types]."""
+    """Return the numbers described as ``int`` or ``float``: NOTE [numbers by their types].
+
+    Args:
+        flat: the flattened arguments.
+        places: the path of each from a parameter.
+        contract: the descriptors.
+        inputs: the tensors among the arguments.
+        bounds: the named dims.
+        by_themselves: the positions of other numbers that are inputs: NOTE [automatic dynamic
+            sizes].
+    """
     taken = {*(spec.name for spec in inputs), *bounds}
+    described = {} if contract is None else contract.descriptors
     found = []
     for i, value in enumerate(flat):
-        if contract is None or type(value) not in (int, float) or not _is_tame(value):
+        if not is_tame(value):
             continue
         name, *path = places[i]
-        if name in contract.descriptors and _is_by_type(
-            contract.descriptors[name], tuple(path), value
-        ):
+        if name in described and _is_by_type(described[name], tuple(path), value):
             found.append(ScalarSpec(i, _input_name(places[i], taken), value))
+        elif i in by_themselves:
+            found.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
     return found
 
 
-def _is_tame(value: int | float) -> bool:
-    """Return True if a symbol can have the value."""
-    if isinstance(value, float):
+def is_tame(value: Any) -> bool:
+    """Return True if a value is a number that a symbol can stand for."""
+    if type(value) is float:
         return math.isfinite(value)
-    return abs(value) < 1 << 62
+    return type(value) is int and abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:

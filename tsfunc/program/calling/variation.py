@@ -1,0 +1,263 @@
+"""The sizes and numbers in which a call differs from earlier calls: one program, or a warning.
+
+NOTE [retraces]
+The second new program for a value that varies either serves all its values (NOTE [automatic
+dynamic sizes] in ``guarding/automatic_dynamic.py``), or the user is told once which value varies,
+and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
+which the next settles it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import optree
+
+from tsfunc.bridge.sizes.bounds import any_number, any_size
+from tsfunc.errors import DescriptorError
+from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.program.calling.offering import descriptors_text
+from tsfunc.program.calling.target import Target
+from tsfunc.program.graphs.equal import same_program
+from tsfunc.program.guarding.automatic_dynamic import (
+    Names,
+    is_special,
+    seen_values,
+    size_names,
+    varying,
+    widened,
+)
+from tsfunc.program.guarding.cache_miss import ANY, Facts, differing
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
+from tsfunc.types import CompiledDescriptors, Dim
+from tsfunc.types.check_context import place_text
+
+Made = tuple[CachedProgram, Sequence[Any]]
+_SHOWN = 3  # the number of values that a warning shows
+
+
+class Call(Protocol):
+    """A call that has no program yet; see ``FirstCall``."""
+
+    flat: list[Any]
+    tree: optree.PyTreeSpec
+    places: dict[int, tuple[Any, ...]]
+    arguments: dict[str, Any]
+    contract: CompiledDescriptors | None
+    target: Target
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    def scalars(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
+    ) -> Sequence[ScalarSpec]: ...
+
+    def trace(self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made: ...
+
+    def trace_for_any(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
+    ) -> Made: ...
+
+
+class Variation:
+    """The values of a call that may vary.
+
+    Args:
+        call: the call.
+        cache: the programs of the function, and the facts of the calls that they were made for.
+        inputs: the tensors among the arguments.
+        bounds: the named dims.
+        facts: the facts of the call.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        cache: Cache,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        facts: Facts,
+    ) -> None:
+        self.call, self.cache, self.facts = call, cache, facts
+        self.inputs, self.bounds = inputs, bounds
+        names = {i: place_text(path, call.arguments) for i, path in call.places.items()}
+        self.where = size_names(inputs, names)
+        self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
+        taken = {spec.position for spec in call.scalars(inputs, bounds)}
+        self.positions = {
+            name: i for i, name in names.items() if is_tame(call.flat[i]) and i not in taken
+        }
+        self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
+        self._served: Names = frozenset()  # the values that may vary in the new program
+
+    def program(self) -> Made | None:
+        """Return a program for any value in place of those that have varied, or None."""
+        if not self.cache.auto_widen:
+            return None
+        as_inputs = self.numbers if self.call.target.backend is None else {}
+        needed = self.cache.needed
+        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, needed)
+        while names and names not in self.cache.fixed:
+            found = self._for_any(names)
+            needed = self._needed(found[0]) & names if found else frozenset()
+            if not needed:
+                if found and self._does_the_same(found[0], names):
+                    self._served = names
+                    return found
+                self.cache.fixed.add(names)
+                return None
+            self.cache.needed |= needed
+            names -= needed
+        return None
+
+    def _for_any(self, names: Names) -> Made | None:
+        numbers = frozenset(self.positions[name] for name in names if name in self.positions)
+        at = [self.where[name] for name in names if name in self.where]
+
+        def trace(inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made:
+            if numbers:
+                return self.call.trace_for_any(inputs, bounds, numbers)
+            return self.call.trace(inputs, bounds)
+
+        return widened(trace, self.inputs, self.bounds, at)
+
+    def _needed(self, entry: CachedProgram) -> Names:
+        """Return the names of the numbers among the inputs that the function needs."""
+        needed = {condition.number for condition in entry.program.conditions}
+        return frozenset(
+            place_text(self.call.places[spec.position], self.call.arguments)
+            for spec in entry.form.scalars
+            if spec.by_itself and spec.name in needed
+        )
+
+    def _does_the_same(self, entry: CachedProgram, names: Names) -> bool:
+        """Return True if a general program is sound for the call."""
+        if any(condition.dims for condition in entry.program.conditions):
+            return False
+        if names.isdisjoint(self.positions):
+            return True
+        call = self.call
+        if entry.form.unmet(call.flat, call.sizes):
+            return False
+        fixed, _ = call.trace(self.inputs, self.bounds)
+        described = call.scalars(self.inputs, self.bounds)
+        values = {
+            **{spec.name: spec.value for spec in entry.form.scalars},
+            **{name: any_size(dim) for name, dim in self.bounds.items()},
+            **{spec.name: any_number(type(spec.value)) for spec in described},
+        }
+        for spec, before in zip(entry.form.inputs, self.inputs, strict=True):
+            for dim, size in zip(spec.dims, before.dims, strict=True):
+                if isinstance(dim, Dim) and isinstance(size, int):
+                    values[dim.name] = size
+        return same_program(entry.program, fixed.program, values)
+
+    def remember(self, entry: CachedProgram, called: bool) -> str | None:
+        """Add the call to the calls that have programs, and return a warning: NOTE [retraces].
+
+        Args:
+            entry: the program for the call.
+            called: whether the user has called; there is no warning otherwise.
+        """
+        varied, served = self.cache.varied, self._served
+        warning = self._warning(served) if called else None
+        open_ = dict.fromkeys(served, ANY)
+        if served and not entry.program.conditions and not _is_bounded(entry, self.bounds):
+            for i, others in enumerate(varied):
+                if served.issuperset(differing(self.facts, others)):
+                    varied[i] = {**others, **open_}
+            varied.appendleft({**self.facts, **open_})
+        else:
+            varied.appendleft(self.facts)
+        return warning
+
+    def _warning(self, served: Names) -> str | None:
+        """Return a warning about values that vary, without those that the new program serves."""
+        seen = seen_values(self.facts, self.cache.varied, self.sizes, self.numbers)
+        compiled = self.call.target.backend is not None
+        settled = self.cache.needed.union(self.numbers if compiled else ())
+        waits = self.cache.auto_widen
+        names = [
+            name
+            for name in seen
+            if name not in served and name not in self.cache.told
+            and not (waits and name not in settled and is_special(self.facts[name]))
+        ]  # fmt: skip
+        if not names:
+            return None
+        self.cache.told.update(names)
+        listed = "; ".join(f"{name}: {self._values(name, seen[name])}" for name in names)
+        verb = "vary" if len(names) > 1 else "varies"
+        return (
+            f"specialize({self.call.target.name}): {' and '.join(names)} {verb}, and each value is "
+            f"traced anew ({listed}).{self._advice(names, seen)}"
+        )
+
+    def _values(self, name: str, earlier: Sequence[Any]) -> str:
+        """Return the last values in the order of the calls."""
+        values = [*reversed(earlier[: _SHOWN - 1]), self.facts[name]]
+        return ", ".join(map(repr, values))
+
+    def _described(self, names: Sequence[str], seen: Mapping[str, Sequence[Any]]) -> str:
+        """Return the descriptors with which values may vary, as Python code."""
+        call, bounds = self.call, self.bounds
+        dims = itertools.chain("nmkpqrst", (f"n{i}" for i in itertools.count()))
+        free = (dim for dim in dims if dim not in bounds)
+        called: dict[Any, str] = {}  # sizes that were equal in all the calls have one name
+        vary: dict[int, dict[int, str]] = {}
+        for name in names:
+            if name in self.numbers:
+                vary[self.positions[name]] = {}
+                continue
+            i, k = self.where[name]
+            history = (self.sizes[name], *seen[name])
+            if history not in called:
+                called[history] = next(free)
+            vary.setdefault(self.inputs[i].position, {})[k] = called[history]
+        described = {} if call.contract is None else call.contract.descriptors
+        return descriptors_text(
+            call.flat, call.tree, call.places, call.target.signature, described, vary
+        )
+
+    def _advice(self, names: Sequence[str], seen: Mapping[str, Sequence[Any]]) -> str:
+        """Return how the values get one program, on lines of their own."""
+        compiled = self.call.target.backend is not None
+        numbers = [name for name in names if name in self.numbers]
+        needed = [name for name in numbers if name in self.cache.needed]
+        constant = numbers if compiled else needed
+        offered = [name for name in names if name not in constant]
+        text = ""
+        try:
+            described = self._described(offered, seen) if offered else ""
+        except DescriptorError:
+            described = ""
+        if described and any(tried.intersection(offered) for tried in self.cache.fixed):
+            text += (
+                f"\nIt is not known that one program can serve all values: the function relies on "
+                f"a value, or may treat a torch.SymInt or torch.SymFloat unlike a number "
+                f"(isinstance). With these descriptors there is one program, or an error that "
+                f"names the line:\n  {described}"
+            )
+        elif described:
+            text += f"\nWith these descriptors one program serves all values:\n  {described}"
+        if compiled and numbers:
+            text += (
+                f"\nA compiled program has numbers as constants: pass {' and '.join(numbers)} as a "
+                f"tensor, such as torch.tensor({numbers[0]})."
+            )
+        elif needed:
+            text += (
+                f"\nThe function needs {' and '.join(needed)} itself (int(), range(), a text), so "
+                f"each value has a program. In arithmetic alone, a tensor serves in its place."
+            )
+        return text
+
+
+def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
+    """Return True if a program does not serve each size of 2 or more of its new named dims."""
+    return any(
+        name not in known and dim != Dim(name, min=2) for name, dim in entry.form.bounds.items()
+    )
