@@ -59,6 +59,8 @@ class Instances:
         others: yields the changes to variables, which are not attributes of a watched object.
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
+        hold_unchanged: guards the variables that the function may have assigned the values that
+            they had, which no program repeats.
         tells_apart: whether the function compares objects by identity (``x is y``) that may be
             tensors: NOTE [one tensor twice] in ``same_tensors.py``.
     """
@@ -68,6 +70,7 @@ class Instances:
         self.met: Callable[[Any], None] = lambda value: None
         self.others: Callable[[], Iterator[Change]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
+        self.hold_unchanged: Callable[[], None] = lambda: None
         self._counted_tensors = False
         self.tells_apart = False
         self.generators = Generators(f"specialize({name})")
@@ -98,8 +101,13 @@ class Instances:
             self._watching.add(type(instance.value))
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._watching.__exit__(*exc)
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                with self.paused():
+                    self.hold_unchanged()
+        finally:
+            self._watching.__exit__(kind, *exc)
 
     def _enter(self, value: Any, place: Place) -> None:
         if isinstance(value, torch.nn.Module):
@@ -253,7 +261,8 @@ class Instance:
         for home, name in {**self._before, **now}:
             before = self._before.get((home, name), MISSING)
             after = now.get((home, name), MISSING)
-            if after is before:
+            problem = _problem(self.value, home, before, after)
+            if after is before and (problem or not self._is_assigned_anew(name, before)):
                 continue
             target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
             yield Change(
@@ -265,9 +274,14 @@ class Instance:
                 after,
                 undo=functools.partial(_restore, self.value, home, name, before),
                 line=self.lines.get(name),
-                problem=_problem(self.value, home, before, after),
+                problem=problem,
                 buffer=name if home == "_buffers" else None,
             )
+
+    def _is_assigned_anew(self, name: str, value: Any) -> bool:
+        """Return True if an attribute was assigned the value that it had, which no guard holds."""
+        held = name in self._held and (self.place.own or not has_tensor(value))
+        return name in self.lines and not held
 
     def _hold(self, name: str, value: Any, *steps: str) -> Any:
         """Guard the value of an attribute, once."""
