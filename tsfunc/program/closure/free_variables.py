@@ -77,6 +77,7 @@ class FreeVariables:
         instances.met = self.scan
         instances.others = self._changes
         instances.free_counters = self._free_counters
+        instances.hold_unchanged = self._hold_unchanged
 
     def add(self, func: Any) -> None:
         """Add the specialized function itself."""
@@ -133,12 +134,16 @@ class FreeVariables:
         self._defaults(func)
         found = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
-        looked_at = {(each.kind, each.name) for each in found.reads if not each.only_changes}
+        looked_at = {
+            (each.kind, each.name)
+            for each in found.reads
+            if self.every or not each.only_changes or self._has_methods(func, each)
+        }
         for access in found.writes:
-            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+            if not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access, writes=True)
         for access in found.reads:
-            if self.every or not access.only_changes or (access.kind, access.name) in looked_at:
+            if (access.kind, access.name) in looked_at:
                 self._follow(func, access)
                 way = access.attributes  # a name in `__dict__` is an attribute of its owner
                 way = way[: way.index("__dict__")] if "__dict__" in way else way
@@ -256,6 +261,7 @@ class FreeVariables:
         for i, attribute in enumerate((*attributes, None)):
             variable = self._variable(owner, name, text, line)
             if writes and attribute is None:
+                variable.is_written = True
                 return
             self._read(variable)
             self._libraries.look(owner, name, variable.before, attributes[i:], line, access.bare)
@@ -280,13 +286,26 @@ class FreeVariables:
             value = inspect.getattr_static(value, attribute, None)
         return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
 
+    def _has_methods(self, func: types.FunctionType, access: Access) -> bool:
+        """Return True if a variable holds an object of a class with methods of its own."""
+        found = _root(func, access)
+        if found is None:
+            return False
+        owner, name, text, attributes = found
+        value = Variable(owner, name, text, "", "").before
+        for attribute in attributes:
+            value = inspect.getattr_static(value, attribute, None)
+        return value is not MISSING and is_instance(value)
+
     def _count(self, func: types.FunctionType, access: Access) -> None:
         """Keep the value of a variable that the function only changes."""
         found = _root(func, access)
         if found is not None and not found[-1]:
             variable = Variable(*found[:3], at="", line="")
             value = variable.before
-            self._counters.append((variable, copy.copy(value) if type(value) in _FILLED else None))
+            self._counters.append(
+                (variable, copy.copy(value) if isinstance(value, _FILLED) else None)
+            )
 
     def _free_counters(self) -> bool:
         """Remove traced tensors from variables that the function only changes.
@@ -327,11 +346,22 @@ class FreeVariables:
             self._owners[id(owner)] = self.guard_lines.name(owner)
         return self._owners[id(owner)]
 
+    def _hold_unchanged(self) -> None:
+        """Guard the variables that may have been assigned the values that they had."""
+        for each in list(self._variables.values()):
+            if each.is_written and each.read() is each.before:
+                self._guard(each)
+
     def _read(self, variable: Variable) -> None:
-        """Guard the value of a variable."""
-        value, way = variable.before, variable.target.format(variable.at)
+        """Guard the value of a variable that the function reads."""
+        value = variable.before
         if variable.line and value is not MISSING and not isinstance(value, CODE):
             self.builder.refuse_own(variable.text, variable.line)
+        self._guard(variable)
+
+    def _guard(self, variable: Variable) -> None:
+        """Guard the value of a variable, once."""
+        value, way = variable.before, variable.target.format(variable.at)
         if variable.is_read:
             return
         variable.is_read = True

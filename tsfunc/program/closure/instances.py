@@ -63,6 +63,8 @@ class Instances:
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
         assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
+        hold_unchanged: guards the variables that the function may have assigned the values that
+            they had, which no program repeats.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
             be tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
     """
@@ -75,6 +77,7 @@ class Instances:
         self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
         self.assigned_grads: Callable[[], Iterator[SideEffect]] = lambda: iter(())
+        self.hold_unchanged: Callable[[], None] = lambda: None
         self._counted_tensors = False
         self.compares_identity = False
         self.generators = TracedGenerators(f"specialize({name})")
@@ -105,8 +108,13 @@ class Instances:
             self._watching.add(type(instance.value))
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self._watching.__exit__(*exc)
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        try:
+            if kind is None:
+                with self.paused():
+                    self.hold_unchanged()
+        finally:
+            self._watching.__exit__(kind, *exc)
 
     def _enter(self, value: Any, source: Source) -> None:
         if isinstance(value, torch.nn.Module):
@@ -266,7 +274,8 @@ class WatchedObject:
         for home, name in {**self._before, **now}:
             before = self._before.get((home, name), MISSING)
             after = now.get((home, name), MISSING)
-            if after is before:
+            problem = _problem(self.value, home, before, after)
+            if after is before and (problem or not self._is_assigned_anew(name, before)):
                 continue
             target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
             yield SideEffect(
@@ -278,9 +287,14 @@ class WatchedObject:
                 after,
                 undo=functools.partial(_restore, self.value, home, name, before),
                 line=self.lines.get(name),
-                problem=_problem(self.value, home, before, after),
+                problem=problem,
                 buffer=name if home == "_buffers" else None,
             )
+
+    def _is_assigned_anew(self, name: str, value: Any) -> bool:
+        """Return True if an attribute was assigned the value that it had, which no guard holds."""
+        held = name in self._held and (self.source.own or not has_tensor(value))
+        return name in self.lines and not held
 
     def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
         """Guard the value of an attribute, once; return it as the function sees it.

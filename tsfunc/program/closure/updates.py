@@ -170,12 +170,18 @@ class UpdateValues:
         if cls is defaultdict and isinstance(value.default_factory, _FACTORIES):
             items = {key: self.kept(item) for key, item in value.items()}
             return defaultdict(value.default_factory, items)
-        if cls in (set, frozenset) and all(isinstance(item, PLAIN) for item in value):
+        if cls in (set, frozenset) and all(map(_is_plain, value)):
             return copy.copy(value)
         again = value if isinstance(value, _SHARED) else self._known(value)
         if again is not None:
             return again
         raise NotKept(f"a {cls.__name__} that the function has made")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a number, string or the like, and for a tuple or frozenset of these."""
+    inside = type(value) in (tuple, frozenset)
+    return all(map(_is_plain, value)) if inside else isinstance(value, PLAIN)
 
 
 def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:

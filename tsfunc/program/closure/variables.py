@@ -32,7 +32,7 @@ class Variable:
     def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
         self.owner, self.name, self.text, self.at, self.line = owner, name, text, at, line
         self.before = self.read()
-        self.is_read = False
+        self.is_read = self.is_written = False
         self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
 
     def read(self) -> Any:
