@@ -451,6 +451,7 @@ class Symbols:
         Python's collector does not see such a cycle, so neither would be freed.
         """
         self.graph, self._inputs = None, {}
+        self.asks = lambda node: None
         self._nodes.clear()
         self._definitions.clear()
 
