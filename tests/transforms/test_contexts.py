@@ -523,3 +523,49 @@ def test_anomaly_mode() -> None:
     same(under(anomaly, vmap(hessian(scalar)))(X), vmap(hessian(scalar))(X))
     pushed = vmap(lambda x: jvp(layers, (x,), (x,)))
     same(under(anomaly, pushed)(X), pushed(X))
+
+
+def unrecorded(f: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(p: Tensor, v: Tensor) -> Tensor:
+        with torch.no_grad():
+            return f(p, v)
+
+    return run
+
+
+def of_both(p: Tensor, v: Tensor) -> Tensor:
+    return (p * v).sin().sum() + (p * p).sum()
+
+
+Derivative = Callable[[Any], Callable[[Tensor, Tensor], Tensor]]
+DERIVATIVES: dict[str, Derivative] = {
+    "grad": lambda T: lambda p, v: T.grad(of_both)(p, v),
+    "vjp": lambda T: lambda p, v: T.vjp(lambda p: p.sin() * v, p)[1](v)[0],
+    "jvp": lambda T: lambda p, v: T.jvp(lambda p: (p * v).sin(), (p,), (v,))[1],
+    "jvp(grad)": lambda T: lambda p, v: T.jvp(lambda p: T.grad(of_both)(p, v), (p,), (v,))[1],
+    "grad(jvp)": lambda T: (
+        lambda p, v: T.grad(lambda p: T.jvp(lambda p: of_both(p, v), (p,), (v,))[1])(p)
+    ),
+    "grad(grad)": lambda T: lambda p, v: T.grad(lambda p: T.grad(of_both)(p, v).sin().sum())(p),
+}
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_derivatives_without_grad_mode_are_constants(name: str, mapped: bool, traced: bool) -> None:
+    """The function turns grad mode off: neither ``backward`` nor outer transforms go through it."""
+    p, v = torch.tensor([0.3, -0.7, 1.1]), torch.randn(4, 3)
+
+    def whole(T: Any) -> Callable[[Tensor], Tensor]:
+        each = unrecorded(DERIVATIVES[name](T))
+        if mapped:
+            return lambda p: T.vmap(each, (None, 0))(p, v)
+        return lambda p: torch.stack([each(p, row) for row in v])
+
+    ours = tsfunc.specialize(whole(tsfunc)) if traced else whole(tsfunc)
+    got = ours(p.clone().requires_grad_())
+    assert not got.requires_grad
+    torch.testing.assert_close(got, whole(torch.func)(p))
+    outer = tsfunc.grad(lambda p: whole(tsfunc)(p).sum() + p.sum())
+    assert (tsfunc.specialize(outer) if traced else outer)(p).equal(torch.ones(3))

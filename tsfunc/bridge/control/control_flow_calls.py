@@ -103,7 +103,7 @@ class _Call:
         with trace.restored():  # the grad mode of a backward pass is not that of the program
             recorded = torch.is_grad_enabled()
         tracks = recorded and any(x.tracks for x in inputs)
-        if trace.torch_state.grad_mode and not recorded:
+        if not recorded and (trace.torch_state.grad_mode or trace.torch_state.paused):
             node.meta["no_grad"] = True
         outs = []
         for i, result in enumerate(results):

@@ -31,6 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
+from tsfunc.bridge.tracers.torch_state import records_inside
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels
 
@@ -108,17 +109,35 @@ def differentiating() -> Iterator[None]:
 
 
 @contextmanager
+def _as_grad_mode_was(level: TracerLevel) -> Iterator[None]:
+    """Context manager: values inside of the level's tensors are recorded only if they were before.
+
+    A function may turn grad mode off and differentiate by a level's tensors. Autograd records on
+    these, but outer transforms, and the user's own graph, do not differentiate the function.
+    """
+    state = level.torch_state
+    before = state.grad_mode, state.paused
+    state.grad_mode = records_inside(state)
+    state.paused |= before[0] and not state.grad_mode
+    try:
+        yield
+    finally:
+        state.grad_mode, state.paused = before
+
+
+@contextmanager
 def recording(level: TracerLevel | None) -> Iterator[None]:
     """Context manager: autograd records on the tensors of the level."""
     if level is None:
         prepare()
-    else:
-        level.autograd += 1
-    try:
         with torch.enable_grad(), differentiating():
             yield
-    finally:
-        if level is not None:
+        return
+    with _as_grad_mode_was(level), torch.enable_grad(), differentiating():
+        level.autograd += 1
+        try:
+            yield
+        finally:
             level.autograd -= 1
 
 
@@ -295,7 +314,7 @@ def unrecorded(level: TracerLevel | None) -> Iterator[None]:
     if level is not None:
         level.autograd += 1
     try:
-        with torch.no_grad():
+        with nullcontext() if level is None else _as_grad_mode_was(level), torch.no_grad():
             yield
     finally:
         if level is not None:

@@ -471,7 +471,7 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
     node = level.record(op.overload, _as_lists(nodes), named)
     node.meta["op"] = op
-    if level.torch_state.grad_mode and not tracks:
+    if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
         node.meta["no_grad"] = True
     fresh = level.symbols.fresh()
     recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)

@@ -152,13 +152,16 @@ class TorchState:
     """The part of torch's thread-local state that a level captures, without autocast.
 
     ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
-    results are not differentiated: the pass must not be recorded there. ``guards`` restore the
+    results are not differentiated: the pass must not be recorded there. ``paused`` is True while
+    ``grad_mode`` is False because a function turned grad mode off. ``guards`` restore the
     sets for a single call; ``key_sets`` has both sets as 16 bytes, for compiled handlers.
     ``in_modes`` is True if dispatch modes were active: the include set then has their keys, which
     must not be restored after a mode's handler has removed the last mode.
     """
 
-    __slots__ = ("exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "quiet")
+    __slots__ = (
+        "exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "paused", "quiet",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.include = _dispatch_tls_local_include_set()
@@ -166,6 +169,7 @@ class TorchState:
         self.grad_mode = torch.is_grad_enabled()
         self.in_modes = _len_torch_dispatch_stack() > 0
         self.quiet = 0
+        self.paused = False
         self.guards: list[Any] = []
         self.key_sets = struct.pack("QQ", self.include.raw_repr(), self.exclude.raw_repr())
 
@@ -183,6 +187,15 @@ def _in_inference_mode(include: Any, exclude: Any) -> tuple[Any, Any]:
 def _with_autocast(exclude: Any) -> Any:
     """Return the exclude set with autocast as set for this call."""
     return exclude - (_EVERY_AUTOCAST - casting.exclude)
+
+
+def records_inside(state: TorchState) -> bool:
+    """Return True if autograd records on the values inside of a level's tensors.
+
+    The engine turns grad mode off while it runs a backward pass, which does not mean these values.
+    """
+    now = torch.is_grad_enabled() or (not state.quiet and _current_graph_task_id() != -1)
+    return state.grad_mode and now
 
 
 class RestoredTorchState:
@@ -210,7 +223,7 @@ class RestoredTorchState:
             include = include.remove(TorchKey.Python).remove(TorchKey.PythonTLSSnapshot)
         self.guard = _ForceDispatchKeyGuard(include, exclude)
         self.guard.__enter__()
-        want = state.grad_mode and (now or (not state.quiet and _current_graph_task_id() != -1))
+        want = records_inside(state)
         self.previous: bool | None = None
         if want is not now:
             self.previous = now
