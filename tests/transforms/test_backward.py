@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import optree
 import pytest
 import torch
 
+import tsfunc
 from tsfunc import specialize, vmap
 
 Tensor = torch.Tensor
@@ -109,3 +111,37 @@ def test_a_leaf_that_a_factory_function_makes_is_told_how_to_be_made() -> None:
         vmap(lambda y: trained(y, lambda y: torch.zeros(3, requires_grad=True)))(torch.ones(2, 3))
     found = vmap(lambda y: trained(y, lambda y: y.new_zeros(3).requires_grad_()))(torch.ones(2, 3))
     torch.testing.assert_close(found, torch.full((2, 3), -2.0))
+
+
+DERIVATIVES: dict[str, Any] = {
+    "grad": lambda f: tsfunc.grad(f),
+    "vjp": lambda f: lambda x: tsfunc.vjp(f, x),
+    "jacrev": lambda f: tsfunc.jacrev(f),
+    "grad(grad)": lambda f: tsfunc.grad(lambda x: tsfunc.grad(f)(x).sum()),
+    "specialize(grad)": lambda f: specialize(tsfunc.grad(f)),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_it_is_refused_for_what_a_transform_differentiates(derivative: Any) -> None:
+    layer = torch.nn.Linear(3, 1)
+
+    def f(x: Tensor) -> Tensor:
+        loss = layer(x).sin().sum()
+        loss.backward(retain_graph=True)
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"called inside a functorch transform") as refused:
+        derivative(f)(torch.randn(3))
+    assert any(frame.name == "f" for frame in traceback.extract_tb(refused.value.__traceback__))
+
+
+def test_leaves_of_a_differentiated_function_get_gradients() -> None:
+    def f(x: Tensor) -> Tensor:
+        weight = torch.ones(3, requires_grad=True)
+        (weight.sin() * 2).sum().backward()
+        assert weight.grad is not None
+        return (x * weight.grad).sum()
+
+    same = tsfunc.grad(f)(torch.randn(3))
+    torch.testing.assert_close(same, 2 * torch.ones(3).cos())

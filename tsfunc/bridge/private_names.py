@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import importlib
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -314,9 +315,10 @@ def _modes() -> None:
     "Nodes of autograd",
     """torch._C._current_autograd_node torch._C._current_graph_task_id
     torch._C._autograd._get_sequence_nr torch.autograd.Variable._execution_engine
-    Node._sequence_nr""",
+    Node._sequence_nr Tensor._post_accumulate_grad_hooks""",
     use="explain and programs find the forward call of an operator of a backward pass; a level "
-    "knows that a backward pass runs; gradients are computed without torch.autograd.grad's checks.",
+    "knows that a backward pass runs; gradients are computed without torch.autograd.grad's checks; "
+    "one table of hooks serves all inputs of gradients.",
     stand_in="torch.autograd.grad; Node.metadata and hooks for the lines of backward passes.",
     risk=Risk.MEDIUM,
 )
@@ -336,6 +338,10 @@ def _autograd_nodes() -> None:
     )
     _expect(torch.equal(grad, x.detach().cos()), "the gradient")
     _expect(len(seen) == 1 and seen[0] != -1, "the number of a backward pass")
+    leaf: Any = torch.ones(2, requires_grad=True)
+    leaf._post_accumulate_grad_hooks = OrderedDict({0: seen.append})
+    leaf.sin().sum().backward()
+    _expect(seen[1:] == [leaf], "a call of the hook for the leaf")
 
 
 @_entry(

@@ -29,6 +29,7 @@ from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
+from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
 from tsfunc.bridge.tracers.torch_state import records_inside
@@ -74,6 +75,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
             fresh = lifted.clone() if lifted.requires_grad else lifted.detach()
         if not fresh.requires_grad:
             fresh.requires_grad_()
+            refuse_backward(fresh)
     return fresh
 
 

@@ -10,6 +10,7 @@ refused, unless the level accepts it: a trace records the pass, and its program 
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -53,7 +54,7 @@ def backward(
 def _grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for ``torch.autograd.grad``."""
+    """Handle ``torch.autograd.grad``."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given["inputs"]
     inputs = list(inputs.values()) if isinstance(inputs, dict) else _several(inputs)
@@ -67,7 +68,7 @@ def _grad(
 def _retain_grad(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Door 1 for ``Tensor.retain_grad``, which is about a later backward pass."""
+    """Handle ``Tensor.retain_grad``, which prepares a later backward pass."""
     level = innermost_level(args)
     if level is None or not level.serves_backward(BackwardPass(args, (), False, False)):
         return NotImplemented
@@ -112,6 +113,28 @@ def _made_inside(value: Any) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             return False
     return True
+
+
+def _refuse_accumulation(leaf: torch.Tensor) -> None:
+    raise RuntimeError(
+        "backward() was called inside of a function that tsfunc differentiates, for a value that "
+        "depends on the transform's arguments (torch.func says: backward() called inside a "
+        "functorch transform). Use tsfunc.grad or tsfunc.vjp inside of it, or call backward() on "
+        "the transform's result. For leaves that the function makes itself, backward() works: "
+        "weight = weight.detach().clone().requires_grad_()."
+    )
+
+
+_REFUSED: Final = OrderedDict({0: _refuse_accumulation})
+
+
+def refuse_backward(leaf: torch.Tensor) -> None:
+    """Let ``backward()`` fail if it reaches a leaf that a transform differentiates by.
+
+    All leaves share one table of hooks, which costs a quarter of
+    ``Tensor.register_post_accumulate_grad_hook``.
+    """
+    leaf._post_accumulate_grad_hooks = _REFUSED  # type: ignore[attr-defined]
 
 
 def _from_outside(name: str) -> str:
