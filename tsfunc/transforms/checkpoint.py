@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.fx
@@ -32,7 +32,23 @@ from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_s
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
+
+@overload
+def checkpoint(
+    func: _Function,
+    *,
+    policy: Policy | Sequence[Any] | None = None,
+    preserve_rng_state: bool = True,
+) -> _Function: ...
+@overload
+def checkpoint(
+    func: None = None,
+    *,
+    policy: Policy | Sequence[Any] | None = None,
+    preserve_rng_state: bool = True,
+) -> Callable[[_Function], _Function]: ...
 @outside_dynamo
 def checkpoint(
     func: Callable[..., Any] | None = None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not impo
     from tsfunc.program.files.state import CellState
 
 
-class LoadedFunction(Specialized):
+class LoadedFunction(Specialized[..., Any]):
     """A function that consists of its programs only; made by :func:`load`."""
 
     _has_function = False

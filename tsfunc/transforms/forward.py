@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -32,7 +32,37 @@ from tsfunc.transforms.arguments import (
 )
 from tsfunc.transforms.reverse import vjp
 
+_Result = TypeVar("_Result")
+_Aux = TypeVar("_Aux")
 
+
+@overload
+def jvp(
+    func: Callable[..., _Result],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = False,
+    has_aux: Literal[False] = False,
+) -> tuple[_Result, _Result]: ...
+@overload
+def jvp(
+    func: Callable[..., tuple[_Result, _Aux]],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = False,
+    has_aux: Literal[True],
+) -> tuple[_Result, _Result, _Aux]: ...
+@overload
+def jvp(
+    func: Callable[..., Any],
+    primals: tuple[Any, ...],
+    tangents: tuple[Any, ...],
+    *,
+    strict: bool = False,
+    has_aux: bool,
+) -> Any: ...
 @boundary("jvp")
 def jvp(
     func: Callable[..., Any],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,10 @@ from tsfunc.transforms.reverse import RecordedCall, grad, match_cotangents, reco
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType
 
+_Tree = TypeVar("_Tree")
 
-def stop_gradient(tree: Any) -> Any:
+
+def stop_gradient(tree: _Tree) -> _Tree:
     """Return a tree with the same values as constants, for every derivative in both modes.
 
     Args:

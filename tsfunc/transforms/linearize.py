@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -15,8 +15,20 @@ from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_a
 from tsfunc.transforms.reverse import record, vjp
 
 API = "linearize(f, *primals)"
+_Result = TypeVar("_Result")
+_Aux = TypeVar("_Aux")
 
 
+@overload
+def linearize(
+    func: Callable[..., _Result], *primals: Any, has_aux: Literal[False] = False
+) -> tuple[_Result, Callable[..., _Result]]: ...
+@overload
+def linearize(
+    func: Callable[..., tuple[_Result, _Aux]], *primals: Any, has_aux: Literal[True]
+) -> tuple[_Result, Callable[..., _Result], _Aux]: ...
+@overload
+def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
 @boundary("linearize")
 def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Return the value of a function, and its derivative at that point as a linear function.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import optree
 import torch
@@ -39,6 +39,10 @@ from tsfunc.transforms.arguments import (
     traced_inputs,
     with_chosen,
 )
+
+_Params = ParamSpec("_Params")
+_Aux = TypeVar("_Aux")
+_Result = TypeVar("_Result")
 
 
 class RecordedCall:
@@ -112,6 +116,16 @@ def record(
     return RecordedCall(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
+@overload
+def vjp(
+    func: Callable[..., _Result], *primals: Any, has_aux: Literal[False] = False
+) -> tuple[_Result, Callable[..., tuple[Any, ...]]]: ...
+@overload
+def vjp(
+    func: Callable[..., tuple[_Result, _Aux]], *primals: Any, has_aux: Literal[True]
+) -> tuple[_Result, Callable[..., tuple[Any, ...]], _Aux]: ...
+@overload
+def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
 @boundary("vjp")
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Return the value of a function, and the function that pulls cotangents back through it.
@@ -241,7 +255,9 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
 
 
 @outside_dynamo
-def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+def grad(
+    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[_Params, Any]:
     """Return a function that computes the gradient of a scalar function.
 
     Args:
@@ -282,7 +298,9 @@ def grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) 
 
 
 @outside_dynamo
-def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+def grad_and_value(
+    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[_Params, Any]:
     """Same as :func:`grad` with the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
 
     Example:
@@ -310,7 +328,9 @@ def grad_and_value(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool
 
 
 @outside_dynamo
-def value_and_grad(func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False) -> Any:
+def value_and_grad(
+    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[_Params, Any]:
     """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
 
     Example:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Generic, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
@@ -44,17 +44,21 @@ from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.choosing import in_order
 from tsfunc.types.signatures import signature_of
 
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_Owner = TypeVar("_Owner")
+
 register_all()  # so that files know the values that programs may hold
 
 
-class Specialized:
+class Specialized(Generic[_Params, _Result]):
     """A function that runs as programs; made by :func:`specialize`."""
 
     _has_function = True  # the function can be traced for more calls
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[_Params, _Result],
         descriptors: Sequence[Mapping[str, object]],
         max_specializations: int,
         closure: Closure,
@@ -90,7 +94,7 @@ class Specialized:
     @instead_in_dynamo(_inlined)
     @outside_dynamo
     @is_boundary
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         try:
             entries = self.cache.entries
             in_levels = bool(tls.state.levels)
@@ -327,13 +331,13 @@ class Specialized:
             found = getattr(found, name, None)
         return found is self
 
-    def __copy__(self) -> Specialized:
+    def __copy__(self) -> Specialized[_Params, _Result]:
         return self._with(self.func)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Specialized:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specialized[_Params, _Result]:
         return self._with(copy.deepcopy(self.func, memo))
 
-    def _with(self, func: Callable[..., Any]) -> Specialized:
+    def _with(self, func: Callable[_Params, _Result]) -> Specialized[_Params, _Result]:
         """Return a copy for a function or a copy of it; a new function has no programs yet."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
@@ -343,7 +347,11 @@ class Specialized:
             made.cache.entries = self.cache.entries
         return made
 
-    def __get__(self, instance: Any, owner: Any) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: Any) -> Specialized[_Params, _Result]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
+    def __get__(self, instance: object, owner: Any) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
     def __repr__(self) -> str:
@@ -353,6 +361,56 @@ class Specialized:
 Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
 
 
+@overload
+def specialize(
+    func: torch.nn.Module,
+    descriptors: Descriptors | None = None,
+    *,
+    max_specializations: int = 64,
+    closure: Closure = "guard",
+    auto_widen: bool = True,
+    backend: Any = "python",
+) -> Specialized[..., Any]: ...
+@overload
+def specialize(
+    func: Callable[_Params, _Result],
+    descriptors: Descriptors | None = None,
+    *,
+    max_specializations: int = 64,
+    closure: Closure = "guard",
+    auto_widen: bool = True,
+    backend: Any = "python",
+) -> Specialized[_Params, _Result]: ...
+@overload
+def specialize(
+    func: classmethod[_Owner, _Params, _Result],
+    descriptors: Descriptors | None = None,
+    *,
+    max_specializations: int = 64,
+    closure: Closure = "guard",
+    auto_widen: bool = True,
+    backend: Any = "python",
+) -> classmethod[_Owner, _Params, _Result]: ...
+@overload
+def specialize(
+    func: property,
+    descriptors: Descriptors | None = None,
+    *,
+    max_specializations: int = 64,
+    closure: Closure = "guard",
+    auto_widen: bool = True,
+    backend: Any = "python",
+) -> property: ...
+@overload
+def specialize(
+    func: Descriptors | None = None,
+    descriptors: Descriptors | None = None,
+    *,
+    max_specializations: int = 64,
+    closure: Closure = "guard",
+    auto_widen: bool = True,
+    backend: Any = "python",
+) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
 def specialize(
     func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
     descriptors: Descriptors | None = None,

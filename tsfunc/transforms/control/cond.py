@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -53,17 +53,18 @@ from tsfunc.transforms.control.programs import record_switch
 from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
 
 Branch = Callable[..., Any]
+_Result = TypeVar("_Result")
 
 
 @also_called(true_fn="true_fun", false_fn="false_fun")
 def cond(
     pred: Any,
-    true_fun: Branch,
-    false_fun: Branch,
+    true_fun: Callable[..., _Result],
+    false_fun: Callable[..., _Result],
     *args: Any,
     batching: Batching = "lanes",
     **kwargs: Any,
-) -> Any:
+) -> _Result:
     """Call one of two functions, chosen by a bool.
 
     Args:
@@ -158,8 +159,11 @@ def _index_of(value: Any, what: str, last: int) -> Choice:
 
 
 def switch(
-    index: Any, branches: Sequence[Branch], *operands: Any, batching: Batching = "lanes"
-) -> Any:
+    index: Any,
+    branches: Sequence[Callable[..., _Result]],
+    *operands: Any,
+    batching: Batching = "lanes",
+) -> _Result:
     """Call one of several functions, chosen by an integer.
 
     Args:

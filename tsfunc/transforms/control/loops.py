@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import optree
 import torch
@@ -50,6 +50,8 @@ from tsfunc.transforms.control.programs import record_scan, record_while
 from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
+_Carry = TypeVar("_Carry")
+
 _ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
     "returns (x.to(dtype)), or start with what it returns."
@@ -60,10 +62,10 @@ _ADVICE = (
 def while_loop(
     cond_fun: Callable[..., Any],
     body_fun: Callable[..., Any],
-    init_val: Any,
+    init_val: _Carry,
     *,
     checkpoint: Checkpoint = None,
-) -> Any:
+) -> _Carry:
     """Call a body on its own result as long as a condition holds.
 
     Args:
@@ -122,10 +124,10 @@ def fori_loop(
     lower: Any,
     upper: Any,
     body_fun: Callable[[Any, Any], Any],
-    init_val: Any,
+    init_val: _Carry,
     *,
     checkpoint: Checkpoint = None,
-) -> Any:
+) -> _Carry:
     """Call a body with each integer of a range and its own last result.
 
     Args:

@@ -30,6 +30,10 @@ from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.vmap import vmap
 
+_Carry = TypeVar("_Carry")
+_Y = TypeVar("_Y")
+_Elems = TypeVar("_Elems")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _ONE_TYPE = "They must have one type."
@@ -41,15 +45,15 @@ _ADVICE = (
 
 @also_called(combine_fn="f")
 def scan(
-    f: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
+    f: Callable[[_Carry, Any], tuple[_Carry, _Y]],
+    init: _Carry,
     xs: Any = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     *,
     dim: int = 0,
-) -> tuple[Any, Any]:
+) -> tuple[_Carry, _Y]:
     """Call a function along a dim with a carry from step to step, and stack its results.
 
     Args:
@@ -169,7 +173,7 @@ def _stack(column: Sequence[Any], dim: int) -> Any:
     return torch.stack(tensors, stacked_dim(tensors[0].dim(), dim))
 
 
-def map(f: Callable[..., Any], xs: Any, *args: Any, batch_size: int | None = None) -> Any:
+def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None) -> _Y:
     """Call a function with each slice along the first dim, in order, and stack the results.
 
     Args:
@@ -219,14 +223,14 @@ def _dim_third(func: Callable[P, R]) -> Callable[P, R]:
 @_dim_third
 @also_called(combine_fn="fn", xs="elems")
 def associative_scan(
-    fn: Callable[[Any, Any], Any],
-    elems: Any,
+    fn: Callable[[_Elems, _Elems], _Elems],
+    elems: _Elems,
     reverse: bool | int = False,
     axis: int | bool = 0,
     combine_mode: str | None = None,
     *,
     dim: int | None = None,
-) -> Any:
+) -> _Elems:
     """Combine the slices along a dim from the left, in a logarithmic number of steps.
 
     Args:
