@@ -16,6 +16,7 @@ from tsfunc import specialize
 from tsfunc.errors import DescriptorViolation
 
 
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # sizes differ on purpose
 @pytest.mark.parametrize(
     ("asks", "sizes"),
     [

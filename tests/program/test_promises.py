@@ -84,6 +84,7 @@ def test_strides_are_those_of_the_call(made: list[Any], ask: Any, attribute: boo
         assert f(box if attribute else box.value) == ask(box.value)
 
 
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # some are traced by value
 @settings(max_examples=20)
 @given(
     st.lists(

@@ -158,6 +158,18 @@ def test_drawn_into_what_is_made_inside(randomness: str) -> None:
     assert vmap(gradient, randomness=randomness)(X).unique().numel() == 30
 
 
+def test_views_that_autograd_refuses_to_read_do_not_matter() -> None:
+    """A write looks for other tensors with the same memory, among all tensors of the process."""
+    base = torch.zeros(4)
+    with torch.no_grad():
+        stale = base[1:]
+    base.mul_(torch.ones(4, requires_grad=True))
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        stale.is_leaf  # noqa: B018
+    drawn = vmap(lambda x: torch.empty(3).uniform_() + 0 * x[0], randomness="different")(X)
+    assert drawn.unique().numel() == 15
+
+
 @pytest.mark.parametrize("randomness", ["different", "split"])
 def test_functions_of_torch_that_draw_into_what_they_make(randomness: str) -> None:
     normal = torch.distributions.Normal(torch.zeros(6), 1.0)

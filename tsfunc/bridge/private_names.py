@@ -244,7 +244,9 @@ def _wrappers() -> None:
 @_entry(
     "Calls without __torch_function__",
     """DisableTorchFunction DisableTorchFunctionSubclass _EnableTorchFunction
-    _skip_one_hop_torch_function""",
+    _skip_one_hop_torch_function _get_torch_function_state
+    _set_torch_function_state _is_torch_function_enabled
+    _TorchFunctionState""",
     below="torch._C",
     use="A rule reads a tracer's own attributes, and calls functions past its handler.",
     stand_in="super().__torch_function__, at the cost of another Python call.",
@@ -265,6 +267,13 @@ def _torch_function() -> None:
         _expect(isinstance(torch.sin(x), torch.Tensor), "a call without __torch_function__")
         with torch._C._EnableTorchFunction():
             _expect(torch.sin(x) == "seen", "a call of __torch_function__")
+    enabled: Any = torch._C._TorchFunctionState.ENABLED
+    with torch._C.DisableTorchFunctionSubclass():
+        before = torch._C._get_torch_function_state()
+        _expect(not torch._C._is_torch_function_enabled(), "calls are switched off")
+        torch._C._set_torch_function_state(enabled)
+        _expect(torch._C._is_torch_function_enabled(), "calls are switched on")
+        torch._C._set_torch_function_state(before)
     _expect(
         isinstance(skip(torch.sin, (Seen,), (x,), {}), torch.Tensor),
         "one call without __torch_function__",

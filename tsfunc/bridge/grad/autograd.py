@@ -406,7 +406,7 @@ def _leave_dual_level(before: int) -> None:
         while True:
             _dual_lock.release()
     with _dual_lock:
-        if before < 0 and (_dual_users or forward_ad._current_level >= 0):
+        if before < 0 and (_dual_ours or _dual_users or forward_ad._current_level >= 0):
             # torch's level number may not agree with whether the level is entered.
             with suppress(RuntimeError):
                 torch._C._exit_dual_level(level=0)
@@ -467,8 +467,8 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             raise DualLevelTaken
         _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
+            _dual_ours = True  # set first: an interrupt may follow as soon as the level is entered
             forward_ad.enter_dual_level()
-            _dual_ours = True
         _dual_users += 1
     if level is not None:
         level.forward += 1

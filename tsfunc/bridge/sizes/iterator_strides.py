@@ -1,11 +1,12 @@
-"""Strides of the results of pointwise operators that broadcast.
+"""Strides of the results of pointwise operators.
 
 torch computes these results with its TensorIterator, which orders the dims by the strides of the
 operands. The rules of its fake tensors differ from the kernels for some operands with dims of
-size 1 or with fewer dims than the result: a program made with such strides would take views that
-the kernels' results do not have. Here the order is that of the kernels.
+size 1, with fewer dims than the result, or with a number as an operand: a program made with such
+strides would take views that the kernels' results do not have. Here the order is that of the
+kernels.
 
-Source: ``TensorIteratorBase::reorder_dimensions`` in torch.
+Source: ``TensorIteratorBase::fast_set_up`` and ``reorder_dimensions`` in torch.
 """
 
 from __future__ import annotations
@@ -16,29 +17,75 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.ops.tensor_iterator import pointwise, where
+from tsfunc.ops.tensor_iterator import clamp, pointwise, where
 
-_RULES = frozenset({pointwise, where})
+_RULES = frozenset({clamp, pointwise, where})
+# Operators whose kernel writes into a contiguous result.
+_CONTIGUOUS = frozenset(
+    {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
+)
+# Operators for whose kernel a number is a tensor without dims, beside those of overload "Tensor".
+_WRAPPING = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
+_CAPTURING = frozenset({"aten::lerp.Scalar"})
 
 
 def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
     """Return the strides of a pointwise operator's result, if torch's rule has found others.
 
-    None as well for other operators, for operands with equal shapes and for symbolic sizes.
+    None as well for other operators, and for symbolic sizes.
     """
-    if op.row is None or op.row.rule not in _RULES or not isinstance(result, torch.Tensor):
+    contiguous = op.name in _CONTIGUOUS
+    if op.row is None or (op.row.rule not in _RULES and not contiguous):
         return None
     operands = [x for x in args if isinstance(x, torch.Tensor)]
+    if not isinstance(result, torch.Tensor) or not operands:
+        return None
     shape = result.shape
     sizes = [*shape, *(n for x in operands for n in (*x.shape, *x.stride()))]
-    if not all(type(n) is int for n in sizes):  # a comparison would be a guard
+    if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
         return None
-    if all(x.shape == shape for x in operands):
-        return None
-    strides = _strides(shape, [_broadcast_strides(x, shape) for x in operands])
-    if all(a == b for a, b, n in zip(strides, result.stride(), shape, strict=True) if n != 1):
-        return None
-    return strides
+    if contiguous:
+        strides: list[int] | None = _dense_strides(shape, [*reversed(range(len(shape)))])
+        return None if strides == list(result.stride()) else strides
+    broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
+    strides = None if broadcasts else _common_strides(operands)
+    if strides is None:
+        strides = _strides(shape, [_broadcast_strides(x, shape) for x in operands])
+    return None if strides == list(result.stride()) else strides
+
+
+def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
+    """Return True if a number is an operand: a tensor without dims for the kernel."""
+    if not any(isinstance(x, int | float | complex) for x in args):
+        return False
+    if op.overload._overloadname in _WRAPPING:
+        return op.name not in _CAPTURING
+    types = [argument.type.kind() for argument in op.overload._schema.arguments]
+    pairs = zip(args, types, strict=False)
+    return any(kind == "TensorType" and not isinstance(x, torch.Tensor) for x, kind in pairs)
+
+
+def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return the strides of the result of operands that are laid out alike, without gaps."""
+    first = operands[0]
+    for order in (torch.contiguous_format, torch.channels_last):
+        if (order is torch.contiguous_format or first.dim() == 4) and all(
+            x.is_contiguous(memory_format=order) for x in operands
+        ):
+            dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
+            return _dense_strides(first.shape, [*reversed(dims)])
+    alike = all(x.stride() == first.stride() for x in operands)
+    return list(first.stride()) if alike and _is_dense(first) else None
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Return True if the tensor has no gaps and does not overlap itself."""
+    expected = 1
+    for step, n in sorted((step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
@@ -71,6 +118,11 @@ def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
                 at = k
             elif found < 0:
                 break
+    return _dense_strides(shape, order)
+
+
+def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return the strides of a tensor without gaps, whose innermost dims come first in the order."""
     strides, step = [0] * len(shape), 1
     for dim in order:
         strides[dim] = step

@@ -14,24 +14,30 @@ freed. The traceback keeps such frames, so their variables are released before t
 restored (NOTE [guards in frames] in ``torch_state``).
 
 Private names used here (torch 2.11 to 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
-dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode; the lengths of torch's
+dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode,
+``_get_torch_function_state`` and its setter calls of ``__torch_function__``; the lengths of torch's
 mode stacks, and the functions that pop a mode; ``_functorch`` has torch.func's stack.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch._C import (
     _functorch,
+    _get_torch_function_state,
     _is_fwd_grad_enabled,
+    _is_torch_function_enabled,
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
     _PreserveDispatchKeyGuard,
     _set_fwd_grad_enabled,
     _set_grad_enabled,
+    _set_torch_function_state,
+    _TorchFunctionState,
     is_grad_enabled,
 )
 from torch.autograd import forward_ad
@@ -42,7 +48,10 @@ from tsfunc.bridge.tracers.dynamo import run_compiled_as_python
 from tsfunc.bridge.tracers.torch_state import casting, release_guards
 from tsfunc.dispatch.state import active_levels, tls
 
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
+
+_ENABLED = _TorchFunctionState.ENABLED
 
 
 class _Entered(threading.local):
@@ -80,11 +89,15 @@ def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _restore(before: tuple[Any, ...]) -> None:
-    state, recording, plain, grad, forward, functions, modes, functorch, cast, dual = before
+    (
+        state, recording, plain, grad, forward, function_state, functions, modes, functorch, cast,
+        dual,
+    ) = before  # fmt: skip
     tls.state = state
     entered.recording, entered.forward, casting.exclude = recording, plain, cast
     _set_grad_enabled(grad)
     _set_fwd_grad_enabled(forward)
+    _set_torch_function_state(_ENABLED if function_state is True else function_state)
     for leave in _leave_dual_level:
         leave(dual)
     while _len_torch_function_stack() > functions:
@@ -115,6 +128,7 @@ def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str
     state = tls.state
     before = (
         state, own.recording, own.forward, is_grad_enabled(), _is_fwd_grad_enabled(),
+        _is_torch_function_enabled() or _get_torch_function_state(),
         _len_torch_function_stack(), _len_torch_dispatch_stack(),
         _functorch.maybe_current_level(), casting.exclude, forward_ad._current_level,
     )  # fmt: skip
@@ -131,3 +145,15 @@ def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str
         finally:
             own.inside = False
             tls.state = state
+
+
+def protected(call: F) -> F:
+    """Decorate a function that may be the outermost one of a thread: NOTE [interrupts]."""
+
+    @functools.wraps(call)
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        if entered.inside:
+            return call(*args, **kwargs)
+        return leave_whole(call, args, kwargs)
+
+    return cast(F, entering)

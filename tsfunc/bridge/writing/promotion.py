@@ -29,6 +29,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,11 +204,22 @@ def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
             continue
         if id(item) not in inside and memory_of(item) == memory:
             return True
-        with DisableTorchFunctionSubclass():
-            gradient = item.grad if item.is_leaf else None
+        gradient = _gradient_of(item)
         if gradient is not None and memory_of(gradient) == memory:
             return True
     return False
+
+
+def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the ``.grad`` of a tensor, whatever state the tensor is in."""
+    with DisableTorchFunctionSubclass():
+        if tensor.retains_grad:
+            return tensor.grad
+        # Autograd refuses to say if some views are leaves: those made under no_grad whose base was
+        # written to with a graph later. They have no gradient.
+        with suppress(RuntimeError):
+            return tensor.grad if tensor.is_leaf else None
+    return None
 
 
 class _Extent:

@@ -13,6 +13,7 @@ import optree
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.trace.backward_passes import RetraceForBackward
+from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, TsfuncError
@@ -83,6 +84,7 @@ class FirstCall:
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
 
+    @protected
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
         """Return a program for the call, and the values that it reads of objects in the arguments.
 

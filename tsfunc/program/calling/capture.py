@@ -28,7 +28,7 @@ from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
-from tsfunc.bridge.tracers.outermost import entered, leave_whole
+from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
@@ -102,6 +102,7 @@ class TraceRequest:
     records: bool = False
 
 
+@protected
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
     """Trace a function.
 
@@ -118,8 +119,6 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         RetraceForSmallSizes, RetraceForAliasing, RetraceForBackward: it has to be traced again,
             with other ``instances``.
     """
-    if not entered.inside:
-        return leave_whole(capture, (request, instances), {})
     with collecting_seldom():
         if instances is not None:
             trace = _Trace(request, instances)
@@ -128,14 +127,13 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         return trace.program(out)
 
 
+@protected
 def outline(request: TraceRequest) -> Any:
     """Return the results of a function for inputs of fixed sizes, with fake tensors as tensors.
 
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    if not entered.inside:
-        return leave_whole(outline, (request,), {})
     trace, out = _run(request, request.what)
     try:
         return pytrees.tree_map(trace.fake_value, out)
