@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,7 +184,7 @@ def train_ensemble(data: Data, seed: int, epochs: Iterable[int]) -> list[float]:
 
 def throughput(data: Data, seed: int, repeats: int) -> dict[str, float]:
     """Images per second of one private step, its gradients got in four ways."""
-    steps = {
+    steps: dict[str, Callable[..., Any]] = {
         "tsfunc, specialized": tsfunc.specialize(make_step(mapped_gradients(), NOISE)),
         "tsfunc": make_step(mapped_gradients(), NOISE),
         "torch.func": make_step(mapped_gradients(torch.func), NOISE),

@@ -165,7 +165,7 @@ class TestLimit:
 
 def test_auto_widen_is_a_bool() -> None:
     with pytest.raises(TypeError, match="auto_widen= takes True or False, got 'no'"):
-        specialize(torch.sin, auto_widen="no")  # type: ignore[arg-type]
+        specialize(torch.sin, auto_widen="no")  # type: ignore[call-overload]
 
 
 class TestWidening:

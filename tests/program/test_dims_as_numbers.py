@@ -237,7 +237,7 @@ class TestMessages:
             return x * by
 
         with pytest.raises(TypeError, match=r"scaled\(x.*by.*\).*: missing a required argument"):
-            specialize(scaled)(torch.ones(2))
+            specialize(scaled)(torch.ones(2))  # type: ignore[call-arg]
 
 
 class TestUnanswered:

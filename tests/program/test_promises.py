@@ -43,7 +43,7 @@ def test_keys_of_dicts_are_those_of_the_call(keys: list[Any], closed: bool, more
     def text(d: dict[Any, torch.Tensor]) -> tuple[torch.Tensor, str]:
         return sum(d.values(), x), str([kinds(key) for key in d])
 
-    f = tsfunc.specialize(lambda x: text(held)) if closed else tsfunc.specialize(text)
+    f: Any = tsfunc.specialize(lambda x: text(held)) if closed else tsfunc.specialize(text)
     for key in keys:
         d = {key: x, "more": x} if more else {key: x}
         held.clear()

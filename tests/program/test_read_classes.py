@@ -262,7 +262,7 @@ class TestClassesOfTensors:
         assert g.cache_info().programs == 2
 
     def test_a_parameter_is_a_tensor_to_who_does_not_ask(self) -> None:
-        g = specialize(lambda x: x * 2 if isinstance(x, list | tuple) else x * 3)
+        g: Any = specialize(lambda x: x * 2 if isinstance(x, list | tuple) else x * 3)
         for x in (ONES, nn.Parameter(torch.ones(2), requires_grad=False)):
             assert g(x).equal(ONES * 3)
         assert g.cache_info().programs == 1

@@ -159,7 +159,7 @@ def test_under_transforms(case: Any) -> None:
 @pytest.mark.parametrize("kind", ["checkpoint", "cond"])
 def test_a_derivative_draws_what_the_call_has_drawn(kind: str, tmp_path: Path) -> None:
     """Also where it is traced again: else value and slope would be of two functions."""
-    drop = {
+    drop: Callable[..., Tensor] = {
         "checkpoint": checkpoint(torch.nn.functional.dropout),
         "cond": lambda x: cond(x.sum() > 0, torch.nn.functional.dropout, torch.cos, x),
     }[kind]

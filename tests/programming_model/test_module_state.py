@@ -345,5 +345,5 @@ class TestFunctionalization:
         (update,) = f.program.updates
         assert update.buffer == "total"
         assert len(f.program.inputs) == 2  # x, and the buffer
-        results = f.program.graph.output_node().args[0]
+        results: Any = f.program.graph.output_node().args[0]
         assert len(results) == 2

@@ -123,7 +123,7 @@ class TestContainers:
         assert f.cache_info().programs == 1
 
     def test_the_structure_is_static(self) -> None:
-        f = specialize(lambda xs: sum(xs.values()) if isinstance(xs, dict) else sum(xs))
+        f: Any = specialize(lambda xs: sum(xs.values()) if isinstance(xs, dict) else sum(xs))
         x = torch.ones(2)
         for xs, total in (([x, x], 2), ([x, x, x], 3), ((x, x), 2), ({"a": x, "b": x}, 2)):
             assert f(xs).equal(total * x)

@@ -127,7 +127,7 @@ def test_it_is_refused_for_what_a_transform_differentiates(derivative: Any) -> N
     layer = torch.nn.Linear(3, 1)
 
     def f(x: Tensor) -> Tensor:
-        loss = layer(x).sin().sum()
+        loss: Tensor = layer(x).sin().sum()
         loss.backward(retain_graph=True)
         return loss
 

@@ -141,7 +141,8 @@ def test_policies_say_what_is_computed_again(policy: str, sines: int, dots: int)
     x = X.clone().requires_grad_()
     a = torch.eye(3, dtype=torch.float64)
     counts = []
-    for func in (lambda x: ((x @ a).sin() @ a) @ a,):
+    functions: list[Callable[..., Any]] = [lambda x: ((x @ a).sin() @ a) @ a]
+    for func in functions:
         for made in (func, checkpoint(func, policy=POLICIES[policy])):
             with Counting() as counting:
                 made(x).sum().backward()
@@ -249,7 +250,7 @@ def test_the_memory_of_a_loop(policy: Any, most: Callable[[int], float], nesting
 
             start = (torch.tensor(0), x)
             end = tsfunc.while_loop(lambda c: c[0] < steps, step, start, checkpoint=policy)
-            return end[1].sum()  # type: ignore[no-any-return]
+            return end[1].sum()
 
         LOOPS[nesting](loop)
         with Meter(torch.device("cpu")) as meter:
@@ -289,7 +290,7 @@ def test_random_numbers_are_drawn_again() -> None:
 
 
 def test_arguments_and_results_of_any_kind() -> None:
-    @checkpoint(policy=None)  # type: ignore[untyped-decorator]
+    @checkpoint(policy=None)
     def f(tree: Any, *, times: int) -> Any:
         return {"out": tree["x"].sin() * times, "rest": (times, None, tree["n"].argmax())}
 

@@ -222,7 +222,7 @@ def test_in_the_forward_of_an_autograd_function() -> None:
 
 MESSAGES: list[tuple[Callable[[], Any], str]] = [
     (
-        lambda: tsfunc.jvp(torch.sin, [X], (Y,)),  # type: ignore[arg-type]
+        lambda: tsfunc.jvp(torch.sin, [X], (Y,)),  # type: ignore[call-overload]
         "jvp(f, primals, tangents): Expected primals to be a tuple. E.g. it should be valid to "
         "call f(*primals).",
     ),

@@ -22,7 +22,8 @@ A = torch.arange(6.0, dtype=torch.float64).view(2, 3)
 
 
 def half_known(x: Tensor) -> Any:
-    return (x * stop_gradient({"x": [x.sin(), "other"]})["x"][0]).sum()
+    known: Any = stop_gradient({"x": [x.sin(), "other"]})
+    return (x * known["x"][0]).sum()
 
 
 NESTINGS: dict[str, tuple[Callable[[Callable[[Tensor], Tensor]], Any], Tensor]] = {

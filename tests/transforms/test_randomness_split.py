@@ -309,9 +309,7 @@ def test_an_operator_without_a_rule_draws_alone_too() -> None:
 
 def halve(x: Tensor) -> Tensor:
     """Draws as often as the example needs it."""
-    return tsfunc.while_loop(  # type: ignore[no-any-return]
-        lambda x: x > 0.5, lambda x: x * (0.5 + 0.4 * torch.rand(())), x
-    )
+    return tsfunc.while_loop(lambda x: x > 0.5, lambda x: x * (0.5 + 0.4 * torch.rand(())), x)
 
 
 def coins(x: Tensor) -> Tensor:

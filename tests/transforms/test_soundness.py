@@ -358,7 +358,7 @@ class TestClosure:
 
     def test_another_word(self) -> None:
         with pytest.raises(ValueError, match="closure= takes one of"):
-            specialize(lambda x: x, closure="thaw")  # type: ignore[arg-type]
+            specialize(lambda x: x, closure="thaw")  # type: ignore[call-overload]
 
 
 class TestUpdates:

@@ -381,7 +381,7 @@ class TestContracts:
         with pytest.raises(DescriptorError, match="twice"):
             specialize({"x": Meta()}, {"x": Meta()})
         with pytest.raises(TypeError, match="expected a function"):
-            specialize(3)  # type: ignore[arg-type]
+            specialize(3)  # type: ignore[call-overload]
         with pytest.raises(RuntimeError, match="no program yet"):
             _ = specialize(lambda x: x).program
 
@@ -408,7 +408,7 @@ class TestForms:
             """Doubles."""
             return 2 * x
 
-        @specialize({"x": Meta(shape=["n"])})  # type: ignore[untyped-decorator]
+        @specialize({"x": Meta(shape=["n"])})
         def g(x: Tensor) -> Tensor:
             return 2 * x
 

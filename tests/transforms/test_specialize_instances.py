@@ -491,7 +491,7 @@ class TestAssignment:
 
         module, x = Net(), torch.ones(2)
         weight = module.weight
-        f = specialize(module) if own else specialize(lambda m, x: m(x))
+        f: Any = specialize(module) if own else specialize(lambda m, x: m(x))
         with pytest.raises(TypeCheckError) as caught:
             f(x) if own else f(module, x)
         text, it = str(caught.value), "self" if own else "m"
@@ -557,10 +557,10 @@ class TestOwn:
 
     def test_methods_and_callable_objects(self) -> None:
         scale, x = Scale(torch.ones(3)), torch.randn(3)
-        for f in (specialize(scale.strength), specialize(lambda: scale.doubled)):
-            before = f()
+        for read in (specialize(scale.strength), specialize(lambda: scale.doubled)):
+            before = read()
             scale.weight = scale.weight + 1
-            assert not f().equal(before)
+            assert not read().equal(before)
         f = specialize(scale)
         torch.testing.assert_close(f(x), scale(x))
         scale.factor = 7.0

@@ -435,7 +435,7 @@ def test_results_that_are_no_tensors() -> None:
 
 
 def test_a_result_that_is_a_tensor_for_some_only() -> None:
-    out = split(lambda x: x if x[0] > 0 else None)(X)
+    out: Any = split(lambda x: x if x[0] > 0 else None)(X)
     assert [item is None for item in out] == [bool(x[0] <= 0) for x in X]
     same(out[3], X[3])
 
@@ -601,14 +601,14 @@ def by_branches(x: Tensor) -> Tensor:
     def low(x: Tensor) -> Tensor:
         return x[x < 0].sum() - x
 
-    return tsfunc.cond(x.sum() > 1, high, low, x)  # type: ignore[no-any-return]
+    return tsfunc.cond(x.sum() > 1, high, low, x)
 
 
 def by_loops(x: Tensor) -> Tensor:
     def body(x: Tensor) -> Tensor:
         return x * 1.5 + 1 if x[0] > 0 else x * 2 - 1
 
-    return tsfunc.while_loop(lambda x: x.abs().sum() < 60, body, x)  # type: ignore[no-any-return]
+    return tsfunc.while_loop(lambda x: x.abs().sum() < 60, body, x)
 
 
 @pytest.mark.parametrize("func", [by_branches, by_loops])

@@ -289,6 +289,6 @@ def test_generator_functions_are_refused_where_they_are_called() -> None:
     with pytest.raises(TypeError, match="`<lambda>` returned a generator"):
         vmap(lambda x: {"a": x, "b": steps(x)})(x)
     with pytest.raises(TypeError, match="`later` returned a coroutine"):
-        vmap(later)(x)
+        vmap(later)(x)  # type: ignore[unused-coroutine]
     first, second = vmap(lambda x: list(steps(x)))(x)
     assert first.equal(x * 2) and second.equal(x * 3)

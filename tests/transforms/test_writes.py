@@ -415,7 +415,7 @@ def test_made_in_the_outer_one_and_written_with_its_values_in_the_inner() -> Non
             out.copy_(x)
             return out * y
 
-        return vmap(inner)(Y)  # type: ignore[no-any-return]
+        return vmap(inner)(Y)
 
     same(vmap(func)(X), X[:, None] * Y)
 
@@ -437,7 +437,7 @@ def test_made_in_the_outer_one_and_written_by_the_inner_is_refused(name: str) ->
             OUTER[name](out, x, y)
             return y
 
-        return vmap(inner)(Y)  # type: ignore[no-any-return]
+        return vmap(inner)(Y)
 
     with pytest.raises(RuntimeError, match=r"vmap\(inner\): add_ writes .*made outside"):
         vmap(func)(X.clone())

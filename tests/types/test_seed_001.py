@@ -60,7 +60,7 @@ def test_a_descriptor_goes_before_the_annotation() -> None:
     def doubled(x: int) -> Any:
         return x * 2
 
-    specialized = specialize(doubled, {"x": MetaTensorType(["n"])})
+    specialized: Any = specialize(doubled, {"x": MetaTensorType(["n"])})
     assert specialized(torch.ones(3)).equal(torch.full((3,), 2.0))
 
 

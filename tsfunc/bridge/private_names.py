@@ -267,13 +267,13 @@ def _torch_function() -> None:
         _expect(isinstance(torch.sin(x), torch.Tensor), "a call without __torch_function__")
         with torch._C._EnableTorchFunction():
             _expect(torch.sin(x) == "seen", "a call of __torch_function__")
-    enabled: Any = torch._C._TorchFunctionState.ENABLED
+    state: Any = torch._C
     with torch._C.DisableTorchFunctionSubclass():
-        before = torch._C._get_torch_function_state()
-        _expect(not torch._C._is_torch_function_enabled(), "calls are switched off")
-        torch._C._set_torch_function_state(enabled)
-        _expect(torch._C._is_torch_function_enabled(), "calls are switched on")
-        torch._C._set_torch_function_state(before)
+        before = state._get_torch_function_state()
+        _expect(not state._is_torch_function_enabled(), "calls are switched off")
+        state._set_torch_function_state(state._TorchFunctionState.ENABLED)
+        _expect(state._is_torch_function_enabled(), "calls are switched on")
+        state._set_torch_function_state(before)
     _expect(
         isinstance(skip(torch.sin, (Seen,), (x,), {}), torch.Tensor),
         "one call without __torch_function__",

@@ -32,23 +32,23 @@ from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_s
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 @overload
 def checkpoint(
-    func: _Function,
+    func: Callable[..., _Result],
     *,
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
-) -> _Function: ...
+) -> Callable[..., _Result]: ...
 @overload
 def checkpoint(
     func: None = None,
     *,
     policy: Policy | Sequence[Any] | None = None,
     preserve_rng_state: bool = True,
-) -> Callable[[_Function], _Function]: ...
+) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]: ...
 @outside_dynamo
 def checkpoint(
     func: Callable[..., Any] | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import torch
 
@@ -26,8 +26,6 @@ from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
-
-_Params = ParamSpec("_Params")
 
 
 def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -82,14 +80,14 @@ def _of_leaves(
 
 @outside_dynamo
 def jacrev(
-    func: Callable[_Params, Any],
+    func: Callable[..., Any],
     argnums: Argnums = 0,
     *,
     has_aux: bool = False,
     chunk_size: int | Literal["auto"] | None = None,
     memory_budget: float | None = None,
     _preallocate_and_copy: bool = False,
-) -> Callable[_Params, Any]:
+) -> Callable[..., Any]:
     """Return the Jacobian by reverse mode: one pullback for each entry of the output, batched.
 
     Args:
@@ -178,12 +176,12 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
 
 @outside_dynamo
 def jacfwd(
-    func: Callable[_Params, Any],
+    func: Callable[..., Any],
     argnums: Argnums = 0,
     has_aux: bool = False,
     *,
     randomness: str = "error",
-) -> Callable[_Params, Any]:
+) -> Callable[..., Any]:
     """Return the Jacobian by forward mode: one pushforward for each entry of the input, batched.
 
     The arguments and results are those of :func:`jacrev`; ``randomness`` is that of the ``vmap``
@@ -249,7 +247,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
 
 
 @outside_dynamo
-def hessian(func: Callable[_Params, Any], argnums: Argnums = 0) -> Callable[_Params, Any]:
+def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """Return the matrix of second derivatives: forward mode over reverse mode.
 
     Args:

@@ -36,7 +36,10 @@ def stop_gradient(tree: _Tree) -> _Tree:
 
     Corresponds to ``jax.lax.stop_gradient``; applies ``Tensor.detach`` to each leaf.
     """
-    return pytrees.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree)
+    stopped: _Tree = pytrees.tree_map(
+        lambda x: x.detach() if isinstance(x, torch.Tensor) else x, tree
+    )
+    return stopped
 
 
 @boundary("hvp")

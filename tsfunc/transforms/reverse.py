@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import optree
 import torch
@@ -40,7 +40,6 @@ from tsfunc.transforms.arguments import (
     with_chosen,
 )
 
-_Params = ParamSpec("_Params")
 _Aux = TypeVar("_Aux")
 _Result = TypeVar("_Result")
 
@@ -256,8 +255,8 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
 
 @outside_dynamo
 def grad(
-    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[_Params, Any]:
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Return a function that computes the gradient of a scalar function.
 
     Args:
@@ -299,8 +298,8 @@ def grad(
 
 @outside_dynamo
 def grad_and_value(
-    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[_Params, Any]:
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Same as :func:`grad` with the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
 
     Example:
@@ -329,8 +328,8 @@ def grad_and_value(
 
 @outside_dynamo
 def value_and_grad(
-    func: Callable[_Params, Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[_Params, Any]:
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
 
     Example:

@@ -54,6 +54,8 @@ register_all()  # so that files know the values that programs may hold
 class Specialized(Generic[_Params, _Result]):
     """A function that runs as programs; made by :func:`specialize`."""
 
+    __name__: str  # unless the function has none, as an nn.Module
+    func: Any
     _has_function = True  # the function can be traced for more calls
 
     def __init__(
@@ -108,13 +110,16 @@ class Specialized(Generic[_Params, _Result]):
                     if entry is not entries[0]:
                         self.cache.use(entry)
                     try:
-                        return entry.build(entry.run(values))
+                        out: _Result = entry.build(entry.run(values))
+                        return out
                     except NeedsInlining:
-                        return self._traced_again(args, kwargs)
+                        out = self._traced_again(args, kwargs)
+                        return out
                     except RuntimeError as error:
                         raise_user_assertion(self.func, args, kwargs, entry.program, error)
                         raise
-            return self._first_call(args, kwargs)
+            out = self._first_call(args, kwargs)
+            return out
         except UnboundAxisError as error:
             if not is_bound(error.axis_name):
                 fold(error, self._label)
@@ -124,7 +129,8 @@ class Specialized(Generic[_Params, _Result]):
             raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
-        return self.func(*args, **kwargs)
+        out = self.func(*args, **kwargs)
+        return out
 
     def _label(self) -> str:
         return f"specialize({spelled(self.func)})"
@@ -352,7 +358,8 @@ class Specialized(Generic[_Params, _Result]):
     @overload
     def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
     def __get__(self, instance: object, owner: Any) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        called: Any = self
+        return self if instance is None else functools.partial(called, instance)
 
     def __repr__(self) -> str:
         return f"<specialized {self.name}, {len(self.programs)} programs>"

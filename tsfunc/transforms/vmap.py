@@ -43,14 +43,14 @@ from tsfunc.transforms.split import dense_sources
 from tsfunc.transforms.tensor_collections import collections_of, returned_collections
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 InTree = Any  # the structure of the inputs, or their number if all are tensors
 
 
 @outside_dynamo
 def vmap(
-    func: _Function,
+    func: Callable[..., _Result],
     in_dims: InDims = 0,
     out_dims: OutDims = 0,
     randomness: str = "error",
@@ -63,7 +63,7 @@ def vmap(
     ragged: str = "nested",
     axis_name: Hashable = None,
     mesh_axis: str | tuple[str, ...] | None = None,
-) -> _Function:
+) -> Callable[..., _Result]:
     """Map a function over a dim of its inputs, by batched operators instead of a loop.
 
     Args:

@@ -134,7 +134,7 @@ def refuse_backward(leaf: torch.Tensor) -> None:
     All leaves share one table of hooks, which costs a quarter of
     ``Tensor.register_post_accumulate_grad_hook``.
     """
-    leaf._post_accumulate_grad_hooks = _REFUSED  # type: ignore[attr-defined]
+    leaf._post_accumulate_grad_hooks = _REFUSED
 
 
 def _from_outside(name: str) -> str:

@@ -26,7 +26,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from torch._C import (
+from torch._C import (  # type: ignore[attr-defined]
     _functorch,
     _get_torch_function_state,
     _is_fwd_grad_enabled,

@@ -121,7 +121,7 @@ class PhysicalBatch:
                     filled[i] = x
                 return tuple(function(filled))
 
-            return vmap(one, in_dims=dims)(*[given[i] for i in tensors])  # type: ignore[no-any-return]
+            return vmap(one, in_dims=dims)(*[given[i] for i in tensors])
 
         flat: list[Any] = [x if i in used else None for i, x in enumerate(operands)]
         inputs = []

@@ -114,17 +114,20 @@ def cond(
         operands = ()
     check_callable("cond", true_fun=true_fun, false_fun=false_fun)
     if torch_records():
-        return in_torch.cond(pred, true_fun, false_fun, operands)
+        found: _Result = in_torch.cond(pred, true_fun, false_fun, operands)
+        return found
     if not kwargs:
         operands = operands_of(operands, true_fun)
     axes = exchanging("cond", (true_fun, false_fun), operands)
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
-        return _SwitchCall("switch", branches, names, operands, batching).by_user(index)
-    return _SwitchCall(
+        found = _SwitchCall("switch", branches, names, operands, batching).by_user(index)
+        return found
+    found = _SwitchCall(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
+    return found
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -193,13 +196,15 @@ def switch(
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
-        return in_torch.switch(index, branches, operands)
+        found: _Result = in_torch.switch(index, branches, operands)
+        return found
     operands = operands_of(operands, branches[0])
     axes = exchanging("switch", branches, operands)
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    return _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
+    found = _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
+    return found
 
 
 def _is_static(choice: Any) -> bool:

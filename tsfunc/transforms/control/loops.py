@@ -105,19 +105,24 @@ def while_loop(
         )
     check_callable("while_loop", cond_fun=cond_fun, body_fun=body_fun)
     if torch_records():
-        return in_torch.while_loop(cond_fun, body_fun, init_val)
+        last: _Carry = in_torch.while_loop(cond_fun, body_fun, init_val)
+        return last
     if not takes_entries(cond_fun, init_val):
-        return _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).whole(init_val)
+        last = _loop("while_loop", cond_fun, body_fun, checkpoint, init_val).whole(init_val)
+        return last
+
+    entries: Any = init_val
 
     def body(carry: Any) -> Any:
         new = body_fun(*carry)
-        if len(init_val) == 1 and type(new) not in (tuple, list):
+        if len(entries) == 1 and type(new) not in (tuple, list):
             new = (new,)
-        return type(init_val)(new) if type(new) in (tuple, list) else new
+        return type(entries)(new) if type(new) in (tuple, list) else new
 
     loop = _loop("while_loop", lambda carry: cond_fun(*carry), body, checkpoint, init_val)
     loop.written = body_fun
-    return loop.whole(init_val)
+    last = loop.whole(init_val)
+    return last
 
 
 def fori_loop(
@@ -156,14 +161,16 @@ def fori_loop(
     """
     check_callable("fori_loop", body_fun=body_fun)
     if torch_records():
-        return in_torch.fori_loop(lower, upper, body_fun, init_val)
+        last: _Carry = in_torch.fori_loop(lower, upper, body_fun, init_val)
+        return last
     if isinstance(lower, torch.Tensor) or isinstance(upper, torch.Tensor):
         # The ranks of a mesh may have different bounds.
         carry = (torch.as_tensor(lower), torch.as_tensor(upper), init_val)
         step = lambda carry: (carry[0] + 1, carry[1], body_fun(carry[0], carry[2]))  # noqa: E731
         if exchanging("fori_loop", (step,), (carry,)):
             counts = lambda carry: carry[0] < carry[1]  # noqa: E731
-            return _loop("fori_loop", counts, step, checkpoint, carry).whole(carry)[2]
+            last = _loop("fori_loop", counts, step, checkpoint, carry).whole(carry)[2]
+            return last
     bounds: list[Any] = [_bound(value) for value in (lower, upper)]
     trace = current_trace()
     if trace is not None and _numbered(*bounds):
@@ -172,10 +179,11 @@ def fori_loop(
             check_zero_steps("fori_loop", body_fun, step, init_val, _ADVICE)
             return init_val
         numbers = torch.arange(bounds[0], torch.sym_max(*bounds))
-        return record_scan(
+        last = record_scan(
             "fori_loop", lambda carry, i: (body_fun(i, carry), None), init_val, numbers, None,
             False, 0, _ADVICE,
         )[0]  # fmt: skip
+        return last
     tensor = next((b for b in bounds if isinstance(b, torch.Tensor)), None)
     if tensor is not None:
         bounds = [b if isinstance(b, torch.Tensor) else as_tensor(b, device=tensor.device)
@@ -187,7 +195,8 @@ def fori_loop(
 
     loop = _Counted("fori_loop", lambda carry: carry[0] < carry[1], body, checkpoint)
     loop.numbered = loop.written = body_fun
-    return loop.whole((*bounds, init_val))[2]
+    last = loop.whole((*bounds, init_val))[2]
+    return last
 
 
 def _loop(

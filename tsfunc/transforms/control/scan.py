@@ -201,7 +201,8 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"map: batch_size must be at least 1, got {batch_size}.")
     if torch_records():
-        return in_torch.over(f, xs, args)
+        ys: _Y = in_torch.over(f, xs, args)
+        return ys
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
@@ -273,13 +274,15 @@ def associative_scan(
         dim = int(axis)
     at = int(axis) if dim is None else dim
     if torch_records():
-        return in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
+        found: _Elems = in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
+        return found
     leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]
     if current_trace() is not None and not (isinstance(size, int) and size < 2):
         one = fn if dim is not None else _of_slices(fn, at)
-        return record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
+        found = record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
+        return found
     if dim is not None:
         fn = vmap(fn, in_dims=dim, out_dims=dim)
     if reverse:
@@ -294,7 +297,8 @@ def associative_scan(
     done = prefixes(combine, leaves, axes, size)
     if reverse:
         done = [leaf.flip(at) for leaf, at in zip(done, axes, strict=True)]
-    return optree.tree_unflatten(spec, list(done))
+    found = optree.tree_unflatten(spec, list(done))
+    return found
 
 
 def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any], Any]:

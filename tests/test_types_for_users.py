@@ -1,0 +1,79 @@
+"""The types of the public functions: mypy checks each ``assert_type``, the tests run the calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import tsfunc
+from tsfunc import MetaTensorType
+
+X = torch.ones(4, 3)
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (params["w"] * x).sum()
+
+
+@tsfunc.specialize({"x": MetaTensorType(["n"])})
+def described(x: Tensor, power: int = 2) -> Tensor:
+    return x**power
+
+
+def test_transforms_keep_the_type_of_the_result() -> None:
+    params = {"w": torch.ones(3)}
+    losses = tsfunc.vmap(loss, in_dims=(None, 0))(params, X)
+    assert_type(losses, Tensor)
+    assert losses.shape == (4,)
+    assert_type(tsfunc.checkpoint(loss)(params, X[0]), Tensor)
+    out, tangent = tsfunc.jvp(torch.sin, (X,), (X,))
+    assert_type((out, tangent), tuple[Tensor, Tensor])
+    assert_type(tsfunc.vjp(loss, params, X[0])[0], Tensor)
+    assert_type(tsfunc.linearize(torch.sin, X)[1](X), Tensor)
+    assert_type(tsfunc.stop_gradient(params), dict[str, Tensor])
+
+
+def test_auxiliary_values_have_their_types() -> None:
+    def with_aux(x: Tensor) -> tuple[Tensor, int]:
+        return x.sin(), 3
+
+    out, tangent, aux = tsfunc.jvp(with_aux, (X,), (X,), has_aux=True)
+    assert_type(aux, int)
+    assert_type(tangent, Tensor)
+    assert out.shape == X.shape and aux == 3
+
+
+def test_programs_have_the_signature_of_their_function() -> None:
+    program = tsfunc.specialize(loss)
+    assert_type(program({"w": torch.ones(3)}, X[0]), Tensor)
+    assert_type(described(torch.ones(3), power=3), Tensor)
+    assert program.program.graph is not None
+    tsfunc.specialize(torch.nn.Linear(3, 2))(X)
+
+
+def test_control_flow_has_the_types_of_its_functions() -> None:
+    def step(carry: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return carry + x, {"total": carry}
+
+    last, totals = tsfunc.scan(step, torch.zeros(3), X)
+    assert_type(last, Tensor)
+    assert_type(totals, dict[str, Tensor])
+    assert_type(tsfunc.cond(X.sum() > 0, torch.sin, torch.cos, X), Tensor)
+    doubled = tsfunc.fori_loop(0, 3, lambda i, x: x * 2, torch.ones(2))
+    assert_type(doubled, Tensor)
+    assert doubled.tolist() == [8, 8]
+
+
+def test_functions_without_annotations_are_taken() -> None:
+    def keeps(func: Callable[..., Any]) -> Callable[..., Any]:
+        return func
+
+    assert keeps(tsfunc.vmap(lambda x: x * 2))(X).equal(2 * X)
+    assert keeps(tsfunc.grad(lambda x: (x * x).sum()))(X).equal(2 * X)
+    assert (
+        tsfunc.vmap(tsfunc.grad(lambda x: tsfunc.checkpoint(lambda y: y.sum())(x)))(X).sum() == 12
+    )
