@@ -61,6 +61,7 @@ def run_rank(socket: Path, folder: Path, rank: int, size: int) -> None:
         os.dup2(stderr, 2)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
         connection = Client(str(socket), "AF_UNIX")
+        faulthandler.enable()  # the lines of a crash are in the report of the rank
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         connection.send((rank, os.getpid()))
         dist.init_process_group(
