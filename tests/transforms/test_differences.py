@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -153,16 +154,18 @@ def test_a_tensor_from_outside_that_is_written_into() -> None:
         tsfunc.vmap(lambda y: tsfunc.grad(func)(X[0]) * y)(X)
 
 
-def test_a_reshape_that_copies_for_the_batch_and_a_view_that_does_not() -> None:
+def test_contiguous_copies_for_a_batch_between_dims_and_reshape_does_not() -> None:
     x = torch.arange(12.0).reshape(2, 1, 2, 3)
 
-    def written(x: Tensor, flatten: Callable[[Tensor], Tensor]) -> Tensor:
+    def written(x: Tensor, alias: Callable[[Tensor], Tensor]) -> Tensor:
         y = x.clone()
-        flatten(y)[-1] = 100.0
+        alias(y)[-1] = 100.0
         return y
 
-    flattened, viewed = (lambda y: y.reshape(-1)), (lambda y: y.view(-1))
     for one in (tsfunc.vmap, torch.func.vmap):
-        same(one(lambda x: written(x, flattened), in_dims=2)(x), x.movedim(2, 0))
-    want = torch.stack([written(e.contiguous(), viewed) for e in x.unbind(2)])
-    same(tsfunc.vmap(lambda x: written(x, viewed), in_dims=2)(x), want)
+        got = one(lambda x: written(x, lambda y: y.contiguous()), in_dims=2)(x)
+        same(got, x.movedim(2, 0))
+    aliases: list[Callable[[Tensor], Tensor]] = [lambda y: y.reshape(-1), lambda y: y.view(-1)]
+    for alias in aliases:
+        want = torch.stack([written(e.contiguous(), alias) for e in x.unbind(2)])
+        same(tsfunc.vmap(functools.partial(written, alias=alias), in_dims=2)(x), want)

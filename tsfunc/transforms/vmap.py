@@ -302,7 +302,7 @@ def _run(
                 value if dim is None else wrap(value, dim, level, value.storage_offset())
                 for value, dim in zip(flat, at, strict=True)
             ]
-            level.axis_name = spec.axis_name
+            level.axis_name, level.arguments = spec.axis_name, flat
             if not isinstance(tree, int):
                 inputs = pytrees.unflatten(tree, inputs)
                 if spec.by_name:

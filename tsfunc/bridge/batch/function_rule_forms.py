@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
-from tsfunc.bridge.tracers.tracer import NO_KWARGS
+from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
 from tsfunc.ops.dims import front, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
 
@@ -25,6 +25,8 @@ _SEVERAL = frozenset({tuple, list, torch.Size})
 _INDICES = frozenset({int, slice, type(None), type(Ellipsis)})
 _STEPS = frozenset({int, type(None)})
 _INTEGERS = frozenset({torch.int64, torch.int32})
+
+Made = Callable[[Rule], Rule]
 
 
 def _all_ints(values: Sequence[Any]) -> bool:
@@ -106,6 +108,40 @@ def with_sizes(rule: Rule) -> Rule:
         return _view(rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS))
 
     return rule_of_call
+
+
+def reshaping(made: Made, as_view: Callable[..., torch.Tensor]) -> Made:
+    """Return a form that leaves a reshape to the handler if only a copy of the batch is possible.
+
+    ``writing/reshaped_views`` then sees the call: one example may have a view.
+
+    Args:
+        made: the form of the arguments.
+        as_view: the operator that takes the same view, or raises if there is none.
+    """
+
+    def form(rule: Rule) -> Rule:
+        def views_only(
+            op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
+            if not (dims[0] or getattr(args[0], "bdim", None)):
+                return rule(op, level, dims, args, kwargs)
+            if isinstance(args[0], Tracer):
+                return NotImplemented
+            try:
+                return rule(as_view, level, dims, args, kwargs)
+            except (RuntimeError, ValueError):  # fake tensors raise ValueError
+                return NotImplemented
+
+        return made(views_only)
+
+    return form
+
+
+def _flat_view(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    shape = x.shape
+    flat: torch.Tensor = torch.ops.aten.view.default(x, [*shape[:first], -1, *shape[last + 1 :]])
+    return flat
 
 
 def _view(found: Any) -> Any:
@@ -238,8 +274,6 @@ def cast(dtype: torch.dtype) -> Rule:
 _CASTS = "double float half bfloat16 long int short bool".split()
 
 
-Made = Callable[[Rule], Rule]
-
 # The name of functions and methods, the operator whose rule serves them, and their form of call.
 _NAMED: tuple[tuple[str, str, Made], ...] = (
     ("sum", "aten::sum.dim_IntList", over_dims),
@@ -257,14 +291,18 @@ _NAMED: tuple[tuple[str, str, Made], ...] = (
 
 # The same for functions that return a view if they can.
 _VIEWS: tuple[tuple[str, str, Made], ...] = (
-    ("reshape", "aten::reshape", with_sizes),
+    ("reshape", "aten::reshape", reshaping(with_sizes, torch.ops.aten.view.default)),
     ("view", "aten::view", with_sizes),
     ("expand", "aten::expand", with_sizes),
     ("permute", "aten::permute", with_sizes),
     ("transpose", "aten::transpose.int", lambda rule: with_ints(rule, 2, 2)),
     ("unsqueeze", "aten::unsqueeze", lambda rule: with_ints(rule, 1, 1)),
     ("squeeze", "aten::squeeze.dim", lambda rule: with_ints(rule, 1, 1)),
-    ("flatten", "aten::flatten.using_ints", lambda rule: with_ints(rule, 0, 2)),
+    (
+        "flatten",
+        "aten::flatten.using_ints",
+        reshaping(lambda rule: with_ints(rule, 0, 2), _flat_view),
+    ),
 )
 
 

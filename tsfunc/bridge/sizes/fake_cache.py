@@ -56,6 +56,7 @@ from torch.autograd.graph import increment_version
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
 from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
+from tsfunc.bridge.sizes.view_strides import check_view
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.settings import settings
@@ -226,6 +227,7 @@ class FakeCache:
 
     def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        check_view(op.name, args, results)
         strides = kernel_strides(op, args, results)
         if strides is None:
             return results

@@ -58,7 +58,7 @@ def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
     """Return True if a number is an operand: a tensor without dims for the kernel."""
     if not any(isinstance(x, int | float | complex) for x in args):
         return False
-    if op.overload._overloadname in _WRAPPING:
+    if op.name.partition(".")[2] in _WRAPPING:
         return op.name not in _CAPTURING
     types = [argument.type.kind() for argument in op.overload._schema.arguments]
     pairs = zip(args, types, strict=False)

@@ -51,10 +51,11 @@ class BatchLevel(TracerLevel):
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
         splitter: chooses between examples with different answers; None refuses them.
+        arguments: the flattened arguments of the call, before they became tracers.
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("axis_name", "batch_size", "bit", "first", "generators", "kind",
+    __slots__ = ("arguments", "axis_name", "batch_size", "bit", "first", "generators", "kind",
                  "lifts_factories", "randomness", "rng_streams", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
@@ -73,6 +74,7 @@ class BatchLevel(TracerLevel):
         self.strict = strict
         self.first = first
         self.generators = generators
+        self.arguments: Sequence[Any] = ()
         self.axis_name: Hashable = None
         self.rng_streams: RngStreams | None = None
         self.kind: type[BatchTracer] = BatchTracer.layouts[1]

@@ -245,7 +245,7 @@ class _Extent:
     def bounds(self) -> tuple[int, int]:
         """Return the first byte that the tensor reaches, and the end."""
         width = self.dtype.itemsize
-        return _hint(self.offset) * width, _hint(self.offset + self.span) * width
+        return hint_of(self.offset) * width, hint_of(self.offset + self.span) * width
 
     def has(self, other: _Extent) -> bool:
         """True if all memory of the other tensor belongs to this tensor too."""
@@ -268,20 +268,20 @@ class _Extent:
     @property
     def full(self) -> bool:
         """True if the tensor has every element of its span."""
-        return _hint(self.span) == math.prod(map(_hint, self.size))
+        return hint_of(self.span) == math.prod(map(hint_of, self.size))
 
     def _bytes(self, first: int, end: int) -> torch.Tensor:
         """Return a boolean mask of the bytes of a range that belong to the tensor."""
         width = self.dtype.itemsize
         with without_factory_keys():
             found = torch.zeros(end - first, dtype=torch.bool)
-            size = [*map(_hint, self.size), width]
-            stride = [_hint(step) * width for step in self.stride]
-            found.as_strided(size, [*stride, 1], _hint(self.offset) * width - first).fill_(True)
+            size = [*map(hint_of, self.size), width]
+            stride = [hint_of(step) * width for step in self.stride]
+            found.as_strided(size, [*stride, 1], hint_of(self.offset) * width - first).fill_(True)
         return found
 
 
-def _hint(size: Any) -> int:
+def hint_of(size: Any) -> int:
     """Return a size as an int; for a symbolic size, its hint."""
     return size if isinstance(size, int) else size.node.hint
 
@@ -321,7 +321,7 @@ def _counterparts(
     places = {id(tensor): _Extent(tensor) for tensor in tensors}
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(id(_base(tensor)), []).append(tensor)
+        groups.setdefault(id(base_of(tensor)), []).append(tensor)
     firsts = [_first(group, places) for group in groups.values()]
     if batched:
         base, place = _covering(firsts, places)
@@ -340,7 +340,7 @@ def _counterparts(
                 yield tensor, _view(made, places[id(tensor)], at)
 
 
-def _base(tensor: torch.Tensor) -> Any:
+def base_of(tensor: torch.Tensor) -> Any:
     """Return an object that identifies the tensor that a tensor is a view of, or itself."""
     while isinstance(tensor, Tracer):
         origin = tensor.origin()

@@ -24,9 +24,17 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
+from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import METHODS, call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
-from tsfunc.bridge.writing.promotion import CreatedOutside, memory_of, physical, relatives_of
+from tsfunc.bridge.writing.promotion import (
+    CreatedOutside,
+    base_of,
+    hint_of,
+    memory_of,
+    physical,
+    relatives_of,
+)
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
@@ -158,8 +166,8 @@ def _strides_alone(x: torch.Tensor) -> list[int]:
     strides, at = _strides_alone(x.value), x.bdim
     if at is None:
         return strides
-    size, step = x.value.shape[at], strides.pop(at)
-    return [stride // size if stride > step else stride for stride in strides]
+    size, step = x.value.shape[at], hint_of(strides.pop(at))
+    return [stride // size if hint_of(stride) > step else stride for stride in strides]
 
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
@@ -168,6 +176,56 @@ _COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view
 
 def _reshape(shape: torch.Size) -> _Map:
     return lambda x: x.reshape(shape)
+
+
+def _reshaping(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Reshape; return an emulated view if one example has a view where the batch has a copy.
+
+    The function's own results have the layout of one example. What it takes of its arguments keeps
+    the arguments' strides, of which torch makes a copy as well.
+    """
+    base = args[0] if args else None
+    if not isinstance(base, BatchTracer) or not _lies_between(base):
+        return NotImplemented
+    out: torch.Tensor = call_torch(func, types, args, kwargs)
+    if _current_graph_task_id() != -1:
+        return out
+    memory = _memory(base)
+    if memory == _memory(out) or _is_argument(base, memory):
+        return out
+    with DisableTorchFunctionSubclass(), without_factory_keys():
+        sizes = [[*map(hint_of, each)] for each in (base.shape, _strides_alone(base), out.shape)]
+        alone = torch.empty_strided(sizes[0], sizes[1], device="meta")
+        if memory_of(alone.reshape(sizes[2])) != memory_of(alone):
+            return out
+    return ReshapedView(base, out, _reshape(out.shape), _reshape(base.shape)).view()
+
+
+def _lies_between(x: Any) -> bool:
+    """Return True if a batch dim is not in front of the dims of an example."""
+    while isinstance(x, BatchTracer):
+        if x.bdim:
+            return True
+        x = x.value
+    return False
+
+
+def _memory(x: torch.Tensor) -> Any:
+    """Return an identifier of a tensor's memory; in a trace, of the tensor that it is a view of."""
+    plain = physical(x)
+    return id(base_of(x)) if plain is None else memory_of(plain)
+
+
+def _is_argument(x: Any, memory: Any) -> bool:
+    """Return True if the memory is that of an argument of one of the tensor's transforms."""
+    while isinstance(x, BatchTracer):
+        for value in x.dispatch_level.arguments:
+            if isinstance(value, torch.Tensor) and _memory(value) == memory:
+                return True
+        x = x.value
+    return False
 
 
 def _native_group_norm(
@@ -195,6 +253,10 @@ def _take_along_dim(
 
 METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
 METHODS[torch.view_as_complex] = _viewing
+for _name in ("reshape", "reshape_as", "flatten", "ravel"):
+    for _owner in (torch, torch.Tensor):
+        if hasattr(_owner, _name):
+            METHODS[getattr(_owner, _name)] = _reshaping
 METHODS[torch.native_group_norm] = _native_group_norm
 METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
 DECOMPOSITIONS["aten::view"] = _view
