@@ -11,6 +11,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
+import tsfunc
 from tsfunc import Dim, cond, grad, jvp, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 
@@ -111,6 +112,22 @@ class TestCallables:
         assert backend.calls == calls
         torch.testing.assert_close(grad(f)(x), grad(plain)(x))
         assert backend.calls == calls + 1
+
+    @pytest.mark.parametrize(
+        "func", [torch.sin, lambda x: tsfunc.map(lambda y: y / 2, x)], ids=["operator", "loop"]
+    )
+    def test_a_first_call_inside_a_transform_compiles_nothing(self, func: Any) -> None:
+        """The backend gets no values of transforms; the first plain call compiles."""
+        backend = Recording()
+        f = specialize(func, backend=backend)
+        xs = torch.randn(3, 4)
+        torch.testing.assert_close(vmap(f)(xs), func(xs))
+        assert not backend.examples
+        torch.testing.assert_close(f(xs[0]), func(xs[0]))
+        assert len(backend.examples) == 1
+        assert not any(isinstance(x, tsfunc.Tracer) for x in backend.examples[0])
+        compiled = specialize(func, backend="aot_eager")
+        torch.testing.assert_close(vmap(compiled)(xs), func(xs))
 
     def test_made_ahead(self) -> None:
         backend = Recording()

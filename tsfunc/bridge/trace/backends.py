@@ -29,6 +29,7 @@ from torch.autograd import forward_ad
 
 from tsfunc.bridge.trace.torch_tracing import copied_views
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.bridge.tracers.tracer import Tracer
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Callable[..., Any]]
 
@@ -132,4 +133,11 @@ def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
         and forward_ad._current_level < 0
         and _functorch.maybe_current_level() is None
         and not in_dispatch_modes()
+    )
+
+
+def stand_for_others(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if some tensors are values of a transform, which no backend can take."""
+    return _functorch.maybe_current_level() is not None or any(
+        isinstance(x, Tracer) for x in tensors
     )

@@ -35,6 +35,7 @@ from tsfunc.bridge.trace.backends import (
     backend_of,
     inductor,
     runs_plainly,
+    stand_for_others,
 )
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
@@ -107,7 +108,8 @@ class Compiled:
         for node in every_node(program.graph):
             if node.target is MAP:
                 agree_on_program(str(node.args[3]), str(node.args[4]))
-        self._compile(values)
+        if not stand_for_others([*self._given(values), *self._lifted]):
+            self._compile(values)  # else the first plain call does it
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         given = [*self._given(values), *self._lifted]
