@@ -366,6 +366,8 @@ class TestThreads:
         self.run(8, lambda i: torch.testing.assert_close(f(x), x.sin()))
         assert len(calls) == 1 and f.cache_info()[:3] == (7, 1, 1)
 
+    # Sizes and numbers vary together, and which calls come first differs from run to run.
+    @pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")
     def test_calls_of_many_kinds(self) -> None:
         f = specialize(lambda x, k: (x * k).sum(), max_specializations=3)
 
