@@ -116,7 +116,7 @@ class TestContainers:
     @pytest.mark.parametrize("name", ["../../etc/x.json", "/etc/x.json", "C:/x.json", "x.pickle"])
     def test_names_that_lead_elsewhere(self, name: str, good: bytes, tmp_path: Path) -> None:
         data = file_of({**entries_of(good), name: b"{}"})
-        refused(tmp_path, data, "is no name of an entry")
+        refused(tmp_path, data, "is not the name of an entry")
 
     def test_entries_that_are_compressed(self, good: bytes, tmp_path: Path) -> None:
         bomb = {**entries_of(good), "tensors.safetensors": bytes(50_000_000)}
@@ -409,7 +409,7 @@ FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("parameters", lambda d: d["parameters"][0].update(name="a b"), "expected a name"),
     ("no name", lambda d: d["parameters"][0].update(name=""), "expected a name"),
     ("two of a name", lambda d: d["parameters"].append(d["parameters"][0]), "duplicate parameter"),
-    ("descriptors", lambda d: d["descriptors"][0].update(x="f32[n"), "this is no descriptor"),
+    ("descriptors", lambda d: d["descriptors"][0].update(x="f32[n"), "not a descriptor"),
     ("of no parameter", lambda d: d["descriptors"][0].update(z="int"), "is no such parameter"),
     ("huge tensors", lambda d: first_leaf(d).update(shape=[1 << 62, 1 << 62], strides=[1, 1]),
      "there is no such tensor"),
@@ -457,7 +457,7 @@ def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -
     ("text", "match"),
     [
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"a": NaN}', "NaN is not a number of JSON"),
         (b'{"a": 1, "a": 1}', "a key twice"),
         (b'{"a": ' + b"9" * 5000 + b"}", "no JSON of a program"),
         (b"\xff", "no JSON of a program"),
@@ -473,7 +473,7 @@ def test_documents(text: bytes, match: str, good: bytes, tmp_path: Path) -> None
 def test_the_memory_of_tensors(good: bytes, tmp_path: Path) -> None:
     entries = entries_of(good)
     entries["tensors.safetensors"] = entries["tensors.safetensors"][:-1]
-    refused(tmp_path, file_of(entries), r"tensors\.safetensors: this is no safetensors")
+    refused(tmp_path, file_of(entries), r"tensors\.safetensors: not safetensors data")
 
 
 def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -578,7 +578,7 @@ def test_generators(tmp_path: Path) -> None:
     memory = bytearray(entries["tensors.safetensors"])
     memory[-5056:] = bytes(5056)
     entries["tensors.safetensors"] = bytes(memory)
-    refused(tmp_path, file_of(entries), "this is no state of a generator of cpu")
+    refused(tmp_path, file_of(entries), "not the state of a generator of cpu")
 
 
 def test_functions_of_earlier_formats(tmp_path: Path) -> None:
