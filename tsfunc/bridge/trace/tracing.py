@@ -447,8 +447,8 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     assert isinstance(level, TraceLevel)
     if not isinstance(op, TorchOperator):
         raise MissingRuleError(
-            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. Register "
-            f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
+            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. "
+            f"Register a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
         )
     if op.reshapes and isinstance(args[0], TraceTracer):
         with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
