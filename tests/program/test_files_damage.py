@@ -90,15 +90,15 @@ def moved(data: bytes, by: int) -> bytes:
 
 class TestContainers:
     def test_no_archive(self, good: bytes, tmp_path: Path) -> None:
-        refused(tmp_path, b"", "no file of tsfunc, or it is cut off")
-        refused(tmp_path, b"\x80\x04pickle", "no file of tsfunc, or it is cut off")
+        refused(tmp_path, b"", "not a file of tsfunc, or it is cut off")
+        refused(tmp_path, b"\x80\x04pickle", "not a file of tsfunc, or it is cut off")
         for end in (1, 100, len(good) // 2, len(good) - 1):
-            refused(tmp_path, good[:end], "no file of tsfunc, or it is cut off")
+            refused(tmp_path, good[:end], "not a file of tsfunc, or it is cut off")
 
     def test_another_archive(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "f.tsf", "w") as archive:
             archive.writestr("data.json", "{}")
-        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), r"no file of tsfunc.*format\.json")
+        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), r"not a file of tsfunc.*format\.json")
 
     def test_flipped_bits(self, good: bytes, tmp_path: Path) -> None:
         at = good.index(b"aten::mul")
@@ -356,7 +356,7 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("too few", set_in("mul", "args", []), "has no self"),
     ("kinds", set_in("mul", "args", [{"node": "x"}, "two"]), "other of aten::mul.Tensor is of"),
     ("keywords", set_in("mul", "kwargs", {"out": None}), "has no argument 'out'"),
-    ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "no name of an argument"),
+    ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "not the name of an argument"),
     ("cycles", set_in("mul", "args", [{"node": "mul_tensor"}, 2]), "no node 'mul_tensor' before"),
     ("names that are code", set_in("mul", "name", "x; print()"), "expected the name of a node"),
     ("names of others", set_in("mul", "name", "args"), "expected another name"),
@@ -404,7 +404,7 @@ def test_graphs(change: Callable[[Any], Any], match: str, good: bytes, tmp_path:
 
 FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("a program that is not there", lambda d: d["calls"][0].update(program=4), "expected an int"),
-    ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that are no such values"),
+    ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that the call does not have"),
     ("no calls", lambda d: d.update(calls=[]), "programs that answer no call"),
     ("parameters", lambda d: d["parameters"][0].update(name="a b"), "expected a name"),
     ("no name", lambda d: d["parameters"][0].update(name=""), "expected a name"),
@@ -459,9 +459,9 @@ def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": NaN}', "NaN is not a number of JSON"),
         (b'{"a": 1, "a": 1}', "a key twice"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON of a program"),
-        (b"\xff", "no JSON of a program"),
-        (b"", "no JSON of a program"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not the JSON of a program"),
+        (b"\xff", "not the JSON of a program"),
+        (b"", "not the JSON of a program"),
         (b"3", "expected an object"),
     ],
     ids=["depth", "nan", "twice", "digits", "utf", "empty", "number"],
@@ -571,7 +571,7 @@ def test_generators(tmp_path: Path) -> None:
         return changed
 
     refused(tmp_path, edited(data, GRAPH, generator({"state": "t9"})), "there is no tensor 't9'")
-    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "no state of a generator")
+    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "not the state of a generator")
     broken = edited(data, TENSORS, lambda d: d.update({"t0": {**d["t0"], "dtype": "int8"}}))
     refused(tmp_path, broken, "its data is torch.uint8")
     entries = entries_of(data)

@@ -209,7 +209,7 @@ def test_str_reads_back(written: object, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("List[int", r"'List\[int' is no descriptor: expected '\]' or ','"),
+        ("List[int", r"'List\[int' is not a valid descriptor: expected '\]' or ','"),
         ("List[int, str]", r"List of 2 descriptor\(s\) is none"),
         ("Literal[", "expected a value, got ''"),
         ("Literal[1.2.3]", r"'1\.2\.3' is not a value"),
@@ -220,7 +220,7 @@ def test_str_reads_back(written: object, text: str) -> None:
             r"State has the fields \['weight', 'step'\], got",
         ),
         ("nowhere.Class", "neither a word of the grammar nor a class"),
-        (str(Value(torch.ones(2))), "is no descriptor"),
+        (str(Value(torch.ones(2))), "is not a valid descriptor"),
     ],
 )
 def test_what_is_no_descriptor(text: str, message: str) -> None:

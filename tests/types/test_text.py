@@ -120,7 +120,7 @@ def test_other_spellings(text: str, normal: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no type: expected a type, got 'the end'"),
+        ("", "'' is not a valid type: expected a type, got 'the end'"),
         ("List[int", r"expected '\]' or ',', got ''"),
         ("List[int]]", r"expected the end of the type, got '\]'"),
         ("List", r"List says not what is in it: write List\[\.\.\.\]"),
