@@ -383,7 +383,7 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("keys", lambda d: d.update(more=1), "there is no 'more' in such an object"),
     ("no keys", lambda d: d.pop("graph"), "graph is missing"),
     ("classes", lambda d: d.update(results={"class": "os._wrap_close", "children": []}),
-     "no container|children is missing|data is missing"),
+     "not a container|children is missing|data is missing"),
     ("functions as classes", lambda d: d.update(results={"class": "os.system", "children": []}),
      "the class 'os.system' is not known here"),
     ("depth", lambda d: d.update(results=_nested(120)), "nested too deeply"),
