@@ -90,15 +90,15 @@ def moved(data: bytes, by: int) -> bytes:
 
 class TestContainers:
     def test_no_archive(self, good: bytes, tmp_path: Path) -> None:
-        refused(tmp_path, b"", "no file of tsfunc, or it is cut off")
-        refused(tmp_path, b"\x80\x04pickle", "no file of tsfunc, or it is cut off")
+        refused(tmp_path, b"", "not a file of tsfunc, or it is cut off")
+        refused(tmp_path, b"\x80\x04pickle", "not a file of tsfunc, or it is cut off")
         for end in (1, 100, len(good) // 2, len(good) - 1):
-            refused(tmp_path, good[:end], "no file of tsfunc, or it is cut off")
+            refused(tmp_path, good[:end], "not a file of tsfunc, or it is cut off")
 
     def test_another_archive(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "f.tsf", "w") as archive:
             archive.writestr("data.json", "{}")
-        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), r"no file of tsfunc.*format\.json")
+        refused(tmp_path, (tmp_path / "f.tsf").read_bytes(), r"not a file of tsfunc.*format\.json")
 
     def test_flipped_bits(self, good: bytes, tmp_path: Path) -> None:
         at = good.index(b"aten::mul")
@@ -116,7 +116,7 @@ class TestContainers:
     @pytest.mark.parametrize("name", ["../../etc/x.json", "/etc/x.json", "C:/x.json", "x.pickle"])
     def test_names_that_lead_elsewhere(self, name: str, good: bytes, tmp_path: Path) -> None:
         data = file_of({**entries_of(good), name: b"{}"})
-        refused(tmp_path, data, "is no name of an entry")
+        refused(tmp_path, data, "is not the name of an entry")
 
     def test_entries_that_are_compressed(self, good: bytes, tmp_path: Path) -> None:
         bomb = {**entries_of(good), "tensors.safetensors": bytes(50_000_000)}
@@ -356,7 +356,7 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("too few", set_in("mul", "args", []), "has no self"),
     ("kinds", set_in("mul", "args", [{"node": "x"}, "two"]), "other of aten::mul.Tensor is of"),
     ("keywords", set_in("mul", "kwargs", {"out": None}), "has no argument 'out'"),
-    ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "no name of an argument"),
+    ("code in a keyword", set_in("mul", "kwargs", {"a=print()": 1}), "not the name of an argument"),
     ("cycles", set_in("mul", "args", [{"node": "mul_tensor"}, 2]), "no node 'mul_tensor' before"),
     ("names that are code", set_in("mul", "name", "x; print()"), "expected the name of a node"),
     ("names of others", set_in("mul", "name", "args"), "expected another name"),
@@ -383,7 +383,7 @@ GRAPHS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("keys", lambda d: d.update(more=1), "there is no 'more' in such an object"),
     ("no keys", lambda d: d.pop("graph"), "graph is missing"),
     ("classes", lambda d: d.update(results={"class": "os._wrap_close", "children": []}),
-     "no container|children is missing|data is missing"),
+     "not a container|children is missing|data is missing"),
     ("functions as classes", lambda d: d.update(results={"class": "os.system", "children": []}),
      "the class 'os.system' is not known here"),
     ("depth", lambda d: d.update(results=_nested(120)), "nested too deeply"),
@@ -404,12 +404,12 @@ def test_graphs(change: Callable[[Any], Any], match: str, good: bytes, tmp_path:
 
 FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("a program that is not there", lambda d: d["calls"][0].update(program=4), "expected an int"),
-    ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that are no such values"),
+    ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that the call does not have"),
     ("no calls", lambda d: d.update(calls=[]), "programs that answer no call"),
     ("parameters", lambda d: d["parameters"][0].update(name="a b"), "expected a name"),
     ("no name", lambda d: d["parameters"][0].update(name=""), "expected a name"),
     ("two of a name", lambda d: d["parameters"].append(d["parameters"][0]), "duplicate parameter"),
-    ("descriptors", lambda d: d["descriptors"][0].update(x="f32[n"), "this is no descriptor"),
+    ("descriptors", lambda d: d["descriptors"][0].update(x="f32[n"), "not a descriptor"),
     ("of no parameter", lambda d: d["descriptors"][0].update(z="int"), "is no such parameter"),
     ("huge tensors", lambda d: first_leaf(d).update(shape=[1 << 62, 1 << 62], strides=[1, 1]),
      "there is no such tensor"),
@@ -457,11 +457,11 @@ def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -
     ("text", "match"),
     [
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"a": NaN}', "NaN is no number of JSON"),
+        (b'{"a": NaN}', "NaN is not a number of JSON"),
         (b'{"a": 1, "a": 1}', "a key twice"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "no JSON of a program"),
-        (b"\xff", "no JSON of a program"),
-        (b"", "no JSON of a program"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not the JSON of a program"),
+        (b"\xff", "not the JSON of a program"),
+        (b"", "not the JSON of a program"),
         (b"3", "expected an object"),
     ],
     ids=["depth", "nan", "twice", "digits", "utf", "empty", "number"],
@@ -473,7 +473,7 @@ def test_documents(text: bytes, match: str, good: bytes, tmp_path: Path) -> None
 def test_the_memory_of_tensors(good: bytes, tmp_path: Path) -> None:
     entries = entries_of(good)
     entries["tensors.safetensors"] = entries["tensors.safetensors"][:-1]
-    refused(tmp_path, file_of(entries), r"tensors\.safetensors: this is no safetensors")
+    refused(tmp_path, file_of(entries), r"tensors\.safetensors: not safetensors data")
 
 
 def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -571,14 +571,14 @@ def test_generators(tmp_path: Path) -> None:
         return changed
 
     refused(tmp_path, edited(data, GRAPH, generator({"state": "t9"})), "there is no tensor 't9'")
-    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "no state of a generator")
+    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "not the state of a generator")
     broken = edited(data, TENSORS, lambda d: d.update({"t0": {**d["t0"], "dtype": "int8"}}))
     refused(tmp_path, broken, "its data is torch.uint8")
     entries = entries_of(data)
     memory = bytearray(entries["tensors.safetensors"])
     memory[-5056:] = bytes(5056)
     entries["tensors.safetensors"] = bytes(memory)
-    refused(tmp_path, file_of(entries), "this is no state of a generator of cpu")
+    refused(tmp_path, file_of(entries), "not the state of a generator of cpu")
 
 
 def test_functions_of_earlier_formats(tmp_path: Path) -> None:

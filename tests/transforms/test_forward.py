@@ -272,7 +272,7 @@ MESSAGES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: tsfunc.jvp(lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], (X,), (Y,)),
-        "tsfunc.jvp: forward mode of somebody else (torch.func.jvp, ",
+        "tsfunc.jvp: forward mode that is not tsfunc's (torch.func.jvp, ",
     ),
 ]
 

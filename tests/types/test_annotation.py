@@ -172,16 +172,16 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
         (Tuple[int, ...], "any length, and the length of a tuple is part of its type"),
         (Union[int, str], "a union of int and str: the language has no unions but with None"),
         (Dict[Color, int], r"keys of a dict are .*, not tests\.types\.strategies\.Color"),
-        (typing.Callable[[int], int], r"is no type of the language; a type is Any, int, float"),
-        (collections.deque[int], "is no type of the language"),
-        (typing.Literal[3], "is no type of the language"),
-        (T, "~T is no type of the language"),
-        (3, "3 is no type of the language"),
-        ([int], r"\[<class 'int'>\] is no type of the language"),
+        (typing.Callable[[int], int], r"is not a type of the language; a type is Any, int, float"),
+        (collections.deque[int], "is not a type of the language"),
+        (typing.Literal[3], "is not a type of the language"),
+        (T, "~T is not a type of the language"),
+        (3, "3 is not a type of the language"),
+        ([int], r"\[<class 'int'>\] is not a type of the language"),
         (Config, "Config is a TypedDict"),
         (Node, r"Node\.next: Node has itself among its elements; .*make it a class"),
         (Annotated[int, META], r"describes a tensor, but annotates int"),
-        (TSModuleType(torch.nn.Linear, ()), "the type of one module, which is no annotation"),
+        (TSModuleType(torch.nn.Linear, ()), "the type of one module, which is not an annotation"),
         ("nowhere", "nowhere is neither a word of the grammar nor a class"),
     ],
 )
@@ -332,14 +332,14 @@ class TestInterfaces:
         ("body", "fault"),
         [
             ("width: int", "it has the attribute width"),
-            ("width = 3", "width is no method but a int"),
+            ("width = 3", "width is a int"),
             ("def __init__(self): self.a = 3", "it has a constructor"),
             ("def f(self, x) -> int: ...", "f has no annotation for x"),
             ("def f(self, x: int, *y: int, z) -> int: ...", "f has no annotation for z"),
             ("def f(self, x: int) -> int: return x", "f has a body"),
             ("def f(self) -> int: return 3", "f has a body"),
-            ("@property\n    def f(self) -> int: ...", "f is no method but a property"),
-            ("@staticmethod\n    def f() -> int: ...", "f is no method but a staticmethod"),
+            ("@property\n    def f(self) -> int: ...", "f is a property"),
+            ("@staticmethod\n    def f() -> int: ...", "f is a staticmethod"),
         ],
     )
     @pytest.mark.parametrize("base", ["Protocol", "torch.nn.Module"])
@@ -350,7 +350,9 @@ class TestInterfaces:
             from_annotation(interface(scope["Wrong"]))
 
     def test_is_derived_from_interfaces_alone(self) -> None:
-        with pytest.raises(AnnotationError, match="it is derived from Base, which is no interface"):
+        with pytest.raises(
+            AnnotationError, match="it is derived from Base, which is not an interface"
+        ):
 
             @interface
             class Wrong(Base):

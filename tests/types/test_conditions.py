@@ -27,7 +27,7 @@ from tsfunc.types import (
 def test_annotations_are_types() -> None:
     def f(x: Callable[[int], int]) -> None: ...
 
-    with pytest.raises(AnnotationError, match=r"f: parameter x: .* is no type of the language"):
+    with pytest.raises(AnnotationError, match=r"f: parameter x: .* is not a type of the language"):
         signature(f)
 
 

@@ -154,7 +154,7 @@ class TestEveryMismatch:
         assert (mismatch.path, mismatch.expected, mismatch.got) == ("x[0]", "str", "1 (int)")
 
     def test_what_is_no_type(self) -> None:
-        with pytest.raises(AnnotationError, match="3 is no type"):
+        with pytest.raises(AnnotationError, match="3 is not a type of the language"):
             check(3, 3)
 
 

@@ -364,8 +364,8 @@ class TestSplit:
     ("make", "message"),
     [
         (lambda: Descriptors([1]), r"expected a dict of parameter name to descriptor, got \[1\]"),  # type: ignore[arg-type]
-        (lambda: Descriptors({"1x": int}), r"'1x' is no name of a parameter"),
-        (lambda: Descriptors.parse("x f32[n]"), r"'x f32\[n\]' is no descriptor of a parameter"),
+        (lambda: Descriptors({"1x": int}), r"'1x' is not the name of a parameter"),
+        (lambda: Descriptors.parse("x f32[n]"), r"'x f32\[n\]' is not a descriptor of a parameter"),
         (lambda: Descriptors.parse("x: int, x: int"), r"describes 'x' twice"),
         (lambda: Descriptors.parse("x: f32[n"), r"expected '\]' after the dims"),
         (infer_descriptors, "expected at least one example, got none"),

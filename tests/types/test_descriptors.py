@@ -164,7 +164,7 @@ def test_reads(written: object, descriptor: object) -> None:
         (State(1, Optional), r"x\.step: typing\.Optional can't be"),
         (Config, r"x: Config can't be checked at a call: TypedDict"),
         (Sized, r"x: interface Sized may have abstract methods .* it has the attribute size"),
-        (dict[META, int], r"x: the keys of a dict are no tensors, got f64\[n\]"),  # type: ignore[valid-type]
+        (dict[META, int], r"x: the keys of a dict cannot be tensors, got f64\[n\]"),  # type: ignore[valid-type]
     ],
 )
 def test_refuses(written: object, message: str) -> None:
@@ -209,10 +209,10 @@ def test_str_reads_back(written: object, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("List[int", r"'List\[int' is no descriptor: expected '\]' or ','"),
+        ("List[int", r"'List\[int' is not a valid descriptor: expected '\]' or ','"),
         ("List[int, str]", r"List of 2 descriptor\(s\) is none"),
         ("Literal[", "expected a value, got ''"),
-        ("Literal[1.2.3]", r"'1\.2\.3' is no value"),
+        ("Literal[1.2.3]", r"'1\.2\.3' is not a value"),
         ("{'a' int}", "expected ':' after the key, got 'int}'"),
         ("Tuple[int, ..., str]", r"expected '\]' after \.\.\."),
         (
@@ -220,7 +220,7 @@ def test_str_reads_back(written: object, text: str) -> None:
             r"State has the fields \['weight', 'step'\], got",
         ),
         ("nowhere.Class", "neither a word of the grammar nor a class"),
-        (str(Value(torch.ones(2))), "is no descriptor"),
+        (str(Value(torch.ones(2))), "is not a valid descriptor"),
     ],
 )
 def test_what_is_no_descriptor(text: str, message: str) -> None:

@@ -76,7 +76,7 @@ CALL = "descriptors of f(x, y, rest, train, more): "
         (lambda: {"x": Set[int]}, [CALL, "x: typing.Set[int] can't be checked", "List[X]"]),  # noqa: UP006
         (lambda: {"x": List["Foo"]}, [CALL, "x[...]: ForwardRef('Foo') can't"]),  # type: ignore[name-defined]  # noqa: F821, UP006
         (lambda: {"x": TypeVar("T")}, [CALL, "x: ~T can't be checked"]),
-        (lambda: {"x": Dict[torch.Tensor, int]}, [CALL, "x: the keys of a dict are no tensors"]),  # noqa: UP006
+        (lambda: {"x": Dict[torch.Tensor, int]}, [CALL, "x: the keys of a dict cannot be tensors"]),  # noqa: UP006
         (lambda: {"rest": Meta()}, [CALL, "rest: *rest is a tuple", "got tensor[...]"]),
         (lambda: {"more": int}, [CALL, "more: **more is a dict", "got int", "Dict[str, X]"]),
         (lambda: [], ["or a list of such dicts, got [] of type list"]),

@@ -117,7 +117,9 @@ class TestRules:
     def test_annotations_that_are_no_types(self) -> None:
         def f(x: Callable[[], int]): ...  # type: ignore[no-untyped-def]
 
-        with pytest.raises(AnnotationError, match=r"^f: parameter x: .*is no type of the language"):
+        with pytest.raises(
+            AnnotationError, match=r"^f: parameter x: .*is not a type of the language"
+        ):
             signature(f)
 
         def g() -> list: ...  # type: ignore[empty-body, type-arg]

@@ -120,7 +120,7 @@ def test_other_spellings(text: str, normal: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "'' is no type: expected a type, got 'the end'"),
+        ("", "'' is not a valid type: expected a type, got 'the end'"),
         ("List[int", r"expected '\]' or ',', got ''"),
         ("List[int]]", r"expected the end of the type, got '\]'"),
         ("List", r"List says not what is in it: write List\[\.\.\.\]"),
@@ -129,7 +129,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         ("Dict[Tuple[int], int]", "keys of a dict are str, int, float, bool, Tensor or Any, not T"),
         ("int | str", "a union of int and str: the language has no unions but with None"),
         ("nowhere.Model", r"nowhere\.Model is neither a word .*parse\(text, \{'nowhere': \.\.\.\}"),
-        ("os.path", "is no type of the language"),
+        ("os.path", "is not a type of the language"),
         ("namedtuple[int]", r"expected '\(' after namedtuple, got '\[int\]'"),
         ("namedtuple(a: int, a: int)", "a name of its own for each element"),
         ("namedtuple(int int)", r"expected ',' or '\)', got 'int\)'"),

@@ -119,7 +119,7 @@ def jvp(
         if "Nested forward mode AD is not supported" not in str(error):
             raise
         raise RuntimeError(
-            "tsfunc.jvp: forward mode of somebody else (torch.func.jvp, torch.func.jacfwd, "
+            "tsfunc.jvp: forward mode that is not tsfunc's (torch.func.jvp, torch.func.jacfwd, "
             "torch.autograd.forward_ad) was entered inside of tsfunc's, and torch has one level "
             "of it only. Use tsfunc.jvp, tsfunc.jacfwd or tsfunc.hessian inside as well."
         ) from error

@@ -107,9 +107,9 @@ def _refuse_hidden(spec: Spec, leaf: Any, level: BatchLevel) -> None:
                 )
             raise ValueError(
                 f"vmap({spec.name}, ...): `{spec.name}` returned a value of type {kind} that holds "
-                f"a batched tensor ({kind}{path}), but {kind} is no container that vmap can look "
-                f"into. Return the tensors themselves, in a tuple, dict or dataclass, or register "
-                f"the class: optree.register_pytree_node({kind}, flatten, unflatten, "
+                f"a batched tensor ({kind}{path}), but {kind} is not a container that vmap can "
+                f"look into. Return the tensors themselves, in a tuple, dict or dataclass, or "
+                f"register the class: optree.register_pytree_node({kind}, flatten, unflatten, "
                 f'namespace="tsfunc").'
             )
 

@@ -111,8 +111,8 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return annotation
     if isinstance(annotation, TSModuleType):
         raise reading.error(
-            f"{annotation.cls.__name__} stands here for the type of one module, which is no "
-            f"annotation; write the class"
+            f"{annotation.cls.__name__} stands here for the type of one module, which is not "
+            f"an annotation; write the class"
         )
     if isinstance(annotation, MetaTensorType):
         return TSTensor(meta=annotation)
@@ -134,7 +134,7 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return _read(annotation.__supertype__, reading)
     if type(annotation).__name__ == "TypeAliasType":  # Python 3.12's `type X = ...`
         return _read(annotation.__value__, reading)
-    raise reading.error(f"{annotation!r} is no type of the language; {_ADVICE}")
+    raise reading.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
 
 
 def _from_string(text: str, reading: _Reading) -> TSType:
@@ -207,7 +207,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
             return _from_class(
                 origin, reading
             )  # a user's class, whose parameters are not part of the language
-        raise reading.error(f"{annotation!r} is no type of the language; {_ADVICE}")
+        raise reading.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
         raise reading.error(f"{annotation!r} says not what is in it: write {_BARE[origin]}")
     if Ellipsis in args:

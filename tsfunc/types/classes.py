@@ -203,7 +203,7 @@ def _faults(cls: type) -> Iterator[str]:
     for base in cls.__mro__[1:]:
         plain = base in (object, torch.nn.Module, typing.Protocol, typing.Generic)
         if not plain and base.__name__ != "ABC" and not is_interface(base):
-            yield f"it is derived from {base.__name__}, which is no interface"
+            yield f"it is derived from {base.__name__}, which is not an interface"
     own = vars(cls)
     for name in inspect.get_annotations(cls):
         yield f"it has the attribute {name}"
@@ -215,7 +215,7 @@ def _faults(cls: type) -> Iterator[str]:
         elif isinstance(value, types.FunctionType):
             yield from _method_faults(name, value)
         elif name not in inspect.get_annotations(cls):
-            yield f"{name} is no method but a {type(value).__name__}"
+            yield f"{name} is a {type(value).__name__}"
 
 
 def _is_machinery(name: str, value: Any) -> bool:

@@ -58,7 +58,7 @@ class Descriptors(Mapping[str, Descriptor]):
             )
         for name in described:
             if not isinstance(name, str) or not name.isidentifier():
-                raise DescriptorError(f"Descriptors: {name!r} is no name of a parameter")
+                raise DescriptorError(f"Descriptors: {name!r} is not the name of a parameter")
         self._described = {name: as_descriptor(each, name) for name, each in described.items()}
 
     def __getitem__(self, name: str) -> Descriptor:
@@ -231,7 +231,7 @@ def _parameters(line: str) -> Iterator[tuple[str, str]]:
         found = re.match(r"\s*([^\W\d]\w*)\s*:(.*)", part)
         if found is None:
             raise DescriptorError(
-                f"{part.strip()!r} is no descriptor of a parameter: `name: f32[n]`"
+                f"{part.strip()!r} is not a descriptor of a parameter: `name: f32[n]`"
             )
         yield found[1], found[2]
 

@@ -46,7 +46,7 @@ def fact_code(text: str, variables: Mapping[str, str]) -> str:
     except DescriptorError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DescriptorError(f"{text[:200]!r} is no fact about sizes") from None
+        raise DescriptorError(f"{text[:200]!r} is not a fact about sizes") from None
 
 
 def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:

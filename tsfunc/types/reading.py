@@ -272,7 +272,7 @@ def _from_annotated(args: tuple[Any, ...], where: str) -> Descriptor:
 
 def _dict_of(key: Descriptor, item: Descriptor, where: str) -> TSDict:
     if any(tensor_leaves(key, where)):
-        raise DescriptorError(f"{where}: the keys of a dict are no tensors, got {key}")
+        raise DescriptorError(f"{where}: the keys of a dict cannot be tensors, got {key}")
     return TSDict(key, item)
 
 

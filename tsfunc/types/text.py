@@ -185,7 +185,7 @@ class _Reader:
             raise self.error(f"expected {mark!r} {what}, got {self.rest()[:20]!r}")
 
     def error(self, what: str) -> AnnotationError:
-        return AnnotationError(f"{self.text!r} is no {self.what}: {what}")
+        return AnnotationError(f"{self.text!r} is not a valid {self.what}: {what}")
 
     # --- the grammar
 
@@ -470,7 +470,7 @@ def _literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        raise AnnotationError(f"{text!r} is no value") from None
+        raise AnnotationError(f"{text!r} is not a value") from None
 
 
 # --- composing, for annotations too

@@ -90,8 +90,8 @@ def results_of_rule(
         dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
     except ValueError as error:
         raise RuntimeError(
-            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are no "
-            f"prefix of the structure of the output, {tree}."
+            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are "
+            f"not a prefix of the structure of the output, {tree}."
         ) from error
     return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
 

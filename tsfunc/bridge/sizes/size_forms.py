@@ -114,10 +114,10 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
     if type(form) is str:
         return _named(form, sizes)
     if not isinstance(form, Sequence) or not form or form[0] not in OPERATORS:
-        raise ValueError(f"{form!r} is no size")
+        raise ValueError(f"{form!r} is not a size")
     count, call = _CALLED[form[0]]
     if len(form) < 3 or (count is not None and len(form) != count + 1):
-        raise ValueError(f"{form[0]!r} of {len(form) - 1} is no size")
+        raise ValueError(f"{form[0]!r} of {len(form) - 1} is not a size")
     return functools.reduce(call, (size_of_form(part, sizes) for part in form[1:]))
 
 

@@ -59,7 +59,7 @@ def kind_of(value: Any) -> type:
     for kind in (bool, int, float, complex):
         if isinstance(value, kind) or KINDS.get(type(value)) is kind:
             return kind
-    raise TypeError(f"{type(value).__name__} is no kind of number")
+    raise TypeError(f"{type(value).__name__} is not a kind of number")
 
 
 def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, int, int | None]]:

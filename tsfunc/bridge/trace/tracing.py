@@ -436,7 +436,7 @@ def ways_out() -> str:
         "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
         "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
         "what is known of such a number is said with torch._check(n > 0). Or make the value an "
-        "argument that is no tensor, which is burnt in."
+        "argument that is not a tensor, which becomes a constant."
     )
 
 
@@ -447,8 +447,8 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     assert isinstance(level, TraceLevel)
     if not isinstance(op, TorchOperator):
         raise MissingRuleError(
-            f"{level.name}: {op.name} is no torch operator, so a program can't name it. Register "
-            f"a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
+            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. "
+            f"Register a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
         )
     if op.reshapes and isinstance(args[0], TraceTracer):
         with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has

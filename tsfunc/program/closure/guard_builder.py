@@ -218,9 +218,9 @@ class GuardBuilder:
         """
         if self.closure == "error":
             raise ClosureError(
-                f'specialize({self.name}, closure="error"): {text} is read at {at}, and is no '
-                f'argument. Pass it as one; closure="guard" has every call look whether it has '
-                f'changed, closure="freeze" burns it in.'
+                f'specialize({self.name}, closure="error"): {text} is read at {at}, and is not '
+                f'an argument. Pass it as an argument; or use closure="guard", with which every '
+                f'call checks that it is unchanged, or closure="freeze", which makes it a constant.'
             )
 
     def _tensor(self, value: torch.Tensor, source: Source) -> None:

@@ -152,6 +152,6 @@ def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> No
                 called = node.meta.get("op", node.target)
                 raise ClosureError(
                     f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
-                    f"that is no argument, and is burnt in. Make it an argument, or use "
+                    f"that is not an argument, and becomes a constant. Make it an argument, or use "
                     f'closure="guard".'
                 )

@@ -83,11 +83,11 @@ class Archive:
             self._require_end(file)
         except _ZIP_ERRORS as error:
             raise FileFormatError(
-                f"{what}: this is no file of tsfunc, or it is cut off: {error}"
+                f"{what}: not a file of tsfunc, or it is cut off: {error}"
             ) from None
         self._infos = self._checked(file, self._zip.infolist())
         if MANIFEST not in self._infos:
-            raise FileFormatError(f"{what}: this is no file of tsfunc: it has no {MANIFEST}.")
+            raise FileFormatError(f"{what}: not a file of tsfunc: it has no {MANIFEST}.")
         self.head = Field.parse(self._bytes(MANIFEST), f"{what}: {MANIFEST}")
 
     def require_entries(self, listed: Field) -> None:
@@ -145,7 +145,7 @@ class Archive:
         for info in sorted(infos, key=lambda info: info.header_offset):
             name = info.filename
             if not _NAME.fullmatch(name):
-                raise self._error(name, "is no name of an entry")
+                raise self._error(name, "is not the name of an entry")
             if name in found:
                 raise self._error(name, "is there twice")
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:

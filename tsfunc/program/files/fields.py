@@ -44,7 +44,7 @@ class Field:
         except RecursionError:
             raise FileFormatError(f"{where}: nested too deeply.") from None
         except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-            raise FileFormatError(f"{where}: this is no JSON of a program: {error}") from None
+            raise FileFormatError(f"{where}: not the JSON of a program: {error}") from None
         return cls(value, where)
 
     @property
@@ -155,4 +155,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")

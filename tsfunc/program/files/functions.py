@@ -267,7 +267,7 @@ def _read_head(archive: Archive) -> tuple[str, int]:
     head = archive.head
     kind = head.get("format")
     if kind is None or kind.value != KIND:
-        head.fail(f"this is no file of tsfunc: its format is not {KIND!r}")
+        head.fail(f"not a file of tsfunc: its format is not {KIND!r}")
     version = head.at("version").integer(1)
     if version > VERSION:
         head.fail(
@@ -351,7 +351,7 @@ def _of_form(
             groups=form.groups,
         )
     except (TypeError, ValueError) as error:
-        field.fail(f"it is no call of the function: {error}")
+        field.fail(f"not a call of the function: {error}")
 
 
 def _open(form: CallSpec) -> list[Any]:
@@ -375,7 +375,7 @@ def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Answ
         # A number is an input if its descriptor is its type; the call is guarded on its value.
         number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
         if at not in tensors and not number:
-            field.fail("its program has inputs that are no such values in the call")
+            field.fail("its program has inputs that the call does not have")
     return Answer(program, form, reason)
 
 
@@ -428,5 +428,5 @@ def _read_descriptors(
         try:
             found[name] = parse_descriptor(text.value, classes)
         except (DescriptorError, ValueError, TypeError, RecursionError) as error:
-            text.fail(f"this is no descriptor: {error}")
+            text.fail(f"not a descriptor: {error}")
     return found

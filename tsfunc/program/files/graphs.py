@@ -395,6 +395,6 @@ class GraphReader:
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():
             if not _NAME.fullmatch(name) or keyword.iskeyword(name):
-                value.fail("this is no name of an argument")
+                value.fail("not the name of an argument")
             kwargs[name] = self._values.decode(value)
         return args, kwargs

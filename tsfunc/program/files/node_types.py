@@ -128,7 +128,7 @@ class NodeTypes:
             try:
                 self._sizes[key] = size_of_form(field.value, self._named)
             except (ValueError, TypeError, ZeroDivisionError, OverflowError) as error:
-                field.fail(f"this is no size: {error}")
+                field.fail(f"not a size: {error}")
         return self._sizes[key]
 
     def _count(self, field: Field, left: int) -> int:

@@ -212,7 +212,7 @@ class ProgramState:
         self.arguments: int | None = None
         if field is None:
             if results:
-                raise ValueError(f"{results} results are nobody's")
+                raise ValueError(f"{results} results belong to no assignment")
             return
         count, reads, updates = field.record("arguments", "reads", "updates")
         self.arguments = count.integer(0, _MOST_CELLS)

@@ -170,7 +170,7 @@ class TensorReader:
         try:
             self._memory = load(data) if data else {}
         except Exception as error:  # SafetensorError, and torch's errors for invalid shapes
-            raise FileFormatError(f"{where}: this is no safetensors: {error}") from None
+            raise FileFormatError(f"{where}: not safetensors data: {error}") from None
         self._made: dict[str, torch.Tensor] = {}
         self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
         self._on_devices: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -195,7 +195,7 @@ class TensorReader:
                 made = torch.Generator(device)
                 made.set_state(self.tensor(field).cpu())
             except (RuntimeError, TypeError) as error:
-                field.fail(f"this is no state of a generator of {device}: {error}")
+                field.fail(f"not the state of a generator of {device}: {error}")
             self._generators[key] = made
         return self._generators[key]
 

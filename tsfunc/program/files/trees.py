@@ -85,7 +85,7 @@ class Trees:
         try:
             return pytrees.structure_of(tree)
         except (RecursionError, ValueError, TypeError) as error:
-            field.fail(f"this is no structure of containers: {error}")
+            field.fail(f"not a structure of containers: {error}")
 
     def _decode(self, field: Field) -> Any:
         if field.value == _LEAF:
@@ -143,7 +143,7 @@ class Trees:
             name, value = pair.items(2)
             kept[_attribute(name)] = self._values.decode(value)
         made = pytrees.dataclass_of_parts(cls, parts, kept)
-        return field.fail(f"{cls.__name__} is no container") if made is None else made
+        return field.fail(f"{cls.__name__} is not a container") if made is None else made
 
     def class_of(self, field: Field) -> Any:
         """Return the class of a name."""

@@ -88,7 +88,7 @@ def _problems(program: Program, form: CallSpec, graph: torch.fx.GraphModule) -> 
             yield "tensors that are attributes of arguments"
     for i, each in enumerate(program.updates):
         if each.slots() and i not in program.state.assigned:
-            yield f"the assignment of a tensor to {each.text}, which is no buffer of the module"
+            yield f"the assignment of a tensor to {each.text}, which is not a buffer of the module"
     for name, reason in left_over(graph):
         yield no_operator(name, reason)
 
