@@ -571,7 +571,9 @@ def test_generators(tmp_path: Path) -> None:
         return changed
 
     refused(tmp_path, edited(data, GRAPH, generator({"state": "t9"})), "there is no tensor 't9'")
-    refused(tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "not the state of a generator")
+    refused(
+        tmp_path, edited(data, GRAPH, generator({"device": "meta"})), "not the state of a generator"
+    )
     broken = edited(data, TENSORS, lambda d: d.update({"t0": {**d["t0"], "dtype": "int8"}}))
     refused(tmp_path, broken, "its data is torch.uint8")
     entries = entries_of(data)
