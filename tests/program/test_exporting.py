@@ -261,7 +261,7 @@ def test_assignments_that_it_has_no_place_for() -> None:
 
     g = specialize(f)
     g(torch.ones(3))
-    with pytest.raises(ExportError, match="assignment of a tensor to kept, which is no buffer"):
+    with pytest.raises(ExportError, match="assignment of a tensor to kept, which is not a buffer"):
         g.to_exported_program()
 
 
