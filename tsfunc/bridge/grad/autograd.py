@@ -111,8 +111,8 @@ def differentiating() -> Iterator[None]:
 
 
 @contextmanager
-def _as_grad_mode_was(level: TracerLevel) -> Iterator[None]:
-    """Context manager: values inside of the level's tensors are recorded only if they were before.
+def _recorded_at(level: TracerLevel) -> Iterator[None]:
+    """Context manager: autograd sees the level's tensors, and their values only if it did before.
 
     A function may turn grad mode off and differentiate by a level's tensors. Autograd records on
     these, but outer transforms, and the user's own graph, do not differentiate the function.
@@ -121,9 +121,11 @@ def _as_grad_mode_was(level: TracerLevel) -> Iterator[None]:
     before = state.grad_mode, state.paused
     state.grad_mode = records_inside(state)
     state.paused |= before[0] and not state.grad_mode
+    level.autograd += 1
     try:
         yield
     finally:
+        level.autograd -= 1
         state.grad_mode, state.paused = before
 
 
@@ -132,15 +134,9 @@ def recording(level: TracerLevel | None) -> Iterator[None]:
     """Context manager: autograd records on the tensors of the level."""
     if level is None:
         prepare()
-        with torch.enable_grad(), differentiating():
-            yield
-        return
-    with _as_grad_mode_was(level), torch.enable_grad(), differentiating():
-        level.autograd += 1
-        try:
-            yield
-        finally:
-            level.autograd -= 1
+    at_level = nullcontext() if level is None else _recorded_at(level)
+    with at_level, torch.enable_grad(), differentiating():
+        yield
 
 
 def _is_of(value: Any, level: TracerLevel) -> bool:
@@ -313,14 +309,10 @@ def unrecorded(level: TracerLevel | None) -> Iterator[None]:
     ]
     for state in inner:
         state.quiet += 1
-    if level is not None:
-        level.autograd += 1
     try:
-        with nullcontext() if level is None else _as_grad_mode_was(level), torch.no_grad():
+        with nullcontext() if level is None else _recorded_at(level), torch.no_grad():
             yield
     finally:
-        if level is not None:
-            level.autograd -= 1
         for state in inner:
             state.quiet -= 1
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
+from tsfunc.bridge.sizes.view_strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import METHODS, call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import (
@@ -195,11 +195,10 @@ def _reshaping(
     memory = _memory(base)
     if memory == _memory(out) or _is_argument(base, memory):
         return out
-    with DisableTorchFunctionSubclass(), without_factory_keys():
+    with DisableTorchFunctionSubclass():
         sizes = [[*map(hint_of, each)] for each in (base.shape, _strides_alone(base), out.shape)]
-        alone = torch.empty_strided(sizes[0], sizes[1], device="meta")
-        if memory_of(alone.reshape(sizes[2])) != memory_of(alone):
-            return out
+    if 0 in sizes[0] or not has_view(*sizes):
+        return out
     return ReshapedView(base, out, _reshape(out.shape), _reshape(base.shape)).view()
 
 
