@@ -398,7 +398,7 @@ def test_an_exception_is_the_one_that_was_raised(transform: Transform) -> None:
             g(X)
         assert caught.value is error
     fails = False
-    # What comes after is as if nothing had been.
+    # The exception leaves nothing behind for the next call.
     for got, want in zip(
         pytrees.leaves_of(g(X)), pytrees.leaves_of(transform(torch.sin)(X)), strict=True
     ):
@@ -406,8 +406,8 @@ def test_an_exception_is_the_one_that_was_raised(transform: Transform) -> None:
     assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
 
 
-@every(EAGER)
-def test_effects_before_an_exception_stay(transform: Transform) -> None:
+def effects_before_an_exception(transform: Transform) -> dict[str, int]:
+    """Return the items that a function has set in a captured dict before it raises."""
     table: dict[str, int] = {}
 
     def f(x: Tensor) -> Tensor:
@@ -416,20 +416,17 @@ def test_effects_before_an_exception_stay(transform: Transform) -> None:
 
     with pytest.raises(Special):
         transform(f)(X)
-    assert table == {"reached": 1}
+    return table
+
+
+@every(EAGER)
+def test_effects_before_an_exception_stay(transform: Transform) -> None:
+    assert effects_before_an_exception(transform) == {"reached": 1}
 
 
 @every(PROGRAMS)
 def test_assignments_before_an_exception_are_undone_by_a_trace(transform: Transform) -> None:
-    table: dict[str, int] = {}
-
-    def f(x: Tensor) -> Tensor:
-        table["reached"] = 1
-        raise Special
-
-    with pytest.raises(Special):
-        transform(f)(X)
-    assert table == {}
+    assert effects_before_an_exception(transform) == {}
 
 
 # --- random numbers

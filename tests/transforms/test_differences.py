@@ -81,7 +81,7 @@ def masked(lib: Any) -> Any:
 
 
 CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
-    "outputs that are no tensors": (lambda T: T.vmap(lambda x: (x, 3))(X), (X, 3)),
+    "outputs that are not tensors": (lambda T: T.vmap(lambda x: (x, 3))(X), (X, 3)),
     "an auxiliary output": (
         lambda T: T.grad(lambda x: (x.sum(), "aux"), has_aux=True)(X),
         (torch.ones_like(X), "aux"),

@@ -160,7 +160,7 @@ class Variation:
 
         Args:
             entry: the program for the call.
-            called: whether the user has called; there is no warning otherwise.
+            called: True if the user has called; a program made ahead gives no warning.
         """
         varied, served = self.cache.varied, self._served
         warning = self._warning(served) if called else None
