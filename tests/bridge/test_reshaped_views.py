@@ -172,12 +172,20 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x[..., 1:],
     lambda x: x.mT if x.dim() > 1 else x,
 ]
+# Used on the function's own tensors only: for an argument, the example's strides decide on a view.
+RESHAPES: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.reshape(-1),
+    lambda x: x.reshape(2, -1),
+    lambda x: x.mT.reshape(-1) if x.dim() > 1 else x,
+    lambda x: x.flatten(),
+]
+# The clone: torch leaves open what a copy to a tensor that shares memory with it gives.
 WRITES: list[Callable[[Tensor, Tensor], Any]] = [
     lambda x, y: x.add_(1),
     lambda x, y: x.mul_(2),
     lambda x, y: x.cos_(),
     lambda x, y: x[0].neg_(),
-    lambda x, y: x.copy_(y) if x.shape == y.shape else x.zero_(),
+    lambda x, y: x.copy_(y.clone()) if x.shape == y.shape else x.zero_(),
     lambda x, y: x[-1].add_(y.reshape(-1)[0]),
 ]
 STEP = st.tuples(st.booleans(), *[st.integers(0, 23)] * 3)
@@ -187,19 +195,22 @@ STEP = st.tuples(st.booleans(), *[st.integers(0, 23)] * 3)
 @given(
     shape=st.sampled_from([(4, 6), (2, 3, 4), (6, 2, 2)]),
     at=st.integers(0, 2),
+    own=st.booleans(),
     steps=st.lists(STEP, min_size=2, max_size=6),
 )
 def test_any_program_of_views_and_writes(
-    shape: tuple[int, ...], at: int, steps: list[tuple[bool, int, int, int]]
+    shape: tuple[int, ...], at: int, own: bool, steps: list[tuple[bool, int, int, int]]
 ) -> None:
+    kinds = VIEWS + RESHAPES if own else VIEWS
+
     def program(x: Tensor) -> tuple[Tensor, ...]:
-        views = [x]
+        views = [x.clone(memory_format=torch.contiguous_format) if own else x]
         for writes, kind, which, other in steps:
             chosen, another = views[which % len(views)], views[other % len(views)]
             if writes:
                 WRITES[kind % len(WRITES)](chosen, another)
             else:
-                views.append(VIEWS[kind % len(VIEWS)](chosen))
+                views.append(kinds[kind % len(kinds)](chosen))
         return tuple(view * 1 for view in views)
 
     examples = torch.arange(3.0 * 24).view(3, *shape).double().sin()

@@ -175,7 +175,8 @@ _COMPLEX: tuple[_Map, _Map] = lambda x: torch.complex(*x.unbind(-1)), torch.view
 
 
 def _reshape(shape: torch.Size) -> _Map:
-    return lambda x: x.reshape(shape)
+    """Return the reshape as an operator, of which ``_reshaping`` makes no emulated view."""
+    return lambda x: torch.ops.aten.reshape.default(x, shape)
 
 
 def _reshaping(
