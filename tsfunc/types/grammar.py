@@ -298,14 +298,24 @@ class TSPytree:
         _require_types(self, self.children)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TSPytree)
-            and self.kind is other.kind
-            and same_value(self.entries, other.entries)
-            and self.children == other.children
+        if not isinstance(other, TSPytree) or self.kind is not other.kind:
+            return False
+        if self.kind is dict and not same_value(self.entries, other.entries):
+            return self._same_items(other)
+        return same_value(self.entries, other.entries) and self.children == other.children
+
+    def _same_items(self, other: TSPytree) -> bool:
+        """True if both have the same keys, in any order, with the same types."""
+        pairs = zip(other.entries, other.children, strict=True)
+        theirs = {entry: (entry, child) for entry, child in pairs}
+        return len(self.entries) == len(other.entries) and all(
+            entry in theirs and same_value(entry, theirs[entry][0]) and child == theirs[entry][1]
+            for entry, child in zip(self.entries, self.children, strict=True)
         )
 
     def __hash__(self) -> int:
+        if self.kind is dict:
+            return hash((dict, frozenset(zip(self.entries, self.children, strict=True))))
         return hash((self.kind, self.entries, self.children))
 
     def __str__(self) -> str:
