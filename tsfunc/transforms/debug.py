@@ -168,9 +168,8 @@ def check(holds: Any, message: str, /, *args: Any, **kwargs: Any) -> None:
         >>> try:
         ...     vmap(root)(torch.tensor([4.0, -1.0, 9.0, -3.0]))
         ... except errors.FailedCheckError as error:
-        ...     print(error)
-        root: expected a number of at least 0, got -1.0
-        The check failed for 2 of 4 examples: 1, 3 (the message is that of the first one)
+        ...     error.examples
+        ((1,), (3,))
 
     Corresponds to ``jax.experimental.checkify.check``.
     """
