@@ -26,7 +26,7 @@ import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import in_dynamo, outside_dynamo, without_dynamo
 from tsfunc.bridge.tracers.outermost import entered as outermost
 from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
@@ -43,15 +43,16 @@ _DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
 _boundaries: set[CodeType] = set()
 
 
-def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
+def boundary(transform: str, func: Any = None, traceable: bool = False) -> Callable[[F], F]:
     """Decorate a callable that users call: the traceback of an error that leaves it is folded.
 
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``outermost``.
-    Dynamo traces neither the callable nor its callees.
 
     Args:
         transform: the transform's name in the note.
         func: the user's function, if the callable is made for one.
+        traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
+            transform; otherwise Dynamo traces neither the callable nor its callees.
     """
 
     def decorate(entry: F) -> F:
@@ -66,13 +67,14 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
 
         _boundaries.add(entered.__code__)
         wrapped: Any = functools.wraps(entry)(entered)
-        return cast(F, outside_dynamo(wrapped))
+        return cast(F, in_dynamo(entry)(wrapped) if traceable else outside_dynamo(wrapped))
 
     return decorate
 
 
 def inner_function(func: Any) -> Any:
     """Return the callable inside a boundary, or the callable itself if it has no boundary."""
+    func = without_dynamo(func)
     code = getattr(func, "__code__", None)
     if code in _boundaries and func.__closure__:
         cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
@@ -199,6 +201,7 @@ def spelled(func: Any) -> str:
     """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
     if isinstance(func, functools.partial):
         return spelled(func.func)
+    func = without_dynamo(func)
     code = getattr(func, "__code__", None)
     if code in _boundaries and func.__closure__:
         cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
