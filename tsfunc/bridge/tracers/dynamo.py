@@ -39,7 +39,6 @@ sets the number of frames that a call has compiled, -1 if they are not counted.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -65,8 +64,8 @@ _skip: Any = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_skip, _skip)
 # The marked code objects by id, because the hash of a code object covers all its contents.
 _outside: dict[int, Any] = {}
-# The code of the functions that ``in_dynamo`` makes.
-_switches: set[CodeType] = set()
+# Copies of code objects whose functions Dynamo may trace or not, by the id of the original.
+_copies: dict[int, tuple[CodeType, CodeType]] = {}
 
 
 def outside_dynamo(func: F) -> F:
@@ -78,6 +77,15 @@ def outside_dynamo(func: F) -> F:
     func._torchdynamo_disable = True  # type: ignore[attr-defined]
     func._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return func
+
+
+def copy_outside_dynamo(func: F) -> F:
+    """Mark a function as :func:`outside_dynamo` does, but no other functions of its code."""
+    code: CodeType = getattr(func, "__code__")  # noqa: B009 - no attribute of every Callable
+    if id(code) not in _copies:
+        _copies[id(code)] = code, code.replace()
+    func.__code__ = _copies[id(code)][1]
+    return outside_dynamo(func)
 
 
 def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
@@ -108,17 +116,9 @@ def in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
             return func(*args, **kwargs)
 
         outside_dynamo(func)  # after ``wraps``, which would mark the other function too
-        _switches.add(getattr(called, "__code__"))  # noqa: B009 - mypy sees a wrapper
         return cast(F, called)
 
     return decorate
-
-
-def without_dynamo(func: Any) -> Any:
-    """Return the function that runs where Dynamo does not trace: undo :func:`in_dynamo`."""
-    if getattr(func, "__code__", None) not in _switches:
-        return func
-    return inspect.getclosurevars(func).nonlocals["func"]
 
 
 _compiled_run_as_python = False

@@ -25,8 +25,9 @@ from typing import Any, Final, TypeVar, cast
 import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.compiler import is_dynamo_compiling
 
-from tsfunc.bridge.tracers.dynamo import in_dynamo, outside_dynamo, without_dynamo
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.outermost import entered as outermost
 from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
@@ -57,6 +58,8 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
 
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
             try:
                 if outermost.inside:
                     return entry(*args, **kwargs)
@@ -66,15 +69,16 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
                 raise
 
         _boundaries.add(entered.__code__)
-        wrapped: Any = functools.wraps(entry)(entered)
-        return cast(F, in_dynamo(entry)(wrapped) if traceable else outside_dynamo(wrapped))
+        wrapped: Any = functools.wraps(entry)(
+            entered if traceable else copy_outside_dynamo(entered)
+        )
+        return cast(F, wrapped)
 
     return decorate
 
 
 def inner_function(func: Any) -> Any:
     """Return the callable inside a boundary, or the callable itself if it has no boundary."""
-    func = without_dynamo(func)
     code = getattr(func, "__code__", None)
     if code in _boundaries and func.__closure__:
         cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
@@ -201,7 +205,6 @@ def spelled(func: Any) -> str:
     """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
     if isinstance(func, functools.partial):
         return spelled(func.func)
-    func = without_dynamo(func)
     code = getattr(func, "__code__", None)
     if code in _boundaries and func.__closure__:
         cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
