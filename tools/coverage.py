@@ -54,13 +54,14 @@ _PLAIN = """\
 
 PyTorch tests its operators with a database: `op_db` of
 `torch.testing._internal.common_methods_invocations`, and similar lists of custom operators, of
-`autograd.Function`s and of the `_foreach_` operators. A row of this page is an entry or a variant of
-an entry: the method, the in-place form, the Python operator, `out=`, an alias.
-`tests/ops/database_extra.py` adds calls that the database lacks: convolutions, indexing, recurrent
-networks.
+`autograd.Function`s and of the `_foreach_` operators. A row of this page is an entry or a
+variant of an entry: the method, the in-place form, the Python operator, `out=`, an alias.
+`tests/ops/database_extra.py` adds calls that the database lacks: convolutions, indexing,
+recurrent networks.
 
-Each sample of a row is run for every choice of batched tensors, with the batch dim first, last and
-in between. The row is right in a type and a mode if the following hold for all of its samples:
+Each sample of a row is run for every choice of batched tensors, with the batch dim first, last
+and in between. The row is right in a type and a mode if the following hold for all of its
+samples:
 
 - the result equals the stacked loop: values, types and writes in place;
 - no operator runs as a loop over the examples;
@@ -68,9 +69,10 @@ in between. The row is right in a type and a mode if the following hold for all 
 
 The worst sample decides the verdict of a row.
 
-Entries that address memory (`as_strided` and similar) are tried with the batch dim first, because an
-example has the strides of the batch elsewhere, as under torch.vmap. Random entries are compared by
-shapes, and by whether the examples draw alike (`"same"`) or differently (`"different"`).
+Entries that address memory (`as_strided` and similar) are tried with the batch dim first,
+because an example has the strides of the batch elsewhere, as under torch.vmap. Random entries
+are compared by shapes, and by whether the examples draw alike (`"same"`) or differently
+(`"different"`).
 
 `python -m tools.coverage` repeats the measurement and writes this page.
 """
@@ -78,41 +80,44 @@ shapes, and by whether the examples draw alike (`"same"`) or differently (`"diff
 _DERIVATIVE = """\
 # Derivatives of the operator database under the transforms
 
-This page extends [coverage.md](coverage.md) to the modes `vmap(grad)`, `grad(vmap)` and `vmap(jvp)`,
-for the rows that torch can differentiate on the CPU, in-place variants included. The reference is
-torch's autograd on one example after another, with plain tensors. For the first two modes it is the
-gradient of a weighted sum of all differentiable results. For `vmap(jvp)` it is the values and the
-tangents. Tangents are computed as the pullback of the pullback where torch has no forward formula or
-does not test it: for custom operators, products by `scatter_reduce`, `_foreach_maximum` and similar
-operators, torch's forward mode silently gives a wrong tangent or none, and `tsfunc.jvp` gives the
-right one. Each choice of batched tensors is tried, with the batch dim first, last and in between.
+This page extends [coverage.md](coverage.md) to the modes `vmap(grad)`, `grad(vmap)` and
+`vmap(jvp)`, for the rows that torch can differentiate on the CPU, in-place variants included.
+The reference is torch's autograd on one example after another, with plain tensors. For the first
+two modes it is the gradient of a weighted sum of all differentiable results. For `vmap(jvp)` it
+is the values and the tangents. Tangents are computed as the pullback of the pullback where torch
+has no forward formula or does not test it: for custom operators, products by `scatter_reduce`,
+`_foreach_maximum` and similar operators, torch's forward mode silently gives a wrong tangent or
+none, and `tsfunc.jvp` gives the right one. Each choice of batched tensors is tried, with the
+batch dim first, last and in between.
 
 Random operators draw the same numbers on both sides (`randomness="same"`). If examples draw from
-different distributions, `"same"` is refused with torch.func's message, as PyTorch's tests require;
-such rows are tried with `"different"`, and the results that do not depend on the numbers are compared.
+different distributions, `"same"` is refused with torch.func's message, as PyTorch's tests
+require; such rows are tried with `"different"`, and the results that do not depend on the
+numbers are compared.
 
-One refusal is not among the first samples: `_foreach_add_` of a list that is not batched and a number
-that is batched. Python reads the value of the number before the call reaches tsfunc.
+One refusal is not among the first samples: `_foreach_add_` of a list that is not batched and a
+number that is batched. Python reads the value of the number before the call reaches tsfunc.
 
 `python -m tools.coverage --modes derivatives --variants function,inplace --most 2` repeats the
-measurement and writes this page. `tests/ops/test_database_derivatives.py` runs a sample of it, and all
-of it in slow tests.
+measurement and writes this page. `tests/ops/test_database_derivatives.py` runs a sample of it,
+and all of it in slow tests.
 """
 
 _HIGHER = """
 ## Higher derivatives
 
 `hessian`, `jacfwd(jacrev)`, `jacrev(jacfwd)`, `jvp(vjp)`, `hvp` and Jacobians of `hvp` under
-`vmap`, and `grad` and `jvp` of `vmap(grad)`, were compared with nested plain autograd, for one sample
-of each row in float64. No operator loops. These differ:
+`vmap`, and `grad` and `jvp` of `vmap(grad)`, were compared with nested plain autograd, for one
+sample of each row in float64. No operator loops. These differ:
 
-- The third derivative of `layer_norm` by three backward passes is torch's, and wrong. By `hvp` it is
-  right.
-- Jacobians by reverse mode of `hvp` through norms and standard deviations raise, as in torch, because
-  torch's formulas write in place into tensors that are differentiated. By forward mode they are right.
-  `glu` and `to_sparse` have no further derivative in torch.
-- `max_unpool3d` and `as_strided_scatter` with repeated indices, a row of `_safe_softmax` that is masked
-  as a whole, and `linalg.norm` at zero differ from torch's double backward in some of these modes.
+- The third derivative of `layer_norm` by three backward passes is torch's, and wrong. By `hvp`
+  it is right.
+- Jacobians by reverse mode of `hvp` through norms and standard deviations raise, as in torch,
+  because torch's formulas write in place into tensors that are differentiated. By forward mode
+  they are right. `glu` and `to_sparse` have no further derivative in torch.
+- `max_unpool3d` and `as_strided_scatter` with repeated indices, a row of `_safe_softmax` that is
+  masked as a whole, and `linalg.norm` at zero differ from torch's double backward in some of
+  these modes.
 """
 
 

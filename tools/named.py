@@ -28,22 +28,22 @@ HEAD = """\
 # The operator database as programs for all sizes
 
 Each entry of PyTorch's operator test database is a function of the tensors of a sample. It is
-specialized with a name for each size that may change:
-`specialize(f, {"x0": Meta(["d0", "d1"]), ...})`. Calls of the operator with other sizes show which
-sizes may change, and which of them must change together. Sizes are named in two ways:
+specialized with a name for each size that may change: `specialize(f, {"x0": Meta(["d0", "d1"]),
+...})`. Calls of the operator with other sizes show which sizes may change, and which of them
+must change together. Sizes are named in two ways:
 
-- *names apart*: a name for each size that may change by itself, and a common name for sizes that may
-  only change together;
+- *names apart*: a name for each size that may change by itself, and a common name for sizes that
+  may only change together;
 - *names by size*: a name for all sizes that are equal in the sample, 0 and 1 included.
 
-Sizes that cannot change stay numbers: the sizes of a `reshape` to numbers, and sizes that decide how
-many tensors there are.
+Sizes that cannot change stay numbers: the sizes of a `reshape` to numbers, and sizes that decide
+how many tensors there are.
 
-An entry is right if the following hold for each of its samples that was tried. The program agrees with
-the operator for the sample, at three other sizes, and with each named size 0 and 1 where the operator
-accepts these. One program serves all sizes of 2 or more. Random entries are compared by shapes. The
-worst sample decides the verdict. `tests/ops/named_dims.py` and `named_sweep.py` make the comparison;
-`python -m tools.named` repeats it and writes this page.
+An entry is right if the following hold for each of its samples that was tried. The program
+agrees with the operator for the sample, at three other sizes, and with each named size 0 and 1
+where the operator accepts these. One program serves all sizes of 2 or more. Random entries are
+compared by shapes. The worst sample decides the verdict. `tests/ops/named_dims.py` and
+`named_sweep.py` make the comparison; `python -m tools.named` repeats it and writes this page.
 """
 
 
