@@ -59,6 +59,8 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
             try:
                 if outermost.inside:
                     return entry(*args, **kwargs)
+                if config.debug_nans_set:
+                    return leave_whole(watched_for_nans, (entry, args, kwargs), {})
                 return leave_whole(entry, args, kwargs)
             except Exception as error:
                 fold(error, lambda: _label(transform, func))
@@ -69,6 +71,21 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
         return cast(F, outside_dynamo(wrapped))
 
     return decorate
+
+
+WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
+_watch: list[WatchedCall] = []
+
+
+def on_debug_nans(call: WatchedCall) -> WatchedCall:
+    """Register the function that makes a call and looks for NaNs."""
+    _watch.append(call)
+    return call
+
+
+def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function and look for NaNs: ``config.debug_nans``."""
+    return _watch[0](func, args, kwargs)
 
 
 def inner_function(func: Any) -> Any:
