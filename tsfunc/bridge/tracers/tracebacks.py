@@ -236,6 +236,12 @@ def _arguments(frame: FrameType) -> str:
         # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
-                shape = ", ".join(map(str, value.shape))
+                shape = ", ".join(map(_size, value.shape))
                 shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
     return ", ".join(shown)
+
+
+def _size(size: Any) -> str:
+    """Return a size as text: an int, or an expression of named dims."""
+    symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
+    return str(size) if symbols is None else str(symbols.spell_size(size))
