@@ -43,6 +43,6 @@ def lazy_exports(
     def shown() -> list[str]:
         """Return the public names."""
         here = vars(sys.modules[package])
-        return sorted(here.get("__all__") or {*here, *homes, *shown_modules})
+        return sorted({*here.get("__all__", here), *homes, *shown_modules})
 
     return get, shown

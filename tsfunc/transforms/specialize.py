@@ -297,6 +297,43 @@ class Specialized(Generic[_Params, _Result]):
         """Return the current program as an SVG picture."""
         return self.program.draw()
 
+    def show(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        args: tuple[Any, ...] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Print all programs, or write them as one HTML page: :meth:`Program.show`.
+
+        Args:
+            path: the file of the page; None prints the text.
+            args: positional arguments of a call, with which the program that serves them is
+                measured for the page.
+            kwargs: keyword arguments of that call.
+
+        Example:
+            >>> import os, tempfile, torch, tsfunc
+            >>> f = tsfunc.specialize(lambda x: x.sin())
+            >>> x = torch.ones(3)
+            >>> _ = f(x)
+            >>> page = os.path.join(tempfile.mkdtemp(), "f.html")
+            >>> f.show(page, args=(x,))
+        """
+        if path is None:
+            for program in self.programs:
+                program.show()
+            return
+        from tsfunc.program.graphs.page import programs_page
+
+        times: dict[Program, Mapping[str, float]] = {}
+        for entry in self.cache.entries if args is not None else ():
+            values = entry.enter(args, dict(kwargs or {}))
+            if values is not None:
+                times[entry.program] = entry.program.measure(values)
+        text = programs_page(self.name, self.programs, times)
+        Path(path).write_text(text, encoding="utf-8")
+
     def to_exported_program(self) -> torch.export.ExportedProgram:
         """Return the current program as a ``torch.export.ExportedProgram``."""
         return self.program.to_exported_program()

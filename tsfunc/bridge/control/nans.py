@@ -134,7 +134,7 @@ def _look(operator: str, out: Any, place: Place, backward: bool) -> None:
         nan = _nan_mask(value)
         if nan is None:
             continue
-        levels = []
+        levels: list[BatchLevel] = []
         for frame in reversed(stack.frames):  # the outermost level first
             if isinstance(frame.level, BatchLevel) and frame.bdim is not None:
                 nan = nan.movedim(frame.bdim + len(levels), len(levels))

@@ -101,7 +101,8 @@ def names_in_source(
     used = {*taken, *lifted, *keyword.kwlist}
     found = {}
     for name, text in {**state.attributes, **state.names}.items():
-        base = re.sub(r"\W+", "_", text)
+        plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)
+        base = re.sub(r"\W+", "_", plain)
         base = chosen = base if base.isidentifier() else f"_{base}"
         i = 1
         while chosen in used:
