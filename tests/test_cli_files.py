@@ -39,9 +39,9 @@ def test_the_versions() -> None:
 def test_all_overloads_of_an_operator() -> None:
     lines = run("ops", "add").splitlines()
     assert lines[0].split() == ["overload", "category", "under", "vmap"]
-    assert [line.split()[0] for line in lines[1:]] == sorted(
-        f"aten::add.{name}" for name in torch.ops.aten.add.overloads()
-    )
+    assert [line.split()[0] for line in lines[1:]] == [
+        f"aten::add.{name}" for name in ("Scalar", "Scalar_out", "Tensor", "out")
+    ]
 
 
 def test_show_has_code_lines_guards_and_bodies(file: Path) -> None:
@@ -50,7 +50,7 @@ def test_show_has_code_lines_guards_and_bodies(file: Path) -> None:
     assert "def choice(args):" in text and "def true_fun(" in text
     assert "test_cli_files.py:" in text and "y = x @ weight" in text
     assert "float32[n, 3]" in text and "weight" in text and "lifted_" not in text
-    assert "guards:\n  x: f32[n, 3]" in text
+    assert "guards:\n" in text and "f32[n, 3] cpu no_grad contiguous" in text
 
 
 def test_show_in_a_terminal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

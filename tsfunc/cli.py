@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
-import tsfunc as package
 from tsfunc import ops, rage
 from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import way_of
@@ -45,7 +44,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"tsfunc {package.__version__}, torch {torch.__version__}")
+        print(f"tsfunc {sys.modules['tsfunc'].__version__}, torch {torch.__version__}")
         raise typer.Exit
 
 

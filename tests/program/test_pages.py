@@ -110,17 +110,13 @@ def test_the_text_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     f.show()
     text = capsys.readouterr().out
     assert "def looped(args):" in text and "guards:\n  x: f32[2, 3]" in text
-    assert (
-        repr(f.program) == f"<program looped(x), {_operators(f)} operators, {len(f.guards)} guards>"
-    )
+    operators = sum(node.op == "call_function" for node in f.program.graph.nodes)
+    assert repr(f.program) == f"<program looped(x), {operators} operators, {len(f.guards)} guards>"
     assert "\n" not in repr(f) + repr(f.cache_info())
 
 
-def _operators(f: Any) -> int:
-    return sum(node.op == "call_function" for node in f.program.graph.nodes)
-
-
 PROBE = """<script>
+{
 const out = {};
 const box = document.querySelector(".graph");
 const view = () => box.querySelector("svg").getAttribute("viewBox").split(" ").map(Number).join();
@@ -149,6 +145,7 @@ search.value = "relu_default";
 search.dispatchEvent(new Event("input"));
 out.found = [...document.querySelectorAll("g.found")].map((node) => node.dataset.node);
 document.body.dataset.result = JSON.stringify(out);
+}
 </script>"""
 
 

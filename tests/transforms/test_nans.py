@@ -87,7 +87,8 @@ def test_nested_vmaps_have_an_index_each() -> None:
 @pytest.mark.parametrize("program", [False, True])
 def test_control_flow(program: bool) -> None:
     def choice(x: Tensor) -> Tensor:
-        return cond(x < 2, lambda x: (x - 2).sqrt(), lambda x: x, x)
+        found: Tensor = cond(x < 2, lambda x: (x - 2).sqrt(), lambda x: x, x)
+        return found
 
     def loop(x: Tensor) -> Tensor:
         last: Tensor = scan(lambda c, _: (c.log(), c), x, torch.arange(4))[0]

@@ -327,10 +327,11 @@ class Specialized(Generic[_Params, _Result]):
         from tsfunc.program.graphs.page import programs_page
 
         times: dict[Program, Mapping[str, float]] = {}
-        for entry in self.cache.entries if args is not None else ():
-            values = entry.enter(args, dict(kwargs or {}))
-            if values is not None:
-                times[entry.program] = entry.program.measure(values)
+        if args is not None:
+            for entry in self.cache.entries:
+                values = entry.enter(args, dict(kwargs or {}))
+                if values is not None:
+                    times[entry.program] = entry.program.measure(values)
         text = programs_page(self.name, self.programs, times)
         Path(path).write_text(text, encoding="utf-8")
 
