@@ -179,7 +179,7 @@ def test_a_method_taken_before_the_first_transform() -> None:
 
 
 class Two(torch.autograd.Function):
-    """Of its results one does not depend on the first argument."""
+    """A function with two results, one of which does not depend on the first argument."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -354,7 +354,7 @@ RULES: list[tuple[Any, str]] = [
     (
         of_rule(lambda info, in_dims, x: (x, (0,))),
         "vmap: the vmap staticmethod of Ruled returned an incompatible (output, out_dims): "
-        "out_dims (0,) are not a prefix of the structure of the output, PyTreeSpec(*",
+        "out_dims (0,) are not a prefix of the structure of the output, *.",
     ),
     (of_rule(lambda info, in_dims, x: ([x], (None,))), "returned an incompatible (output, out"),
 ]
