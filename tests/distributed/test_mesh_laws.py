@@ -182,7 +182,7 @@ def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -
     numbers, reals = torch.arange(6 * size), torch.randn(6 * size, dtype=torch.float64)
     reals = reals if rank == 0 else torch.empty_like(reals)
     torch.distributed.broadcast(reals, 0)
-    for f, x in (
+    cases: list[tuple[Any, Tensor]] = [
         (lambda x: tsfunc.psum(x, "i"), numbers),
         (lambda x: tsfunc.ppermute(x, "i", around), reals),
         (
@@ -190,7 +190,8 @@ def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -
             torch.cat([reals] * size),
         ),
         (lambda x: tsfunc.all_gather(x, "i", tiled=True), reals),
-    ):
+    ]
+    for f, x in cases:
         got = shard_map(f, mesh, P("i"), P("i"))(x)
         assert torch.equal(got, shard_map(f, VirtualMesh(i=size), P("i"), P("i"))(x))
 
@@ -199,8 +200,8 @@ def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -
 def axes_of_size_one_are_the_function(rank: int, size: int) -> None:
     mesh = {"i": torch.distributed.new_group([rank], use_local_synchronization=True)}
     x = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64)
-    f = lambda x: x * tsfunc.psum(x.sin(), "i") + tsfunc.all_gather(x, "i")[0]  # noqa: E731
-    own = lambda x: x * x.sin() + x  # noqa: E731
+    f: Any = lambda x: x * tsfunc.psum(x.sin(), "i") + tsfunc.all_gather(x, "i")[0]  # noqa: E731
+    own: Any = lambda x: x * x.sin() + x  # noqa: E731
     for spec in (P("i"), P()):
         mapped = shard_map(f, mesh, spec, spec)
         close(mapped(x), own(x))
@@ -246,10 +247,10 @@ def axes_of_a_mesh_and_of_a_vmap_in_one_sum(rank: int, size: int) -> None:
 def the_law_for_users_finds_a_difference(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     x = torch.linspace(-1.0, 2.0, 2 * size)
-    f = lambda x: x * tsfunc.psum(x.sin(), "i")  # noqa: E731
+    f: Any = lambda x: x * tsfunc.psum(x.sin(), "i")  # noqa: E731
     check_shard_map(f, mesh, P("i"), P("i"), x)
 
-    def sees_its_process(x: Tensor) -> Tensor:
+    def sees_its_process(x: Tensor) -> Any:
         return f(x) * (1.0 + bool(mesh_levels()))
 
     with pytest.raises(AssertionError, match="over processes and over a VirtualMesh differ"):

@@ -67,7 +67,17 @@ class Case:
 
     def parallel(self) -> nn.Module:
         plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        return parallelize_module(copy.deepcopy(self.net), self.mesh, plan)  # type: ignore[arg-type]
+        return parallelize_module(copy.deepcopy(self.net), self.mesh, plan)
+
+
+def squares(net: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return the squared output of a network, as a function of its inputs."""
+
+    def total(x: Tensor) -> Tensor:
+        out: Tensor = net(x).square().sum()
+        return out
+
+    return total
 
 
 def whole(value: Any) -> Any:
@@ -123,8 +133,7 @@ def _(case: Case) -> None:
 @check("fully_shard: vmap, and grad and jvp by inputs")
 def _(case: Case) -> None:
     close(tsfunc.vmap(case.sharded())(case.x), case.net(case.x))
-    total = lambda net: lambda x: net(x).square().sum()  # noqa: E731
-    close(tsfunc.grad(total(case.sharded()))(case.x), torch.func.grad(total(case.net))(case.x))
+    close(tsfunc.grad(squares(case.sharded()))(case.x), torch.func.grad(squares(case.net))(case.x))
     close(tsfunc.jvp(case.sharded(), (case.x,), (case.x,)),
           torch.func.jvp(case.net, (case.x,), (case.x,)))  # fmt: skip
 
@@ -143,8 +152,7 @@ def _(case: Case) -> None:
     loss = lambda p: tsfunc.functional_call(net, p, (case.x,)).square().mean()  # noqa: E731
     found = tsfunc.grad(loss)(dict(net.named_parameters()))
     close({name: whole(g) for name, g in found.items()}, case.gradients)
-    total = lambda net: lambda x: net(x).square().sum()  # noqa: E731
-    close(tsfunc.grad(total(case.parallel()))(case.x), torch.func.grad(total(case.net))(case.x))
+    close(tsfunc.grad(squares(case.parallel()))(case.x), torch.func.grad(squares(case.net))(case.x))
 
 
 @check("parallelize_module: specialize and jvp are refused")

@@ -25,8 +25,8 @@ def test_the_example_in_one_process(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_example_on_two_processes() -> None:
-    spawn(on_a_mesh, 2, (2, 1))
-    spawn(on_a_mesh, 2, (1, 2))
+    spawn(on_a_mesh, 2, (2, 1), timeout=300.0)
+    spawn(on_a_mesh, 2, (1, 2), timeout=300.0)
 
 
 def test_the_example_by_torchrun(tmp_path: Path) -> None:
@@ -43,4 +43,4 @@ def test_the_example_by_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_on_four_processes() -> None:
-    spawn(on_a_mesh, 4, (2, 2))
+    spawn(on_a_mesh, 4, (2, 2), timeout=300.0)
