@@ -14,7 +14,7 @@ Python object is younger than its memory would wrongly count as created inside; 
 looks for other holders of the memory. The order is a property of CPython's collector with a global
 lock; on free-threaded builds no tensor counts as created inside.
 
-The module uses only public names: ``gc.get_objects`` and ``gc.callbacks``.
+The module uses only public names: ``gc.get_objects`` (``live_objects``) and ``gc.callbacks``.
 ``tests/bridge/test_creation_tracking.py`` fails clearly if the order does not hold.
 """
 
@@ -30,6 +30,7 @@ import torch
 
 from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.bridge.writing.live_objects import live_objects, live_objects_in_collection
 from tsfunc.dispatch.state import active_levels
 
 _IN_ORDER = "t" not in getattr(sys, "abiflags", "")
@@ -61,21 +62,19 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
         _creations.older.clear()
         return
     noted = _creations.noted
-    for item in gc.get_objects(generation=0):
-        kind = type(item)
-        if issubclass(kind, torch.Tensor):
-            noted[id(item)] = weakref.ref(item), _creations.levels
-        elif issubclass(kind, TracerLevel):
+    for item in live_objects_in_collection((torch.Tensor, TracerLevel), generation=0):
+        if issubclass(type(item), TracerLevel):
             _creations.levels += 1
             item.created_at = _creations.levels
+        else:
+            noted[id(item)] = weakref.ref(item), _creations.levels
 
 
 @on_first_level
 def _watch_collections() -> None:
     """Register the callback; the first level is there already, and may have left generation 0."""
-    for item in gc.get_objects():
-        if issubclass(type(item), TracerLevel):
-            item.created_at = _creations.levels = 1
+    for item in live_objects((TracerLevel,)):
+        item.created_at = _creations.levels = 1
     gc.callbacks.append(_before_collection)
 
 
@@ -91,7 +90,7 @@ def created_in(level: TracerLevel) -> dict[int, torch.Tensor]:
 
 def _younger(level: TracerLevel) -> dict[int, torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
-    for item in reversed(gc.get_objects(generation=0)):
+    for item in reversed(live_objects((torch.Tensor, type(level)), generation=0)):
         if item is level:
             return found
         if issubclass(type(item), torch.Tensor):

@@ -26,7 +26,6 @@ view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +44,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
 from tsfunc.bridge.writing.creation_tracking import created_in, take_place
+from tsfunc.bridge.writing.live_objects import live_objects
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
@@ -194,13 +194,8 @@ def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
 
 def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
     """True if a tensor that was not created inside has this memory, itself or as its gradient."""
-    plain: dict[type, bool] = {}
-    for item in gc.get_objects():
-        kind = type(item)
-        wanted = plain.get(kind)
-        if wanted is None:
-            wanted = plain[kind] = issubclass(kind, torch.Tensor) and not issubclass(kind, Tracer)
-        if not wanted:
+    for item in live_objects((torch.Tensor,)):
+        if isinstance(item, Tracer):
             continue
         if id(item) not in inside and memory_of(item) == memory:
             return True
