@@ -16,9 +16,8 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     text         the parser of types and descriptors
     annotation   the types of typing objects, classes and strings
     reading      the conversion of users' values into descriptors
-    conformance  the check of a value against a type, with every mismatch
-    generated    the same check as generated code, which is fast for values that fit
-    interfaces   the check of a class against an interface
+    codegen      the check of values as generated code, which is fast for values that fit
+    checker      the check of values against types, with every mismatch
     signatures   the types of parameters and results, and the check of a call
     attributes   the type of an attribute of a type
     control_flow the types of branches, and of values that loops carry
@@ -26,7 +25,6 @@ The descriptor of a function's parameter is a type. The modules, in the order of
 The descriptors of a call:
 
     descriptor_sets the record of all parameters: from examples, widened, split, as text
-    checks       a descriptor as a function that finds the mismatches of a value
     choosing     the choice among several sets of descriptors for a call
     compiled     the descriptors of a whole function, ready for its calls
 """
@@ -40,9 +38,9 @@ from tsfunc._lazy import lazy_exports
 if TYPE_CHECKING:
     from tsfunc.types.annotation import from_annotation, parse
     from tsfunc.types.attributes import attribute_type
+    from tsfunc.types.checker import Mismatch, check
     from tsfunc.types.classes import interface
     from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
-    from tsfunc.types.conformance import Mismatch, check
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
     from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
@@ -97,7 +95,7 @@ else:
             "attributes": "attribute_type",
             "classes": "interface",
             "compiled": "Bindings CompiledDescriptors compile_descriptors",
-            "conformance": "Mismatch check",
+            "checker": "Mismatch check",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
             "dims": "Dim DimExpr DimForm DimSpec",

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types.check_context import Check, CheckContext, Path
-from tsfunc.types.checks import compile_check
+from tsfunc.types.checker import CheckContext, Mismatch, Path
+from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
 from tsfunc.types.dims import Dim, DimExpr, DimForm
-from tsfunc.types.generated import CallCheck, generate_check
-from tsfunc.types.grammar import Descriptor, TSMetaType, TSOptional, TSUnion
+from tsfunc.types.grammar import (
+    ANY,
+    Descriptor,
+    TSMetaType,
+    TSOptional,
+    TSUnion,
+    alternatives_of,
+)
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.polynomials import most, solved_for
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.tensor_checks import check_expressions
 
 _ABSENT = object()
 
@@ -82,7 +87,7 @@ class CompiledDescriptors:
     call: str
     descriptors: Mapping[str, Descriptor]
     dims: Mapping[str, Dim]
-    _checks: tuple[tuple[str, Path, object, Check], ...] = field(repr=False)
+    _defaults: Mapping[str, object] = field(repr=False)
     _quick: CallCheck | None = field(repr=False, default=None)
 
     def check(self, arguments: Mapping[str, object]) -> Bindings:
@@ -118,19 +123,17 @@ class CompiledDescriptors:
         Raises:
             DescriptorViolation: there is a mismatch.
         """
-        context = CheckContext(arguments)
-        for name, path, default, check in self._checks:
-            value = arguments.get(name, default)
-            if value is _ABSENT:
-                context.fail(
-                    path, "", "expected an argument, which its descriptor describes, got none"
-                )
-            else:
-                check(value, path, context)
-        if context.pending:
-            check_expressions(context)
-        if context.failures:
-            raise self._violation(context)
+        context = CheckContext(arguments, self.dims)
+        for name, descriptor in self.descriptors.items():
+            value = arguments.get(name, self._defaults.get(name, _ABSENT))
+            if value is not _ABSENT:
+                context.check(value, descriptor, (name,))
+            elif ANY not in alternatives_of(descriptor):
+                expected = "an argument, which its descriptor describes"
+                context.fail((name,), "", expected, "none")
+        found = context.finish()
+        if found:
+            raise self._violation(found)
         return context
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
@@ -148,11 +151,10 @@ class CompiledDescriptors:
         found = governing(self.descriptors[path[0]], tuple(path[1:]))
         return found.pop() if len(found) == 1 else None
 
-    def _violation(self, context: CheckContext) -> DescriptorViolation:
-        lines = dict.fromkeys(failure.line for failure in context.failures)
+    def _violation(self, found: Sequence[Mismatch]) -> DescriptorViolation:
         return DescriptorViolation(
             f"{self.call}: the call breaks its descriptors:\n"
-            + "".join(f"  {line}\n" for line in lines)
+            + "".join(f"  {mismatch}\n" for mismatch in found)
             + "Pass arguments that fit, or give descriptors that these arguments fit "
             "(None leaves an attribute open)."
         )
@@ -196,12 +198,12 @@ attribute open).
         read, dims = _read(descriptors, signature)
     except DescriptorError as error:
         raise DescriptorError(f"descriptors of {call}: {error}") from None
-    checks = (
-        (parameter, (parameter,), _default(signature.parameters[parameter]), check)
-        for parameter, descriptor in read.items()
-        if (check := compile_check(descriptor, dims)) is not None
-    )
-    return CompiledDescriptors(call, read, dims, tuple(checks), generate_check(read, signature))
+    defaults = {
+        parameter: default
+        for parameter in read
+        if (default := _default(signature.parameters[parameter])) is not _ABSENT
+    }
+    return CompiledDescriptors(call, read, dims, defaults, generate_check(read, signature))
 
 
 def _read(

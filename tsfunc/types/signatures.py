@@ -15,9 +15,9 @@ import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.annotation import Scope, class_scope, closure_of, from_annotation
+from tsfunc.types.checker import Mismatch, decide, mismatches
 from tsfunc.types.classes import nominal_type
-from tsfunc.types.conformance import Mismatch, decide, mismatches
-from tsfunc.types.generated import generate_call
+from tsfunc.types.codegen import generate_call
 from tsfunc.types.grammar import (
     NONE,
     TENSOR,
