@@ -2,15 +2,15 @@
 
 The descriptor of a function's parameter is a type. The modules, in the order of their imports:
 
-    polynomials  expressions over sizes: equality, and solutions for a name
-    dims         sizes: numbers, names with bounds, expressions
+    sizes        sizes that are computed from named sizes: expressions, their normal form, facts
+    dims         the sizes in a shape: numbers, names with bounds, expressions
     meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
     class_names  the names of classes in texts, and the lookup of a class by its name
     values       Python values as literals: equality, and their text
     grammar      the types: frozen dataclasses under one union
     classes      nominal types: enums, interfaces, torch's own classes, any class
     descriptors  the class, the tensors and the parts that a type describes
-    sizes        comparison of the sizes of two types, whose names hold across a type
+    size_matching comparison of the sizes of two types, whose names hold across a type
     lattice      the subtype relation, and the least type above two types
     inference    the types of values
     text         the parser of types and descriptors
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
-    from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
+    from tsfunc.types.dims import Dim, DimForm, DimSpec
     from tsfunc.types.grammar import (
         ANY,
         BOOL,
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from tsfunc.types.meta import MetaTensorType
     from tsfunc.types.reading import as_descriptor, parse_descriptor
     from tsfunc.types.signatures import Signature, signature
+    from tsfunc.types.sizes import DimExpr
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -98,7 +99,7 @@ else:
             "checker": "Mismatch check",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
-            "dims": "Dim DimExpr DimForm DimSpec",
+            "dims": "Dim DimForm DimSpec",
             "grammar": """
                 ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR Descriptor TSAllType TSBuiltinClass
                 TSCallType TSCustomClass TSDict TSEnum TSFields TSFuture TSInstanceClass TSList
@@ -111,6 +112,7 @@ else:
             "meta": "MetaTensorType",
             "reading": "as_descriptor parse_descriptor",
             "signatures": "Signature signature",
+            "sizes": "DimExpr",
         },
     )
 

@@ -21,8 +21,8 @@ from tsfunc.types.grammar import (
     alternatives_of,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.polynomials import most, solved_for
 from tsfunc.types.reading import as_descriptor
+from tsfunc.types.sizes import solved_for
 
 _ABSENT = object()
 
@@ -347,7 +347,7 @@ def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, 
             if not isinstance(form, DimExpr):
                 continue
             ranges = {name: (dims[name].min or 0, dims[name].max) for name in form.names}
-            if most(form.text, ranges) < 0:
+            if form.sum.most(ranges) < 0:
                 known = ", ".join(repr(dims[name]) for name in form.names)
                 raise DescriptorError(
                     f"{where}{part} is {form.text!r}, which is negative for every size of {known}"

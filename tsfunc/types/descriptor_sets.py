@@ -21,7 +21,7 @@ from tsfunc.types.grammar import ANY, Descriptor, TSTensor, map_tensors
 from tsfunc.types.lattice import common_order, is_below, join_pairs
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor, parse_descriptor
-from tsfunc.types.sizes import substituted
+from tsfunc.types.sizes import SizeSum
 
 
 class Descriptors(Mapping[str, Descriptor]):
@@ -268,8 +268,7 @@ def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType
         if isinstance(dim, Dim) and dim.name == name:
             return dim.meet(form) if isinstance(form, Dim) else form
         if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
-            meant = {each: form if each == name else each for each in dim.names}
-            return parse_dim(DimExpr(substituted(dim.text, meant)).normal)
+            return parse_dim(str(dim.sum.substitute({name: SizeSum.of_int(form)})))
         return dim
 
     shape: Any = None

@@ -110,7 +110,7 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
-from tsfunc.types.sizes import ABSENT, Absent, Generalization, SideForm, SizeMatch
+from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.values import same_keys
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 
 import torch
@@ -22,8 +21,6 @@ from tsfunc.types.grammar import (
     map_tensors,
 )
 from tsfunc.types.meta import MetaTensorType
-
-_NAME = re.compile(r"[^\W\d]\w*")
 
 
 def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor:
@@ -61,15 +58,13 @@ def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
             found = {name: parse_dim(dims.get(name, name)) for name in form.names}
             if None in found.values():
                 return None
-            words = {name: _operand(each) for name, each in found.items()}
-            return parse_dim(_NAME.sub(lambda name: words[name[0]], form.text))
+            texts = {
+                name: each.name if isinstance(each, Dim) else str(each)
+                for name, each in found.items()
+            }
+            return parse_dim(form.substitute(texts))
         case _:
             return form
-
-
-def _operand(form: DimForm) -> str:
-    """Return a size as an operand of an expression."""
-    return form.name if isinstance(form, Dim) else f"({spell_dim(form)})"
 
 
 def as_python(descriptor: Descriptor) -> str:
