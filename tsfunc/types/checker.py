@@ -23,7 +23,7 @@ from tsfunc.types.annotation import attribute_types, class_scope, from_annotatio
 from tsfunc.types.classes import field_names, interface_methods, is_rref_class, primitive_of
 from tsfunc.types.codegen import Fits, generate
 from tsfunc.types.descriptors import children_of
-from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     DOUBLE,
     FLOAT,
@@ -56,6 +56,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device, tensor_text
+from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import Attribute, describe, entry_text, same_keys, same_value
 
 Path: TypeAlias = tuple[Any, ...]

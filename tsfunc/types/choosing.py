@@ -14,7 +14,7 @@ from tsfunc.errors import DescriptorError
 from tsfunc.types.compiled import CompiledDescriptors
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.descriptors import class_of, elements_of, fits_class, items_of, meta_of
-from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
@@ -28,6 +28,7 @@ from tsfunc.types.grammar import (
     alternatives_of,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.sizes import DimExpr
 
 Place = tuple[int, str]
 """A named size, and the index of its set of descriptors."""

@@ -11,7 +11,7 @@ from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.types.checker import CheckContext, Mismatch, Path
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
-from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
@@ -22,7 +22,7 @@ from tsfunc.types.grammar import (
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.sizes import solved_for
+from tsfunc.types.sizes import DimExpr, solved_for
 
 _ABSENT = object()
 

@@ -16,12 +16,12 @@ import torch
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
 from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
-from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim
+from tsfunc.types.dims import Dim, DimForm, parse_dim, spell_dim
 from tsfunc.types.grammar import ANY, Descriptor, TSTensor, map_tensors
 from tsfunc.types.lattice import common_order, is_below, join_pairs
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor, parse_descriptor
-from tsfunc.types.sizes import SizeSum
+from tsfunc.types.sizes import DimExpr, SizeSum
 
 
 class Descriptors(Mapping[str, Descriptor]):

@@ -295,4 +295,4 @@ def _simplify(expression: DimExpr) -> DimForm:
                 f"{expression.text!r} is never more than 0, and a size can't be negative"
             )
         return expression
-    return _size(int(expression.evaluate({})))
+    return _size(expression.evaluate({}))

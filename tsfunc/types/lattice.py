@@ -73,7 +73,7 @@ from tsfunc.types.descriptors import (
     meta_of,
     names_of,
 )
-from tsfunc.types.dims import DimExpr, DimForm, DimSpec, spell_dim
+from tsfunc.types.dims import DimForm, DimSpec, spell_dim
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
@@ -111,6 +111,7 @@ from tsfunc.types.grammar import (
 )
 from tsfunc.types.meta import MetaTensorType, on_device
 from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
+from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import same_keys
 
 

@@ -10,8 +10,9 @@ from typing import Any, NoReturn, Union, overload
 import torch
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.dims import DimExpr, DimForm, ShapeSpec, parse_dim
+from tsfunc.types.dims import DimForm, ShapeSpec, parse_dim
 from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
+from tsfunc.types.sizes import DimExpr
 
 SHORT_DTYPES = {
     torch.float64: "f64",

@@ -18,7 +18,7 @@ from tsfunc.types.annotation import attribute_types, from_annotation
 from tsfunc.types.class_names import class_name
 from tsfunc.types.classes import check_interface, is_future_class, is_interface, is_rref_class
 from tsfunc.types.descriptors import children_of, class_type, literal, tensor_leaves
-from tsfunc.types.dims import Dim, DimExpr
+from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
     FLOAT,
@@ -49,6 +49,7 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
 from tsfunc.types.values import describe, entry_text
 

@@ -287,8 +287,9 @@ def parsed(text: str) -> DimForm:
 
 def _same(one: SideForm, other: DimForm) -> bool:
     """Return True if two sizes are equal for all values of their names."""
-    known = one is not None and other is not None and not isinstance(one, Absent)
-    return known and sum_of(one) == sum_of(other)
+    if one is None or other is None or isinstance(one, Absent):
+        return False
+    return sum_of(one) == sum_of(other)
 
 
 def sum_of(size: int | Dim | DimExpr) -> SizeSum:

@@ -352,7 +352,7 @@ class DimExpr:
         """The text of the normal form."""
         return str(self.sum)
 
-    def evaluate(self, sizes: Mapping[str, Any]) -> Any:
+    def evaluate(self, sizes: Mapping[str, int]) -> int:
         """Return the size for given sizes of the names; it can be negative.
 
         Raises:
@@ -418,7 +418,7 @@ class _Expression:
 
     text: str
     names: tuple[str, ...]
-    evaluate: Callable[[Mapping[str, Any]], Any]
+    evaluate: Callable[[Mapping[str, int]], int]
     root: ast.expr
 
     @functools.cached_property
@@ -455,7 +455,7 @@ def _parse(text: str) -> _Expression:
         ) from None
 
 
-def _build(node: ast.expr, names: dict[str, None], text: str) -> Callable[[Mapping[str, Any]], Any]:
+def _build(node: ast.expr, names: dict[str, None], text: str) -> Callable[[Mapping[str, int]], int]:
     """Return a function that computes `node`; add the names in `node` to `names`."""
     match node:
         case ast.Constant(value=int(value)) if is_int(value):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec, parse_dim, spell_dim
+from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import (
     Descriptor,
     TSDict,
@@ -21,6 +21,7 @@ from tsfunc.types.grammar import (
     map_tensors,
 )
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.sizes import DimExpr
 
 
 def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor:

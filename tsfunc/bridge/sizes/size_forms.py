@@ -1,7 +1,7 @@
 """Symbolic sizes as plain data and back: ``["+", ["*", 2, "n"], 1]`` for ``2 * n + 1``.
 
-This is the only conversion of sympy's expressions of sizes: ``SizeSum.of_form`` (``types/sizes.py``)
-computes with the data.
+This is the only conversion of sympy's expressions of sizes. ``SizeSum.of_form`` in
+``types/sizes.py`` computes with the data.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node.expr`` is the sympy expression of a
 size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
