@@ -164,8 +164,8 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
 @pytest.mark.parametrize(
     ("annotation", "message"),
     [
-        (list, r"the annotation: list says not what is in it: write List\[X\]"),
-        (List, r"typing\.List says not what is in it: write List\[X\]"),
+        (list, r"the annotation: list does not say what is in it: write List\[X\]"),
+        (List, r"typing\.List does not say what is in it: write List\[X\]"),
         (Dict, r"write Dict\[K, V\]"),
         (Tuple, r"write Tuple\[X, Y\]"),
         (torch.futures.Future, r"write Future\[X\]"),
@@ -197,7 +197,7 @@ def test_errors_say_where() -> None:
     class Wrong(NamedTuple):
         x: list  # type: ignore[type-arg]
 
-    with pytest.raises(AnnotationError, match=r"^the annotation: Wrong\.x: list says not"):
+    with pytest.raises(AnnotationError, match=r"^the annotation: Wrong\.x: list does not say"):
         from_annotation(Wrong)
 
 
