@@ -55,8 +55,9 @@ from tsfunc.types.grammar import (
 )
 from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype
-from tsfunc.types.meta import MetaTensorType, is_in_format, on_device, tensor_text
+from tsfunc.types.meta import MetaTensorType, is_in_format, on_device
 from tsfunc.types.sizes import DimExpr
+from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import Attribute, describe, entry_text, same_keys, same_value
 
 Path: TypeAlias = tuple[Any, ...]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
 from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
-from tsfunc.types.dims import Dim, DimForm, parse_dim, spell_dim
+from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import ANY, Descriptor, TSTensor, map_tensors
 from tsfunc.types.lattice import common_order, is_below, join_pairs
-from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
 from tsfunc.types.reading import as_descriptor, parse_descriptor
-from tsfunc.types.sizes import DimExpr, SizeSum
 
 
 class Descriptors(Mapping[str, Descriptor]):
@@ -176,7 +175,7 @@ class Descriptors(Mapping[str, Descriptor]):
         """
         found = [self]
         for name, several in alternatives.items():
-            choices = list(_choices(name, several))
+            choices = list(choices_of(name, several))
             found = [each._narrowed(name, choice) for each in found for choice in choices]
         return tuple(found)
 
@@ -201,7 +200,7 @@ class Descriptors(Mapping[str, Descriptor]):
             raise DescriptorError(
                 f"split({name}=...): there is no parameter and no size {name!r}; there are: {known}"
             )
-        form = _size_of(name, size)
+        form = narrower_size(name, size)
         return Descriptors(
             {
                 parameter: map_tensors(each, lambda meta: substitute(meta, name, form))
@@ -238,48 +237,6 @@ def _parameters(line: str) -> Iterator[tuple[str, str]]:
 
 def _as_set(written: Mapping[str, object]) -> Descriptors:
     return written if isinstance(written, Descriptors) else Descriptors(written)
-
-
-def _choices(name: str, several: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
-        raise DescriptorError(
-            f"split({name}=...): expected a list of alternatives, got {several!r} of type "
-            f"{type(several).__name__}"
-        )
-    return several
-
-
-def _size_of(name: str, size: Any) -> DimForm:
-    try:
-        form = parse_dim(size)
-    except DescriptorError as error:
-        raise DescriptorError(f"split({name}=...): {error}") from None
-    if not isinstance(form, int) and not (isinstance(form, Dim) and form.name == name):
-        raise DescriptorError(
-            f"split({name}=...): expected a size, or a Dim({name!r}, ...) with bounds, got {size!r}"
-        )
-    return form
-
-
-def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType:
-    """Return metadata with a named size narrowed to bounds or to a number."""
-
-    def replaced(dim: DimForm) -> DimForm:
-        if isinstance(dim, Dim) and dim.name == name:
-            return dim.meet(form) if isinstance(form, Dim) else form
-        if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
-            return parse_dim(str(dim.sum.substitute({name: SizeSum.of_int(form)})))
-        return dim
-
-    shape: Any = None
-    if meta.shape is not None:
-        sizes = [spell_dim(replaced(dim)) for dim in meta.dims or meta.trailing]
-        shape = [..., *sizes] if meta.dims is None else sizes
-    strides: Any = [spell_dim(replaced(each)) for each in meta.stride_forms] or None
-    return MetaTensorType(
-        meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
-        layout=meta.layout, strides=strides, memory_format=meta.memory_format,
-    )  # fmt: skip
 
 
 # --- from examples
@@ -340,37 +297,3 @@ def descriptor_of(value: Any) -> Descriptor:
         return literal(each) if is_plain_value(each) else class_type(type(each))
 
     return as_descriptor(pytrees.tree_map(leaf, value))
-
-
-def split_meta(meta: MetaTensorType, alternatives: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    """Implement `MetaTensorType.split`."""
-    found = [meta]
-    for name, several in alternatives.items():
-        choices = list(_choices(name, several))
-        found = [_split_one(each, name, choice) for each in found for choice in choices]
-    return tuple(found)
-
-
-_ATTRIBUTES = (
-    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
-)  # fmt: skip
-
-
-def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
-    names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
-    if name in _ATTRIBUTES:
-        known = {each: getattr(meta, each) for each in _ATTRIBUTES if each != "rank"}
-        if name in ("rank", "shape"):
-            del known["shape"]
-        narrower = MetaTensorType(**{**known, name: choice})
-    elif name in names:
-        narrower = substitute(meta, name, _size_of(name, choice))
-    else:
-        known_sizes = ", ".join(sorted(names)) or "none"
-        raise DescriptorError(
-            f"split({name}=...): {meta} has no attribute and no size {name!r}; its sizes are: "
-            f"{known_sizes}"
-        )
-    if not narrower <= meta:
-        raise DescriptorError(f"split({name}=...): {narrower} is not narrower than {meta}")
-    return narrower

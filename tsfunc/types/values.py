@@ -13,7 +13,7 @@ import optree
 import torch
 
 from tsfunc.types.class_names import class_name
-from tsfunc.types.meta import tensor_text
+from tsfunc.types.tensor_text import tensor_text
 
 _LONGEST_REPR = 80
 

@@ -12,7 +12,7 @@ from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.checker import place_text
-from tsfunc.types.meta import tensor_text
+from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe
 
 
