@@ -1,7 +1,7 @@
 """Types as straight-line Python: fast checks of values, of calls, and of descriptors.
 
 Most values fit their types, and arguments are checked at every call. Generated code therefore
-runs first, and returns at the first mismatch; `check` and ``checks.py`` then find all mismatches.
+runs first, and returns at the first mismatch; ``checker.py`` then finds all mismatches.
 The code can reject a value that fits, but never accepts one that does not fit.
 """
 

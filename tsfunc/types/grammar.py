@@ -34,9 +34,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.class_names import class_name
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import describe, field_text, key_text, literal_text, same_value
+from tsfunc.types.values import class_name, describe, field_text, key_text, literal_text, same_value
 
 
 @dataclass(frozen=True)

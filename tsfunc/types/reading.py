@@ -19,7 +19,6 @@ from tsfunc.types.annotation import (
     from_typing,
     require_hashable,
 )
-from tsfunc.types.class_names import class_name
 from tsfunc.types.classes import check_interface, is_interface
 from tsfunc.types.descriptors import children_of, class_type, literal
 from tsfunc.types.dims import Dim
@@ -52,7 +51,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
-from tsfunc.types.values import entry_text
+from tsfunc.types.values import class_name, entry_text
 
 
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:

@@ -11,7 +11,7 @@ Descriptors have these terms too::
 
     Tuple[X, ...]   Literal[3]   [X, Y]   {'key': X}   module.Class(field: X)
 
-Other names refer to classes: see `tsfunc.types.class_names`.
+Other names refer to classes: see `tsfunc.types.values`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.class_names import NAME, find
 from tsfunc.types.classes import names_of_class
 from tsfunc.types.grammar import (
     ANY,
@@ -54,7 +53,7 @@ from tsfunc.types.grammar import (
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.tensor_text import TENSOR_KINDS, TENSOR_NAMES, TENSOR_WORD, tensor_fields
-from tsfunc.types.values import Attribute
+from tsfunc.types.values import NAME, Attribute, find
 
 Resolve = Callable[[Any], TSType]
 """Returns the type of an object that a name stands for."""
