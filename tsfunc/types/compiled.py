@@ -275,8 +275,9 @@ def _require_kind(
     cls = class_of(descriptor)
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
-            f"{parameter.name}: expected {words}, the value of {stars}{parameter.name}, got "
-            f"{meta_of(descriptor) or descriptor}; describe it as a whole, for example by {spelling}"
+            f"{parameter.name}: expected the descriptor of {words}, which is the value of "
+            f"{stars}{parameter.name}, got {meta_of(descriptor) or descriptor}; write for example "
+            f"{spelling}"
         )
     by_name = {
         each.name
@@ -552,7 +553,7 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
     return any(_differ(pair, known) for pair in pairs)
 
 
-def _differ(pair: tuple[DimForm, DimForm], known: Mapping[Place, int | None]) -> bool:
+def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
     """Return True if both sizes are known and differ."""
     found: list[int | None] = []
     for side, form in enumerate(pair):
