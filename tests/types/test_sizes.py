@@ -1,4 +1,4 @@
-"""The normal form of sizes: arithmetic, plain data, names replaced and solved for, against Python."""
+"""The normal form of sizes against Python: arithmetic, plain data, substitution, solutions."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class SizeSum:
             return SizeSum.of_int(form)
         if isinstance(form, str):
             return SizeSum.of_name(form)
-        if not isinstance(form, Sequence) or len(form) < 3 or form[0] not in _CALLED:
+        if not isinstance(form, Sequence) or len(form) < 3 or not _is_operator(form[0]):
             raise ValueError(f"{form!r} is not a size")
         return functools.reduce(_CALLED[form[0]], map(SizeSum.of_form, form[1:]))
 
@@ -290,6 +290,10 @@ def _term_order(entry: tuple[Term, int]) -> tuple[int, list[tuple[str, int]]]:
 
 def _text_of_first(item: tuple[Atom, int]) -> str:
     return str(item[0])
+
+
+def _is_operator(symbol: object) -> bool:
+    return isinstance(symbol, str) and symbol in _CALLED
 
 
 def _operand(value: SizeSum) -> str:
