@@ -169,7 +169,7 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
         (Dict, r"write Dict\[K, V\]"),
         (Tuple, r"write Tuple\[X, Y\]"),
         (torch.futures.Future, r"write Future\[X\]"),
-        (Tuple[int, ...], "any length, and the length of a tuple is part of its type"),
+        (Tuple[int, ...], "can have any length, and the length of a tuple is part of its type"),
         (Union[int, str], "a union of int and str: the language has no unions but with None"),
         (Dict[Color, int], r"keys of a dict are .*, not tests\.types\.strategies\.Color"),
         (typing.Callable[[int], int], r"is not a type of the language; a type is Any, int, float"),

@@ -124,7 +124,7 @@ class TestRules:
 
         def g() -> list: ...  # type: ignore[empty-body, type-arg]
 
-        with pytest.raises(AnnotationError, match=r"^g: what it returns: list says not what is in"):
+        with pytest.raises(AnnotationError, match=r"^g: the result: list does not say what is in"):
             signature(g)
 
 

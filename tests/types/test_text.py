@@ -130,7 +130,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         ("nowhere.Model", r"nowhere\.Model is neither a word .*parse\(text, \{'nowhere': \.\.\.\}"),
         ("os.path", "is not a type of the language"),
         ("namedtuple[int]", r"expected '\(' after namedtuple, got '\[int\]'"),
-        ("namedtuple(a: int, a: int)", "a name of its own for each element"),
+        ("namedtuple(a: int, a: int)", "expected a different name for each element"),
         ("namedtuple(int int)", r"expected ',' or '\)', got 'int\)'"),
         ("f32[-1]", "a size can't be negative, got -1|neither a name nor"),
         ("f32[n", r"expected '\]' after the dims"),
@@ -177,5 +177,7 @@ def test_a_description_of_a_tensor_reads_back(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["int", "torch.nn.Parameter", "List[f32[n]]"])
 def test_what_describes_no_tensor(text: str) -> None:
-    with pytest.raises(AnnotationError, match=r"describes no tensor; write for example f32\[n, 64"):
+    with pytest.raises(
+        AnnotationError, match=r"not describe a tensor; write for example f32\[n, 64"
+    ):
         MetaTensorType.parse(text)

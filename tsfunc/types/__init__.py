@@ -91,7 +91,6 @@ else:
         __name__,
         {
             "annotation": "from_annotation parse",
-            "attributes": "attribute_type",
             "classes": "interface",
             "compiled": "Bindings CompiledDescriptors compile_descriptors",
             "checker": "Mismatch check",
@@ -109,7 +108,7 @@ else:
             "lattice": "is_subtype join",
             "meta": "MetaTensorType",
             "reading": "as_descriptor parse_descriptor",
-            "signatures": "Signature signature",
+            "signatures": "Signature attribute_type signature",
             "sizes": "DimExpr",
         },
     )

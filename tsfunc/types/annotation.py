@@ -143,8 +143,8 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return annotation
     if isinstance(annotation, TSModuleType):
         raise reading.error(
-            f"{annotation.cls.__name__} stands here for the type of one module, which is not "
-            f"an annotation; write the class"
+            f"{annotation.cls.__name__} is the type of one module, which is not an annotation; "
+            f"write the class"
         )
     if isinstance(annotation, MetaTensorType):
         return TSTensor(meta=annotation)
@@ -259,7 +259,7 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
         raise reading.error(f"{annotation!r} does not say what is in it: write {_BARE[origin]}")
     if Ellipsis in args:
         raise reading.error(
-            f"{annotation!r} has any length, and the length of a tuple is part of its type; "
+            f"{annotation!r} can have any length, and the length of a tuple is part of its type; "
             f"write List[X] for any length"
         )
     inner = replace(reading, descriptor=None)
@@ -310,9 +310,9 @@ def require_hashable(value: Any, where: str) -> None:
         hash(value)
     except TypeError:
         raise DescriptorError(
-            f"{where}: {describe(value)} can't be hashed, so that it may change and be another "
-            f"value; give a value that can (a frozenset for a set, a tuple for an array), the "
-            f"class {type(value).__name__}, or Value(...) to have calls compared with it as it is"
+            f"{where}: {describe(value)} can't be hashed, so it could change after the "
+            f"definition; give a hashable value (a frozenset for a set, a tuple for an array), the "
+            f"class {type(value).__name__}, or Value(...) to compare the argument with this object"
         ) from None
 
 
@@ -370,8 +370,8 @@ def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
     """
     if cls in reading.inside:
         raise reading.error(
-            f"{cls.__name__} has itself among its elements; a named tuple is its elements, so "
-            f"that such a type has no end: make it a class"
+            f"{cls.__name__} has itself among its elements; the type of a named tuple consists of "
+            f"the types of its elements, so it would have no end; make it a class"
         )
     names = optree.namedtuple_fields(cls)
     inner = replace(reading, inside=(*reading.inside, cls))

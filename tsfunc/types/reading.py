@@ -77,7 +77,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     except RecursionError:
         raise DescriptorError(
             f"{where}: a {type(written).__name__} that contains itself, or is nested too deeply, "
-            f"describes nothing; give a type such as Any for a part of it"
+            f"can't be a descriptor; give a type such as Any for a part of it"
         ) from None
 
 
@@ -114,7 +114,7 @@ def _descriptor(written: Any, where: str) -> Descriptor:
         return TSTensor(meta=written)
     if isinstance(written, Dim | DimExpr):
         raise DescriptorError(
-            f"{where}: {written!r} is a size in the shape of a tensor, and no descriptor; write "
+            f"{where}: {written!r} is a size in the shape of a tensor, not a descriptor; write "
             f"MetaTensorType([{written!r}]), or int for a number"
         )
     if typing.get_origin(written) is not None:

@@ -158,7 +158,7 @@ def signature(func: Any) -> Signature:
     if isinstance(func, type):
         returns = nominal_type(func)
     elif plain.return_annotation is not _EMPTY:
-        returns = from_annotation(plain.return_annotation, scope, where=f"{name}: what it returns")
+        returns = from_annotation(plain.return_annotation, scope, where=f"{name}: the result")
     return Signature(name, parameters, returns, plain)
 
 
@@ -307,8 +307,7 @@ def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resol
         Traceback (most recent call last):
         ...
         tsfunc.errors.TypeCheckError: x.shape: x is of type Any, of which nothing is known, so \
-that nothing can be computed with it. Say what it is where it comes from: annotate it, or describe \
-it, with a concrete type.
+nothing can be computed with it. Annotate or describe x with a concrete type.
 
     Source: the check of attribute resolution in the TorchScript type system proposal.
     """
@@ -322,9 +321,8 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
     match type_:
         case TSMetaType():
             raise TypeCheckError(
-                f"{of}.{name}: {of} is of type Any, of which nothing is known, so that nothing can "
-                f"be computed with it. Say what it is where it comes from: annotate it, or "
-                f"describe it, with a concrete type."
+                f"{of}.{name}: {of} is of type Any, of which nothing is known, so nothing can be "
+                f"computed with it. Annotate or describe {of} with a concrete type."
             )
         case TSOptional(element):
             raise TypeCheckError(

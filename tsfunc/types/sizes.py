@@ -562,7 +562,7 @@ def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
             return ast.Compare(_number(left, variables), [op], [_number(right, variables)])
         case _:
-            raise DescriptorError(f"{ast.unparse(node)!r} compares no sizes")
+            raise DescriptorError(f"{ast.unparse(node)!r} is not a comparison of sizes")
 
 
 def _number(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
@@ -580,7 +580,7 @@ def _number(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
         case ast.Call(func=func, args=args, keywords=[]) if ast.unparse(func) in _FUNCTIONS:
             return ast.Call(func, [_number(arg, variables) for arg in args], [])
         case _:
-            raise DescriptorError(f"{ast.unparse(node)!r} is made of no sizes")
+            raise DescriptorError(f"{ast.unparse(node)!r} is not made of sizes")
 
 
 def _is_tame(value: object) -> bool:

@@ -95,7 +95,7 @@ def parse_fields(text: str) -> dict[str, Any]:
         return tensor_fields(found[1], found[2], TENSOR_WORD.findall(found[3]))
     if isinstance(text, str) and text.strip() in TENSOR_NAMES:
         return {}
-    raise AnnotationError(f"{text!r} describes no tensor; write for example f32[n, 64] cpu")
+    raise AnnotationError(f"{text!r} does not describe a tensor; write for example f32[n, 64] cpu")
 
 
 def tensor_fields(kind: str, dims: str, words: Iterable[str]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _dim(text: str) -> Any:
         return text  # a name or an expression, or invalid
     dims = [dim for dim in said if dim is not None]
     if len(dims) < len(said) or len({dim.name for dim in dims}) > 1:
-        raise DescriptorError(f"{text!r} says nothing that can be said of one named size")
+        raise DescriptorError(f"{text!r} does not describe one named size")
     return functools.reduce(Dim.meet, dims)
 
 
