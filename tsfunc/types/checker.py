@@ -178,6 +178,21 @@ class CheckContext:
     def check(self, value: Any, type_: TSAllType, path: Path) -> None:
         """Check one value; `path` leads to it."""
         match type_:
+            # The types that descriptors are made of come first.
+            case TSTensor(cls, meta):
+                if cls is torch.Tensor or self._instance(value, cls, path):
+                    self._tensor(value, meta, path)
+            case TSPytree(kind, entries, children):
+                if kind in (list, tuple):
+                    self._items(value, kind, children, path)
+                elif kind is dict:
+                    self._keys(value, dict(zip(entries, children, strict=True)), path)
+                else:
+                    self._children(value, type_, path)
+            case TSOptional() | TSUnion():
+                self._union(value, type_, path)
+            case Value(expected):
+                self._literal(value, expected, path)
             case TSMetaType():
                 return
             case TSPrimitiveType("None"):
@@ -186,13 +201,6 @@ class CheckContext:
                 own = primitive_of(value)
                 if own != type_ and not (own == FLOAT and type_ == DOUBLE):
                     self.fail(path, "", type_, describe(value))
-            case Value(expected):
-                self._literal(value, expected, path)
-            case TSOptional() | TSUnion():
-                self._union(value, type_, path)
-            case TSTensor(cls, meta):
-                if cls is torch.Tensor or self._instance(value, cls, path):
-                    self._tensor(value, meta, path)
             case TSBuiltinClass(cls) | TSEnum(cls) | TSCustomClass(cls):
                 if self._instance(value, cls, path) and dataclasses.is_dataclass(cls):
                     self._declared_fields(value, cls, path)
@@ -217,13 +225,6 @@ class CheckContext:
                     return self.fail(path, "", expected, describe(value))
                 for i, (item, element) in enumerate(zip(value, elements, strict=True)):
                     self.check(item, element, (*path, i))
-            case TSPytree(kind, entries, children):
-                if kind in (list, tuple):
-                    self._items(value, kind, children, path)
-                elif kind is dict:
-                    self._keys(value, dict(zip(entries, children, strict=True)), path)
-                else:
-                    self._children(value, type_, path)
             case TSFuture(element):
                 if not isinstance(value, torch.futures.Future):
                     return self.fail(path, "", type_, describe(value))

@@ -123,6 +123,9 @@ class SizeSum:
         return self + -other
 
     def __mul__(self, other: SizeSum) -> SizeSum:
+        for one, number in ((self, other.number), (other, self.number)):
+            if number is not None:
+                return _sum({term: factor * number for term, factor in one.terms})
         if min(len(self.terms), len(other.terms)) > 1 and (
             len(self.terms) * len(other.terms) > _MOST_TERMS
         ):
@@ -274,8 +277,10 @@ class SizeSum:
 
 
 def _sum(terms: Mapping[Term, int]) -> SizeSum:
-    kept = ((term, factor) for term, factor in terms.items() if factor)
-    return SizeSum(tuple(sorted(kept, key=_term_order)))
+    kept = [(term, factor) for term, factor in terms.items() if factor]
+    if len(kept) > 1:
+        kept.sort(key=_term_order)
+    return SizeSum(tuple(kept))
 
 
 def _of_operation(symbol: str, *operands: SizeSum) -> SizeSum:
