@@ -60,6 +60,8 @@ ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  
 CLOSING = {
     # In methods by which a user goes on from an object.
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.page"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.measuring"),
     ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),
     ("tsfunc.transforms.specialize", "tsfunc.transforms.files"),
     # Loaded by the first who asks for the catalogue.
