@@ -275,9 +275,8 @@ def _require_kind(
     cls = class_of(descriptor)
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
-            f"{parameter.name}: expected the descriptor of {words}, which is the value of "
-            f"{stars}{parameter.name}, got {meta_of(descriptor) or descriptor}; write for example "
-            f"{spelling}"
+            f"{parameter.name}: {stars}{parameter.name} is {words}; expected a descriptor of all of "
+            f"it, such as {spelling}, got {meta_of(descriptor) or descriptor}"
         )
     by_name = {
         each.name

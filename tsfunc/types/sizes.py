@@ -123,9 +123,9 @@ class SizeSum:
         return self + -other
 
     def __mul__(self, other: SizeSum) -> SizeSum:
-        for one, number in ((self, other.number), (other, self.number)):
+        for scaled, number in ((self, other.number), (other, self.number)):
             if number is not None:
-                return _sum({term: factor * number for term, factor in one.terms})
+                return _sum({term: factor * number for term, factor in scaled.terms})
         if min(len(self.terms), len(other.terms)) > 1 and (
             len(self.terms) * len(other.terms) > _MOST_TERMS
         ):
