@@ -275,8 +275,8 @@ def _require_kind(
     cls = class_of(descriptor)
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
-            f"{parameter.name}: {stars}{parameter.name} is {words}; expected a descriptor of all of "
-            f"it, such as {spelling}, got {meta_of(descriptor) or descriptor}"
+            f"{parameter.name}: {stars}{parameter.name} is {words}; expected a descriptor of all "
+            f"of it, such as {spelling}, got {meta_of(descriptor) or descriptor}"
         )
     by_name = {
         each.name
