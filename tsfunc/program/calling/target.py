@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.trace.backends import Backend
+from tsfunc.bridge.tracers.user_code import implementation
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
@@ -86,6 +87,7 @@ class Target:
 
         return refuses if narrower or promised else None
 
+    @implementation()
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
         if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
@@ -96,6 +98,7 @@ class Target:
             return False
         return True
 
+    @implementation()
     def contract(
         self, arguments: Mapping[str, Any]
     ) -> tuple[CompiledDescriptors | None, Bindings | None]:
