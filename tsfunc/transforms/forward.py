@@ -63,7 +63,7 @@ def jvp(
     strict: bool = False,
     has_aux: bool,
 ) -> Any: ...
-@boundary("jvp")
+@boundary("jvp", traceable=True)
 def jvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],

@@ -25,8 +25,9 @@ from typing import Any, Final, TypeVar, cast
 import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.compiler import is_dynamo_compiling
 
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.outermost import entered as outermost
 from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
@@ -43,19 +44,22 @@ _DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
 _boundaries: set[CodeType] = set()
 
 
-def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
+def boundary(transform: str, func: Any = None, traceable: bool = False) -> Callable[[F], F]:
     """Decorate a callable that users call: the traceback of an error that leaves it is folded.
 
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``outermost``.
-    Dynamo traces neither the callable nor its callees.
 
     Args:
         transform: the transform's name in the note.
         func: the user's function, if the callable is made for one.
+        traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
+            transform; otherwise Dynamo traces neither the callable nor its callees.
     """
 
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
             try:
                 if outermost.inside:
                     return entry(*args, **kwargs)
@@ -65,8 +69,10 @@ def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
                 raise
 
         _boundaries.add(entered.__code__)
-        wrapped: Any = functools.wraps(entry)(entered)
-        return cast(F, outside_dynamo(wrapped))
+        wrapped: Any = functools.wraps(entry)(
+            entered if traceable else copy_outside_dynamo(entered)
+        )
+        return cast(F, wrapped)
 
     return decorate
 
