@@ -140,7 +140,10 @@ def promises(x, y):
     return inner(x), inner(y)
 
 
-for f in (promises, chooses, checks, counts, operators, edges, modules, batched, bodies, tests_data):
+FUNCTIONS = (
+    promises, chooses, checks, counts, operators, edges, modules, batched, bodies, tests_data
+)
+for f in FUNCTIONS:
     x, y = torch.linspace(0, 1, 9), torch.linspace(0, 1, 6)
     found.append(f.__name__)
     try:

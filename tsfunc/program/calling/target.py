@@ -87,18 +87,17 @@ class Target:
 
         return refuses if narrower or promised else None
 
-    @implementation()
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
-        if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
-            return True
+        with implementation():
+            if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
+                return True
         try:
             self.contract(arguments)
         except DescriptorViolation:
             return False
         return True
 
-    @implementation()
     def contract(
         self, arguments: Mapping[str, Any]
     ) -> tuple[CompiledDescriptors | None, Bindings | None]:
@@ -110,7 +109,8 @@ class Target:
         errors = []
         for contract in self.contracts:
             try:
-                return contract, contract.check(arguments)
+                with implementation():
+                    return contract, contract.check(arguments)
             except DescriptorViolation as error:
                 errors.append(error)
         if len(errors) == 1:
