@@ -63,6 +63,8 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
             try:
                 if outermost.inside:
                     return entry(*args, **kwargs)
+                if config.debug_nans_set:
+                    return leave_whole(watched_for_nans, (entry, args, kwargs), {})
                 return leave_whole(entry, args, kwargs)
             except Exception as error:
                 fold(error, lambda: _label(transform, func))
@@ -75,6 +77,21 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
         return cast(F, wrapped)
 
     return decorate
+
+
+WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
+_watch: list[WatchedCall] = []
+
+
+def on_debug_nans(call: WatchedCall) -> WatchedCall:
+    """Register the function that makes a call and looks for NaNs."""
+    _watch.append(call)
+    return call
+
+
+def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function and look for NaNs: ``config.debug_nans``."""
+    return _watch[0](func, args, kwargs)
 
 
 def inner_function(func: Any) -> Any:
@@ -225,6 +242,12 @@ def _arguments(frame: FrameType) -> str:
         # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
-                shape = ", ".join(map(str, value.shape))
+                shape = ", ".join(map(_size, value.shape))
                 shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
     return ", ".join(shown)
+
+
+def _size(size: Any) -> str:
+    """Return a size as text: an int, or an expression of named dims."""
+    symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
+    return str(size) if symbols is None else str(symbols.spell_size(size))

@@ -20,6 +20,7 @@ from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.leaves import described, places_of, spelled
+from tsfunc.program.calling.reporting import log_program, progress
 from tsfunc.program.calling.target import Target
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
@@ -238,6 +239,15 @@ class FirstCall:
     def _trace(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
     ) -> tuple[CachedProgram, Sequence[Any]]:
+        """Trace and compile a program, and show and log that."""
+        with progress(self.name, self.reason):
+            made = self._new_entry(inputs, bounds, scalars)
+        self._record(made[0])
+        return made
+
+    def _new_entry(
+        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
+    ) -> tuple[CachedProgram, Sequence[Any]]:
         start = time.perf_counter()
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
@@ -290,7 +300,6 @@ class FirstCall:
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
-        self._record(entry)
         return entry, closure_lines.values
 
     def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
@@ -332,15 +341,17 @@ class FirstCall:
         return self._captured(request, every, apart)
 
     def _record(self, entry: CachedProgram) -> None:
-        """Record a new program in the log of ``rage``."""
+        """Log a new program, also in the log of ``rage``."""
         program = entry.program
+        backend = self.target.backend_name
+        log_program(program, entry.reason, entry.seconds, backend, entry.text)
         rage.record(
             "specialized",
             function=self.name,
             at=users_place(),
             reason=entry.reason,
             arguments=entry.text,
-            backend=self.target.backend_name,
+            backend=backend,
             milliseconds=round(entry.seconds * 1e3, 1),
             operators=sum(node.op == "call_function" for node in program.graph.nodes),
             guards=program.guards,

@@ -39,6 +39,7 @@ from tsfunc.program.closure.collecting import collecting_seldom
 from tsfunc.program.closure.gradients import Gradients
 from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.module_state import names_in_source
 from tsfunc.program.closure.numbers import Varying
 from tsfunc.program.closure.refusals import (
     check_bodies,
@@ -50,7 +51,7 @@ from tsfunc.program.closure.refusals import (
 from tsfunc.program.closure.results import with_objects_apart
 from tsfunc.program.closure.updates import Update
 from tsfunc.program.dims.constraints import check_needs
-from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
@@ -379,6 +380,12 @@ class _Trace:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
+        taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
+        names = names_in_source(request.func, lifted, builder.read, taken)
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target in names:
+                node.name = node.target = names[node.target]
+        lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)
         return Program(
             request.name, graph, tuple(positions), lifted, out_tree, source, run,
