@@ -61,7 +61,11 @@ register_all()  # so that files know the values that programs may hold
 
 
 class Specialized(Generic[_Params, _Result]):
-    """A function that runs as programs; made by :func:`specialize`."""
+    """A function that runs as programs; made by :func:`specialize`.
+
+    ``Specialized[P, R]`` is its type in annotations, with the parameters and the result of the
+    function.
+    """
 
     __name__: str  # unless the function has none, as an nn.Module
     func: Any
