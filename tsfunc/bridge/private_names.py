@@ -800,7 +800,8 @@ def _guards() -> None:
     "Compilers",
     """torch._inductor.aoti_compile_and_package torch._inductor.compile_fx.compile_fx
     torch._inductor.decomposition.select_decomp_table
-    torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend""",
+    torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend
+    torch._functorch.config torch._C._autograd._get_current_graph_task_keep_graph""",
     use='specialize(backend="inductor") and other backends by name, and tsfunc export --to aoti.',
     stand_in="torch.compile of the program's module.",
     risk=Risk.LOW,
@@ -808,8 +809,15 @@ def _guards() -> None:
 def _compilers() -> None:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
+    from torch._functorch import config
     from torch._inductor.decomposition import select_decomp_table
 
+    with config.patch(donated_buffer=False):
+        _expect(config.donated_buffer is False, "a setting for donated buffers")
+    _expect(
+        torch._C._autograd._get_current_graph_task_keep_graph() is True,
+        "True outside of a backward pass",
+    )
     _expect(torch.ops.aten.lerp.Scalar in select_decomp_table(), "a table of decompositions")
     _expect(callable(lookup_backend("aot_eager")), "the backend aot_eager")
     try:

@@ -50,7 +50,7 @@ from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
-from tsfunc.types.choosing import in_order
+from tsfunc.types.compiled import in_order
 from tsfunc.types.signatures import signature_of
 
 _Params = ParamSpec("_Params")

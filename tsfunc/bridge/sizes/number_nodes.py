@@ -20,8 +20,7 @@ import torch
 import torch.fx
 
 from tsfunc.dispatch.places import is_users
-from tsfunc.types.dims import DimExpr
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.sizes import DimExpr, solved_for
 
 
 def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr: Any) -> Any:
