@@ -659,6 +659,17 @@ def _process_groups() -> None:
 
 
 @_entry(
+    "The stores of process groups",
+    "torch.distributed.distributed_c10d._world",
+    use="A rank that raises leaves a report for ranks that wait for it.",
+    stand_in="A store of this package's own for each mesh; or waits until the group's timeout.",
+    risk=Risk.MEDIUM,
+)
+def _stores() -> None:
+    _expect(isinstance(torch.distributed.distributed_c10d._world.pg_map, dict), "a dict of groups")
+
+
+@_entry(
     "The simulated process group",
     "torch.testing._internal.distributed.fake_pg",
     use="One process acts as one rank of a large mesh.",
