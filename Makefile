@@ -5,6 +5,7 @@
 #   make test ARGS='-k vmap'          part of it, or any other options of pytest
 #   make test TSFUNC_DEVICE=cuda      on another device
 #   make test TORCH=2.14.1            with another release of torch
+#   make test-compiled                the tests of calls at levels, with the compiled handlers
 #   make test-newest                  the part that depends most on torch, with the newest release
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
@@ -30,8 +31,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup demo test test-newest test-one test-releases test-all fuzz soak lint format docs dist \
-    bench clean
+.PHONY: setup demo test test-compiled test-newest test-one test-releases test-all fuzz soak lint \
+    format docs dist bench clean
 
 setup: $(STAMP)
 
@@ -64,6 +65,21 @@ NEWEST_TESTS := tests/bridge tests/ops/catalogue tests/ops/test_linalg.py \
 
 test-newest:
 	$(MAKE) test TORCH=$(NEWEST) ARGS='$(NEWEST_TESTS) $(ARGS)'
+
+# The tests of calls at levels, with the compiled handlers. They are compiled into a directory of
+# their own, so that the other targets test the Python ones.
+COMPILED_TESTS := tests/bridge/test_compiled.py tests/bridge/test_creation_tracking.py \
+    tests/transforms/test_backward.py tests/transforms/test_checkpoint.py \
+    tests/transforms/test_chunks.py tests/transforms/test_dispatch_modes.py \
+    tests/transforms/test_forward.py tests/transforms/test_interrupts.py \
+    tests/transforms/test_jacobians.py tests/transforms/test_nestings.py \
+    tests/transforms/test_reference_cycles.py tests/transforms/test_threads.py \
+    tests/transforms/test_torch_func.py
+
+test-compiled: export TSFUNC_BUILD_DIR := $(CURDIR)/build/handlers
+test-compiled: setup
+	$(BIN)/python -m tsfunc build
+	$(PYTEST) -m 'not slow' $(COMPILED_TESTS) $(ARGS)
 
 # Every test with one release of torch.
 test-one: setup

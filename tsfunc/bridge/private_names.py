@@ -290,8 +290,10 @@ def _torch_function() -> None:
     torch.utils._python_dispatch.TorchDispatchMode
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
     torch.utils._device.DeviceContext torch.overrides._pop_mode
-    torch.utils._python_dispatch._pop_mode""",
-    use="A trace sets the modes of its caller apart, and asks which of torch's modes are active.",
+    torch.utils._python_dispatch._pop_mode torch._C._is_torch_function_mode_enabled
+    torch.overrides._get_current_function_mode_stack""",
+    use="A trace sets the modes of its caller apart, and asks which of torch's modes are active: "
+    "its own mode is active while the traced function's code runs.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
 )
@@ -318,6 +320,11 @@ def _modes() -> None:
         C._push_on_torch_function_stack(function_mode)
         _expect(torch.overrides._pop_mode() is function_mode, "the mode on top")
         C._push_on_torch_function_stack(function_mode)
+        active = torch.overrides._get_current_function_mode_stack()
+        _expect(active[-1] is function_mode, "the mode on top")
+        _expect(C._is_torch_function_mode_enabled(), "function modes in use")
+        with C.DisableTorchFunction():
+            _expect(not C._is_torch_function_mode_enabled(), "no function modes")
 
 
 @_entry(
@@ -649,6 +656,17 @@ def _process_groups() -> None:
     _expect(distributed.ProcessGroup is torch.distributed.ProcessGroup, "the public class")
     _expect(distributed.ReduceOp is torch.distributed.ReduceOp, "the public class")
     _expect(hasattr(distributed.Work.boxed(distributed.FakeWork()), "wait"), "a work that is done")
+
+
+@_entry(
+    "The stores of process groups",
+    "torch.distributed.distributed_c10d._world",
+    use="A rank that raises leaves a report for ranks that wait for it.",
+    stand_in="A store of this package's own for each mesh; or waits until the group's timeout.",
+    risk=Risk.MEDIUM,
+)
+def _stores() -> None:
+    _expect(isinstance(torch.distributed.distributed_c10d._world.pg_map, dict), "a dict of groups")
 
 
 @_entry(

@@ -34,9 +34,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.class_names import class_name
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import describe, field_text, key_text, literal_text, same_value
+from tsfunc.types.values import class_name, describe, field_text, key_text, literal_text, same_value
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class TSNamedTuple:
         _require_types(self, self.elements)
         if len(self.names) != len(self.elements) or len(set(self.names)) != len(self.names):
             raise AnnotationError(
-                f"TSNamedTuple has a name of its own for each element, got names "
+                f"TSNamedTuple: expected a different name for each element, got names "
                 f"{list(self.names)} for {len(self.elements)} element(s)"
             )
 
@@ -501,9 +500,9 @@ def _require_types(composed: object, children: tuple[object, ...]) -> None:
     for child in children:
         if isinstance(child, TSModuleType):
             raise AnnotationError(
-                f"{type(composed).__name__}: {class_name(child.cls)} stands here for the type of "
-                f"one module, which composes with nothing, because another module of that class "
-                f"may have other attributes; use the class itself: TSCustomClass(cls)"
+                f"{type(composed).__name__}: {class_name(child.cls)} is the type of one "
+                f"module, which can't be part of another type, because another module of that "
+                f"class can have other attributes; use the class itself: TSCustomClass(cls)"
             )
         if not isinstance(child, TS_TYPES):
             raise AnnotationError(

@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
+from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.calling.counters import Counters
 from tsfunc.program.closure.collecting import collecting_seldom
@@ -238,6 +239,7 @@ class _Trace:
         self._numbers.append(number.position)
         return symbol
 
+    @starts_trace
     def _call(self, traced: list[Any]) -> Any:
         request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)

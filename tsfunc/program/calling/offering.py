@@ -12,6 +12,7 @@ import torch
 
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.types import MetaTensorType, as_descriptor
+from tsfunc.types.descriptor_sets import as_python
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
@@ -21,7 +22,6 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
 )
-from tsfunc.types.suggestions import as_python
 
 
 def descriptors_text(

@@ -32,7 +32,7 @@ from tsfunc.program.guarding.automatic_dynamic import (
 from tsfunc.program.guarding.cache_miss import ANY, Facts, differing
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim
-from tsfunc.types.check_context import place_text
+from tsfunc.types.checker import place_text
 
 Made = tuple[CachedProgram, Sequence[Any]]
 _SHOWN = 3  # the number of values that a warning shows

@@ -18,9 +18,9 @@ from tsfunc.program.dims.solutions import (
     stepped,
 )
 from tsfunc.types import Dim
+from tsfunc.types.descriptor_sets import as_python, with_dims
 from tsfunc.types.dims import DimSpec
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.suggestions import as_python, with_dims
 
 
 def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:

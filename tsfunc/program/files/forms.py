@@ -27,7 +27,7 @@ from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.facts import fact_code
+from tsfunc.types.sizes import fact_code
 
 
 def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:

@@ -17,7 +17,7 @@ from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes
 from tsfunc.program.files.state import is_current
 from tsfunc.program.files.variants import also_answered
 from tsfunc.program.graphs.program import Program
-from tsfunc.types.class_names import class_name
+from tsfunc.types.values import class_name
 
 
 def function_to_save(

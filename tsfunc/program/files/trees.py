@@ -21,7 +21,7 @@ import optree
 from tsfunc import pytrees
 from tsfunc.program.files.fields import Field
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
-from tsfunc.types.class_names import class_name, find
+from tsfunc.types.values import class_name, find
 
 _LEAF = "*"
 

@@ -11,7 +11,7 @@ from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import Dim
-from tsfunc.types.check_context import place_text
+from tsfunc.types.checker import place_text
 from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]

@@ -11,8 +11,8 @@ from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import Dim, DimExpr
-from tsfunc.types.check_context import place_text
-from tsfunc.types.meta import tensor_text
+from tsfunc.types.checker import place_text
+from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe
 
 

@@ -21,8 +21,8 @@ from tsfunc.program.closure.guard_builder import has_value, is_instance
 from tsfunc.program.closure.viewed_state import has_contents, viewed_state
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, order_of_strides, solving_order
 from tsfunc.types import Dim, DimExpr
-from tsfunc.types.generated import refused_sizes
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.codegen import refused_sizes
+from tsfunc.types.sizes import solved_for
 from tsfunc.types.values import same_value
 
 _PLAIN = (int, bool, str, type(None))

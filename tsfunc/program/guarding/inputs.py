@@ -43,7 +43,7 @@ from tsfunc.types.grammar import (
     TSUnion,
     Value,
 )
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.sizes import solved_for
 
 
 @dataclass(frozen=True)
