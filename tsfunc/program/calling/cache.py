@@ -200,6 +200,8 @@ class Cache:
         varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
         fixed: the sizes and numbers that could not be widened together.
         needed: the numbers that the function needs themselves.
+        records: whether the function runs backward passes itself, as its last trace found out:
+            NOTE [retracing].
         told: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
@@ -212,6 +214,7 @@ class Cache:
         self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
         self.needed: frozenset[str] = frozenset()
+        self.records = False
         self.told: set[str] = set()
         self.misses = self._former_hits = 0
 
@@ -284,6 +287,7 @@ class Cache:
             self.varied.clear()
             self.fixed.clear()
             self.needed = frozenset()
+            self.records = False
             self.forget_counts()
 
 

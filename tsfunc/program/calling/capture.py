@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import optree
 import torch
@@ -19,7 +19,6 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.backward_passes import RetraceForBackward
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -33,6 +32,7 @@ from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of
 from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
 from tsfunc.program.closure.collecting import collecting_seldom
 from tsfunc.program.closure.gradients import Gradients
@@ -54,16 +54,12 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.opaque_arguments import Hide
-from tsfunc.program.guarding.tensor_aliasing import (
-    Groups,
-    RetraceForAliasing,
-    as_one,
-    groups_of,
-    hold,
-)
+from tsfunc.program.guarding.tensor_aliasing import Groups, as_one, groups_of, hold
 from tsfunc.program.passes import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +77,7 @@ class TraceRequest:
         scalars: the numbers among the arguments that are inputs.
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
-        own: tensors that the function has from elsewhere, and gets as arguments, too.
-        retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
-            sizes] in ``small_sizes``); they are traced with other hints.
-        records: whether autograd records during the trace, for the function's own backward passes.
+        assumptions: the other assumptions of the trace.
     """
 
     what: str
@@ -97,9 +90,7 @@ class TraceRequest:
     scalars: Sequence[ScalarSpec] = ()
     hide_any: Hide | None = None
     described: Mapping[str, Descriptor] = field(default_factory=dict)
-    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    retraced: frozenset[str] = frozenset()
-    records: bool = False
+    assumptions: Assumptions = field(default_factory=Assumptions)
 
 
 @protected
@@ -108,23 +99,22 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
 
     Args:
         request: the function and its arguments.
-        instances: the objects whose attributes are watched. Tensors that are read from arguments
-            are inputs of the program, after the flattened arguments.
+        instances: the objects whose attributes are watched; without them, the function is traced
+            until its assumptions hold. Tensors that are read from arguments are inputs of the
+            program, after the flattened arguments.
 
     Raises:
         ConstraintViolation: the control flow of the function depends on the size of a named dim.
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        RetraceForSmallSizes, RetraceForAliasing, RetraceForBackward: it has to be traced again,
-            with other ``instances``.
+        Retrace: it has to be traced again, with other ``instances``.
     """
     with collecting_seldom():
         if instances is not None:
             trace = _Trace(request, instances)
             return trace.program(trace.run())
-        trace, out = _run(request, request.name)
-        return trace.program(out)
+        return _settled(request, request.name, lambda trace: trace.program(trace.run()))
 
 
 @protected
@@ -134,20 +124,24 @@ def outline(request: TraceRequest) -> Any:
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    trace, out = _run(request, request.what)
-    try:
-        return pytrees.tree_map(trace.fake_value, out)
-    finally:
-        trace.symbols.end()
+
+    def fakes(trace: _Trace) -> Any:
+        out = trace.run()
+        try:
+            return pytrees.tree_map(trace.fake_value, out)
+        finally:
+            trace.symbols.end()
+
+    return _settled(request, request.what, fakes)
 
 
-def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
-    """Run a function in a trace; return the trace and the function's result."""
-    trace = _Trace(request, Instances(name))
-    with suppress(RetraceForBackward):
-        return trace, trace.run()
-    trace = _Trace(replace(request, records=True), Instances(name))
-    return trace, trace.run()
+def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
+    """Return a result of a trace whose assumptions hold."""
+
+    def result(assumptions: Assumptions) -> T:
+        return finish(_Trace(replace(request, assumptions=assumptions), Instances(name)))
+
+    return settle(result, request.assumptions)[0]
 
 
 class _Trace:
@@ -157,10 +151,13 @@ class _Trace:
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
+        self.assumptions = request.assumptions
         instances.builder.set_arguments(request.flat)
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
-        known = {name: size for name, size in sizes.items() if name not in request.retraced}
+        known = {
+            name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
+        }
         by_themselves = [spec.name for spec in request.scalars if spec.by_itself]
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
@@ -175,9 +172,11 @@ class _Trace:
             axes.bound(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
             self.symbols.asks = Counters(self.level, self.instances.builder).answer
-            self.gradients = Gradients(self.level, self.instances, self._attributes.append)
+            self.gradients = Gradients(
+                self.level, self.instances, self._attributes.append, self._record
+            )
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -187,6 +186,10 @@ class _Trace:
                 self.symbols.end()
                 self.instances.put_back()
                 raise
+
+    def _record(self) -> NoReturn:
+        """Have the function traced again, with autograd recording."""
+        raise Retrace(self.assumptions.moved(records=True))
 
     def _arguments(self) -> list[Any]:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
@@ -207,8 +210,9 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
-        instances.compares_identity = instances.compares_identity or request.records
-        self._own = {**request.own, **instances.builder.own_tensors}
+        held = self.assumptions
+        instances.compares_identity |= held.identities or held.records
+        self._own = {**held.own, **instances.builder.own_tensors}
         self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
@@ -249,8 +253,11 @@ class _Trace:
             with mode, Lifting(self.level), self.instances, no_seeding(request.what):
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
-            if self.gradients.passes.needed and not request.records:
-                raise RetraceForBackward  # the function has caught it
+            needed, held = self.gradients.passes.needed, self.assumptions
+            if needed and not held.records:
+                self._record()  # the function has handled the exception
+            if held.recalled and not needed:
+                raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -273,7 +280,7 @@ class _Trace:
         groups = groups_of(inputs)
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise RetraceForAliasing(own)
+            raise Retrace(self.assumptions.moved(identities=True, own=own))
         hold(instances.builder.guard_lines, inputs, own)
         return groups if len(inputs) > 1 else ()
 
@@ -288,7 +295,7 @@ class _Trace:
     def program(self, out: Any) -> Program:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
-        updates = self.instances.finish()
+        updates = self.instances.finish(self.assumptions)
         level.tensor_guards.refuse_assignments()
         apart = with_objects_apart(
             request.what, without_opaque_values(out), self.instances.builder.placeholder_of
@@ -304,7 +311,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, bool(request.retraced),
+            request.described, self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)

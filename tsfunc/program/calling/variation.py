@@ -15,26 +15,26 @@ from typing import Any, Protocol
 
 import optree
 
-from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.errors import DescriptorError
+from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.offering import descriptors_text
 from tsfunc.program.calling.target import Target
-from tsfunc.program.graphs.equal import same_program
 from tsfunc.program.guarding.automatic_dynamic import (
     Names,
     is_special,
+    narrowed,
+    new_dim,
     seen_values,
     size_names,
     varying,
-    widened,
+    with_dim,
 )
 from tsfunc.program.guarding.cache_miss import ANY, Facts, differing
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim
 from tsfunc.types.check_context import place_text
 
-Made = tuple[CachedProgram, Sequence[Any]]
 _SHOWN = 3  # the number of values that a warning shows
 
 
@@ -48,18 +48,9 @@ class Call(Protocol):
     contract: CompiledDescriptors | None
     target: Target
 
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
     def scalars(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> Sequence[ScalarSpec]: ...
-
-    def trace(self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made: ...
-
-    def trace_for_any(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
-    ) -> Made: ...
 
 
 class Variation:
@@ -92,37 +83,54 @@ class Variation:
         }
         self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
         self._served: Names = frozenset()  # the values that may vary in the new program
+        self._tried: Names = frozenset()  # the values that have varied
 
-    def program(self) -> Made | None:
-        """Return a program for any value in place of those that have varied, or None."""
+    def assumed(self, assumptions: Assumptions) -> Assumptions:
+        """Return the assumptions with inputs in place of the values that have varied."""
         if not self.cache.auto_widen:
-            return None
+            return assumptions
         as_inputs = self.numbers if self.call.target.backend is None else {}
-        needed = self.cache.needed
-        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, needed)
-        while names and names not in self.cache.fixed:
-            found = self._for_any(names)
-            needed = self._needed(found[0]) & names if found else frozenset()
-            if not needed:
-                if found and self._does_the_same(found[0], names):
-                    self._served = names
-                    return found
-                self.cache.fixed.add(names)
-                return None
-            self.cache.needed |= needed
-            names -= needed
-        return None
+        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.needed)
+        if not names or names in self.cache.fixed:
+            return assumptions
+        self._tried = names
+        dim = None if names.isdisjoint(self.where) else new_dim(self.bounds)
+        return assumptions.moved(varying=names, dim=dim)
 
-    def _for_any(self, names: Names) -> Made | None:
-        numbers = frozenset(self.positions[name] for name in names if name in self.positions)
+    def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
+        """Return assumptions with a narrower dim after a trace that has failed, or None."""
+        sizes = [self.sizes[name] for name in assumptions.varying if name in self.sizes]
+        return narrowed(assumptions, sizes[0], error) if sizes else None
+
+    def inputs_for(
+        self, assumptions: Assumptions
+    ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], frozenset[int]]:
+        """Return the inputs, the named dims, and the positions of the numbers that have varied."""
+        names, inputs, bounds = assumptions.varying, self.inputs, self.bounds
         at = [self.where[name] for name in names if name in self.where]
+        if at and assumptions.dim is not None:
+            inputs, bounds = with_dim(inputs, bounds, at, assumptions.dim)
+        return inputs, bounds, frozenset(self.positions[x] for x in names if x in self.positions)
 
-        def trace(inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made:
-            if numbers:
-                return self.call.trace_for_any(inputs, bounds, numbers)
-            return self.call.trace(inputs, bounds)
+    def check(self, entry: CachedProgram, assumptions: Assumptions) -> None:
+        """Check that the values that have varied can be inputs of a new program.
 
-        return widened(trace, self.inputs, self.bounds, at)
+        Raises:
+            Retrace: some of them can't.
+        """
+        names = assumptions.varying
+        needed = self._needed(entry) & names
+        if needed:
+            self.cache.needed |= needed
+            self._tried = names = names - needed
+            names = frozenset() if names in self.cache.fixed else names
+        elif any(condition.dims for condition in entry.program.conditions) or (
+            not names.isdisjoint(self.positions) and entry.form.unmet(self.call.flat, self.sizes)
+        ):
+            names = frozenset()
+        if names != assumptions.varying:
+            dim = None if names.isdisjoint(self.where) else assumptions.dim
+            raise Retrace(assumptions.moved(varying=names, dim=dim))
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
@@ -133,27 +141,15 @@ class Variation:
             if spec.by_itself and spec.name in needed
         )
 
-    def _does_the_same(self, entry: CachedProgram, names: Names) -> bool:
-        """Return True if a general program is sound for the call."""
-        if any(condition.dims for condition in entry.program.conditions):
-            return False
-        if names.isdisjoint(self.positions):
-            return True
-        call = self.call
-        if entry.form.unmet(call.flat, call.sizes):
-            return False
-        fixed, _ = call.trace(self.inputs, self.bounds)
-        described = call.scalars(self.inputs, self.bounds)
-        values = {
-            **{spec.name: spec.value for spec in entry.form.scalars},
-            **{name: any_size(dim) for name, dim in self.bounds.items()},
-            **{spec.name: any_number(type(spec.value)) for spec in described},
-        }
-        for spec, before in zip(entry.form.inputs, self.inputs, strict=True):
-            for dim, size in zip(spec.dims, before.dims, strict=True):
-                if isinstance(dim, Dim) and isinstance(size, int):
-                    values[dim.name] = size
-        return same_program(entry.program, fixed.program, values)
+    def has_numbers(self, assumptions: Assumptions) -> bool:
+        """Return True if numbers that have varied are inputs: a program needs a comparison."""
+        return not assumptions.varying.isdisjoint(self.positions)
+
+    def conclude(self, assumptions: Assumptions) -> None:
+        """Note the values that vary in the new program, and those that can't."""
+        self._served = assumptions.varying
+        if self._tried and not self._served:
+            self.cache.fixed.add(self._tried)
 
     def remember(self, entry: CachedProgram, called: bool) -> str | None:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].

@@ -6,6 +6,7 @@ See NOTE [backward passes in programs] in ``bridge/trace/backward_passes.py``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import torch
 
@@ -25,13 +26,18 @@ class Gradients:
         level: the trace.
         instances: the objects that it watches.
         read_at: called with the user's spelling of each ``.grad`` that is read.
+        record: has the function traced again, with autograd recording.
     """
 
     def __init__(
-        self, level: TraceLevel, instances: Instances, read_at: Callable[[str], None]
+        self,
+        level: TraceLevel,
+        instances: Instances,
+        read_at: Callable[[str], None],
+        record: Callable[[], NoReturn],
     ) -> None:
         self._level, self._instances, self._builder = level, instances, instances.builder
-        self.passes = level.passes = BackwardPasses(level, self._read, self._check)
+        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
         instances.assigned_grads = self._changes
         self._checked: set[int] = set()
         self._read_at = read_at

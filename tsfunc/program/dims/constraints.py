@@ -14,8 +14,9 @@ from tsfunc.bridge.sizes.size_texts import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation
+from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.rewrites import rewrites_of
-from tsfunc.program.dims.small_sizes import RetraceForSmallSizes, away_from, names_at_edge
+from tsfunc.program.dims.small_sizes import away_from, names_at_edge
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -27,7 +28,7 @@ def check_needs(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
-    retraced: bool,
+    assumptions: Assumptions,
 ) -> dict[str, Dim]:
     """Refuse a trace that relies on more than the descriptors promise.
 
@@ -37,14 +38,14 @@ def check_needs(
         dims: the named dims.
         sizes: their sizes in the call.
         described: the descriptors, by parameter.
-        retraced: whether the function was traced with other sizes than those of the call.
+        assumptions: the other assumptions of the trace.
 
     Returns:
         The named dims with another minimum size for this trace: NOTE [small sizes].
 
     Raises:
         ConstraintViolation: the trace relies on more than the descriptors promise.
-        RetraceForSmallSizes: the same, but it may apply to the sizes of the call alone.
+        Retrace: the same, but it may apply to the sizes of the call alone.
     """
     unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
     if not unmet:
@@ -55,8 +56,8 @@ def check_needs(
         return raised
     refusal = _refusal(name, rest, dims, sizes, described)
     at_edge = names_at_edge(rest)
-    if at_edge and not retraced:
-        raise RetraceForSmallSizes(at_edge, refusal)
+    if at_edge and not assumptions.other_hints:
+        raise Retrace(assumptions.moved(other_hints=at_edge, refusal=refusal))
     raise refusal
 
 

@@ -17,21 +17,7 @@ from typing import Any
 
 from tsfunc.bridge.sizes.bounds import has_maximum, with_larger
 from tsfunc.bridge.sizes.symbols import Need
-from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
-
-
-class RetraceForSmallSizes(Exception):
-    """A trace may have been made with small sizes, and then is not valid for other sizes.
-
-    Args:
-        names: the named dims that may have them.
-        refusal: the error to raise if a trace with other sizes fails, too.
-    """
-
-    def __init__(self, names: frozenset[str], refusal: ConstraintViolation) -> None:
-        super().__init__(", ".join(sorted(names)))
-        self.names, self.refusal = names, refusal
 
 
 def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:

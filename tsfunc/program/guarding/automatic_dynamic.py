@@ -23,18 +23,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tsfunc.errors import ConstraintViolation
+from tsfunc.program.assumptions import Assumptions
 from tsfunc.program.guarding.cache_miss import Facts, differing
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types import Dim
 
 AFTER = 2  # number of programs that differ in a size or number
-_ATTEMPTS = 3  # a bounded size may lead to facts that were not met before
-
-T = TypeVar("T")
+_ATTEMPTS = 2  # a bounded size may lead to facts that were not met before
 
 Names = frozenset[str]
 
@@ -125,41 +124,33 @@ def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[st
     }
 
 
-def widened(
-    trace: Callable[[Sequence[InputSpec], Mapping[str, Dim]], T],
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    at: Sequence[tuple[int, int]],
-) -> T | None:
-    """Return the result of a trace with a new named dim in place of some sizes, if there are any.
-
-    Returns:
-        The result; None if the function relies on facts about the dim that bounds can't express.
-    """
-    if not at:
-        try:
-            return trace(inputs, bounds)
-        except Exception:  # the trace without symbols raises the error
-            return None
+def new_dim(bounds: Mapping[str, Dim]) -> Dim:
+    """Return a named dim in place of sizes that have varied."""
     names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
-    name = next(name for name in names if name not in bounds)
-    dim, (i, k) = Dim(name, min=2), at[0]
-    for _ in range(_ATTEMPTS):
-        try:
-            return trace(*_with_dim(inputs, bounds, at, dim))
-        except ConstraintViolation as refusal:
-            mended = refusal.mended.get(name)
-            if not isinstance(mended, Dim) or len(refusal.mended) > 1:
-                return None
-            dim = mended.meet(Dim(name, min=2))
-            if not dim.admits(inputs[i].example.shape[k]):
-                return None
-        except Exception:  # the trace without a symbol raises the error
-            return None
-    return None
+    return Dim(next(name for name in names if name not in bounds), min=2)
 
 
-def _with_dim(
+def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptions | None:
+    """Return assumptions with a narrower dim for sizes that have varied, if that is the remedy.
+
+    Args:
+        assumptions: those of the trace that has failed.
+        size: the size of the dim in the call.
+        error: the error of the trace.
+    """
+    dim = assumptions.dim
+    if dim is None or not isinstance(error, ConstraintViolation):
+        return None
+    mended = error.mended.get(dim.name)
+    if not isinstance(mended, Dim) or len(error.mended) > 1 or assumptions.narrowed == _ATTEMPTS:
+        return None
+    narrower = mended.meet(Dim(dim.name, min=2))
+    if not narrower.admits(size):
+        return None
+    return assumptions.moved(dim=narrower, narrowed=assumptions.narrowed + 1)
+
+
+def with_dim(
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
     at: Iterable[tuple[int, int]],

@@ -21,18 +21,6 @@ from tsfunc.program.guarding.inputs import InputSpec
 Groups = tuple[tuple[int, ...], ...]
 
 
-class RetraceForAliasing(Exception):
-    """Internal: two of a function's tensors are the same, and it may compare them; trace it again.
-
-    Args:
-        own: the function's own tensors that are known.
-    """
-
-    def __init__(self, own: Mapping[int, torch.Tensor]) -> None:
-        super().__init__("a tensor is given twice")
-        self.own = own
-
-
 def as_one(
     inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
 ) -> list[Any]:
