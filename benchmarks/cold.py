@@ -1,4 +1,4 @@
-"""What a process pays once: the import and the first result, each timed in a fresh process.
+"""Costs that a process pays once: the import and the first result, each in a fresh process.
 
 An installed package has its bytecode, so each body runs once untimed, with writing it allowed.
 """

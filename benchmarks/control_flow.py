@@ -1,4 +1,4 @@
-"""What loops cost: examples that need different numbers of steps, and many small steps."""
+"""Costs of loops: examples that need different numbers of steps, and many small steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BY_HAND = "unrolled by hand"
 
 
 def counted(x: Tensor, n: Tensor) -> Tensor:
-    """So many steps as the example needs."""
+    """Loop for as many steps as the example needs."""
     found: Tensor = tsfunc.fori_loop(0, n, lambda i, x: torch.sin(x) * 1.01, x)
     return found
 

@@ -1,4 +1,4 @@
-"""What derivatives cost: per-example gradients, gradients of a stack of models, a tiny function."""
+"""Costs of derivatives: per-example gradients, a stack of models, a tiny function."""
 
 from __future__ import annotations
 

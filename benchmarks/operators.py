@@ -1,4 +1,4 @@
-"""What one operator costs inside vmap, by each of the ways on which it can be met."""
+"""Cost of one operator inside vmap, by each of the paths that serve it."""
 
 from __future__ import annotations
 

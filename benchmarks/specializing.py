@@ -1,4 +1,4 @@
-"""What a call of a specialized function costs beside its body."""
+"""Cost of a call of a specialized function beside its body."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def by_isinstance(tensors: list[Tensor]) -> int:
 
 
 def checks(tensors: list[Tensor]) -> Case:
-    """What a check of arguments costs a leaf, beside the guard: each way finds nothing wrong."""
+    """Cost of a check of arguments for each leaf, beside the guard; every check passes."""
     contract = compile_descriptors(
         {"tensors": List[ROWS]},  # noqa: UP006
         inspect.signature(described),

@@ -1,4 +1,4 @@
-"""What a trace costs: the first call of a specialized function, beside make_fx, an operator."""
+"""Cost of a trace for each operator: the first call of a specialized function, beside make_fx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vmap costs: a call that does nothing, small operators, a Laplacian."""
+"""Costs of vmap: a call that does nothing, small operators, a Laplacian."""
 
 from __future__ import annotations
 

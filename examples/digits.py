@@ -125,7 +125,7 @@ def batches(data: Data) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 
 def epsilon(noise: float, rate: float, steps: int, delta: float) -> float:
-    """What training spends of privacy, between data with and without any one image.
+    """Return the privacy that training spends, between data with and without any one image.
 
     The Renyi divergence of the subsampled Gaussian mechanism at integer orders (Mironov, Talwar
     and Zhang, https://arxiv.org/abs/1908.10530, 3.3), added up over the steps and converted by

@@ -1,4 +1,4 @@
-"""What every test gets: a device, repeatable random numbers, one thread, hypothesis' profile."""
+"""Fixtures of every test: a device, repeatable random numbers, one thread, hypothesis' profile."""
 
 from __future__ import annotations
 

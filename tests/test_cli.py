@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*args: str, code: int = 0) -> str:
-    """What the command prints, both streams."""
+    """Run the command; return what it prints to both streams."""
     result = CliRunner().invoke(cli.app, args)
     assert result.exit_code == code, result.output
     return result.output

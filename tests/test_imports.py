@@ -208,7 +208,7 @@ def circles(loads: dict[str, set[str]]) -> list[list[str]]:
 
 
 def is_private(dotted: str) -> bool:
-    """Whether a dotted name below ``torch`` has a part that starts with a single underscore.
+    """True if a dotted name below ``torch`` has a part that starts with a single underscore.
 
     The parts below ``torch.ops`` are names of operators (``torch.ops.aten._softmax``): they are
     data that the catalogue is made of, and part of what torch keeps stable.
@@ -252,7 +252,7 @@ def torch_names(tree: ast.Module) -> dict[str, str]:
 
 
 def private_uses(module: str, source: str) -> list[str]:
-    """Where a module outside the bridge names something private of torch's.
+    """Return the places where a module outside the bridge names something private of torch's.
 
     Seen are imports, and attribute chains that start at a name imported from torch. What is
     read off a value (``x._base``) can't be told from an attribute of our own.
@@ -272,7 +272,7 @@ def private_uses(module: str, source: str) -> list[str]:
 
 
 def heavy_modules(loaded: Iterable[str]) -> list[str]:
-    """Of newly loaded modules, those that ``import tsfunc`` should have left alone."""
+    """Return the newly loaded modules that ``import tsfunc`` should not load."""
     return sorted(
         name
         for name in loaded
@@ -425,7 +425,7 @@ def loaded_by(code: str) -> list[str]:
 
 
 def below(names: Iterable[str], packages: Sequence[str]) -> list[str]:
-    """Of names of modules those that are among ``packages``, or in one of them."""
+    """Return the module names that are in ``packages`` or below one of them."""
     return [n for n in names if any(n == p or n.startswith(f"{p}.") for p in packages)]
 
 

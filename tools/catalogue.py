@@ -35,7 +35,7 @@ SECONDS = 120  # for one operator
 
 
 def try_all(names: Sequence[str]) -> dict[str, Evidence]:
-    """What trying shows of each operator; nothing where it crashes the process."""
+    """Return the observed behaviour of each operator; empty if it crashes the process."""
     found: dict[str, Evidence] = {}
     rest = list(names)
     crashed = ""

@@ -247,7 +247,7 @@ def parser(prog: str, description: str | None, file: Path, most: int) -> argpars
 
 
 def results_of(tasks: Iterable[Task], options: argparse.Namespace) -> list[Result]:
-    """What is in the file when those tasks are done that the options want."""
+    """Return the contents of the file once the tasks that the options ask for are done."""
     if not options.report:
         if options.anew:
             forget(options.file, options.anew.split(","))

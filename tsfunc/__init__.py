@@ -20,7 +20,7 @@ from tsfunc.config import config  # noqa: E402
 if TYPE_CHECKING:
     from tsfunc import program as program
     from tsfunc import types as types
-    from tsfunc.transforms import checkpoint_policies, custom_derivatives
+    from tsfunc.transforms import checkpoint_policies, custom_derivatives, debug
     from tsfunc.transforms.abstract_eval import eval_shape, make_graph
     from tsfunc.transforms.checkpoint import checkpoint
     from tsfunc.transforms.closure_convert import closure_convert
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tsfunc.transforms.custom_jvp import custom_jvp
     from tsfunc.transforms.custom_vjp import custom_gradient, custom_vjp
     from tsfunc.transforms.custom_vmap import custom_vmap, sequential_vmap
+    from tsfunc.transforms.debug import check
     from tsfunc.transforms.explain import CallReport, explain
     from tsfunc.transforms.files import load
     from tsfunc.transforms.forward import jvp
@@ -77,6 +78,7 @@ else:
             "transforms.custom_jvp": "custom_jvp",
             "transforms.custom_vjp": "custom_gradient custom_vjp",
             "transforms.custom_vmap": "custom_vmap sequential_vmap",
+            "transforms.debug": "check",
             "transforms.explain": "CallReport explain",
             "transforms.files": "load",
             "transforms.forward": "jvp",
@@ -100,6 +102,7 @@ else:
             "types",
             "transforms.checkpoint_policies",
             "transforms.custom_derivatives",
+            "transforms.debug",
         ),
     )
 
@@ -120,6 +123,7 @@ __all__ = [
     "associative_scan",
     "axis_index",
     "axis_size",
+    "check",
     "checkpoint",
     "checkpoint_policies",
     "closure_convert",
@@ -130,6 +134,7 @@ __all__ = [
     "custom_jvp",
     "custom_vjp",
     "custom_vmap",
+    "debug",
     "dispatch",
     "errors",
     "eval_shape",

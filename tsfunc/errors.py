@@ -9,7 +9,7 @@
     ├── ConstraintViolation (ValueError)      a trace needs a fact that no descriptor states
     ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
-    ├── FailedCheckError (RuntimeError)       a size at run time breaks a check of the program
+    ├── FailedCheckError (RuntimeError)       data at run time breaks a check of the program
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of this name
@@ -31,7 +31,7 @@ Each class is also the built-in exception that torch.func raises in the same cas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tsfunc import rage
 
@@ -92,7 +92,16 @@ class DataDependentError(TsfuncError, RuntimeError):
 
 
 class FailedCheckError(TsfuncError, RuntimeError):
-    """A size that depends on data breaks an assumption of a program, or a ``torch._check``."""
+    """Data breaks an assumption of a program, a ``torch._check`` or a :func:`tsfunc.check`.
+
+    Args:
+        message: the error message.
+        examples: the indices of the examples that fail a ``tsfunc.check``, one for each vmap.
+    """
+
+    def __init__(self, message: str = "", examples: Sequence[tuple[int, ...]] = ()) -> None:
+        super().__init__(message)
+        self.examples = tuple(examples)
 
 
 class EscapedTracerError(TsfuncError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What operators return a second time is like what they return the first time."""
+"""An operator returns the same metadata from the cache as without the cache."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Trace:
 
 
 def memory_of(value: Tensor) -> int | None:
-    """What memory a tensor has; whose it is of nothing, torch says in several ways."""
+    """Return an identifier of a tensor's memory; None if it is empty or not strided."""
     empty = any(type(size) is int and size == 0 for size in value.shape)
     if value.layout is not torch.strided or empty:
         return None
@@ -287,7 +287,7 @@ def test_results_that_share_a_memory_of_their_own_are_not_kept(
 
 
 class TestPrograms:
-    """What is not to be taken for the same, in functions that are traced."""
+    """Traced functions with calls that the cache must keep apart."""
 
     def test_autocast(self) -> None:
         def f(x: Tensor) -> tuple[Tensor, torch.dtype, Tensor, torch.dtype]:
@@ -302,7 +302,7 @@ class TestPrograms:
         torch.testing.assert_close(found[::2], wanted[::2])
 
     def test_numbers_read_before_and_after_a_write(self) -> None:
-        """What is known of a tensor's data goes by its version, which counts writes."""
+        """The cache keys a tensor's data by its version, which counts writes."""
 
         def f(x: Tensor) -> Tensor:
             y, z = x + 1, x + 1

@@ -27,7 +27,7 @@ BRIDGE = ROOT / "tsfunc" / "bridge"
 
 
 def held(x: torch.Tensor) -> torch.Tensor:
-    """What a custom operator is made of."""
+    """A custom operator, whose private attributes are checked."""
     return x.clone()
 
 
@@ -67,7 +67,7 @@ def named(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def own_names(texts: list[str]) -> set[str]:
-    """What we give private names to ourselves on values: methods, attributes, slots."""
+    """Return the private names that tsfunc itself defines on values: methods, attributes, slots."""
     found: set[str] = set()
     for text in texts:
         for node in ast.walk(ast.parse(text)):
@@ -107,7 +107,7 @@ ATTRIBUTES = collected(pair for source in ALL for pair in read_off_values(source
 
 
 def missing(dotted: str, where: list[str]) -> str | None:
-    """What to say of a name that torch does not have; None where it does."""
+    """Return a message about a name that torch lacks, or None if torch has the name."""
     parts = dotted.split(".")
     value: Any = importlib.import_module(parts[0])
     for i, part in enumerate(parts[1:], start=2):

@@ -48,7 +48,7 @@ def test_nested() -> None:
 
 
 def test_it_is_a_view() -> None:
-    """What is written through it is seen in the result, and the other way round."""
+    """A write through the view is visible in the result, and the reverse."""
 
     def written(x: Tensor) -> tuple[Tensor, Tensor]:
         result = x * 2
@@ -93,7 +93,7 @@ OWN_VIEWS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OWN_VIEWS)
 def test_views_that_torch_itself_takes(name: str) -> None:
-    """Of an argument from outside, where the user asks for none."""
+    """Two torch functions take views of an argument from outside, although the user takes none."""
     f = OWN_VIEWS[name]
     same(tsfunc.vmap(f, in_dims=1)(X), loop(lambda x: f(x.clone()), 3, 1)(X))
 
@@ -144,7 +144,7 @@ def test_copied_views(name: str) -> None:
 
 @pytest.mark.parametrize("name", COPIED)
 def test_derivatives_of_copied_views(name: str) -> None:
-    """Of a copy of the input, so that it may be written to."""
+    """The functions get a copy of the input, so that they may write to it."""
 
     def total(x: Tensor) -> Tensor:
         outs = COPIED[name](x.clone(memory_format=torch.contiguous_format))

@@ -1,4 +1,4 @@
-"""What the dispatcher's tests share: names that are free, and values of a level."""
+"""Helpers of the dispatcher's tests: unused names, and values of a level."""
 
 from __future__ import annotations
 

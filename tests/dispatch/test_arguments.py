@@ -1,4 +1,4 @@
-"""What arguments contribute to a call's key set."""
+"""The keys that arguments add to a call's key set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows runs: the README's snippets, and each docstring's example."""
+"""The code in the documentation runs: the README's snippets, and each docstring's example."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def choices_of(case: Case, levels: int, rng: random.Random) -> Iterator[list[tup
 def written_inputs(
     case: Case, batch: Batch, inputs: Sequence[Tensor], want: Results
 ) -> tuple[Results, Results]:
-    """What is in the inputs that were written, and what should be; batch dims first."""
+    """Return the written inputs and their expected values, with the batch dims first."""
     count = len(case.written)
     mine = []
     for i in case.written:

@@ -173,7 +173,7 @@ def _setitem() -> Extra:
 
 
 def _repeats(x: Tensor, index: Any) -> bool:
-    """Whether some place is written twice, so that the result is not defined."""
+    """True if an element is written twice, which leaves the result undefined."""
     chosen = torch.arange(x.numel()).view(x.shape)[index].reshape(-1)
     return len(set(chosen.tolist())) < chosen.numel()
 

@@ -62,6 +62,6 @@ def sweep(row: Row, dtype: torch.dtype, mode: Mode, most: int | None = None) -> 
 
 
 def tangents_differ(got: Results, want: Results) -> str:
-    """What differs of values and tangents, where the values are drawn."""
+    """Return the differences in shapes and tangents; the values are random draws."""
     half = len(want) // 2
     return shapes_differ(got, want) or differ(got[half:], want[half:])

@@ -455,7 +455,7 @@ TOLERANCES = {
 
 
 def differ(got: Results, want: Results) -> str:
-    """What differs; measured by the largest number, since gradients are sums."""
+    """Return the differences, relative to the largest number, since gradients are sums."""
     if len(got) != len(want):
         return f"{len(got)} results, not {len(want)}"
     for k, (g, w) in enumerate(zip(got, want, strict=True)):

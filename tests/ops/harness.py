@@ -69,7 +69,7 @@ def vary(x: Tensor, i: int) -> Tensor:
 
 
 def _paths(args: Sequence[Any]) -> list[tuple[int, int | None]]:
-    """Where the tensors are: (argument, None) or (argument, place in its list)."""
+    """Return the positions of the tensors: (argument, None) or (argument, index in its list)."""
     found: list[tuple[int, int | None]] = []
     for i, arg in enumerate(args):
         if isinstance(arg, Tensor):
@@ -169,7 +169,7 @@ def compare(out: Any, dims: Any, expected: Sequence[Any], what: str) -> None:
 
 
 def is_inplace(op: Any) -> bool:
-    """Whether the operator writes its first argument."""
+    """True if the operator writes its first argument."""
     first = op._schema.arguments[:1]
     return bool(first and first[0].alias_info is not None and first[0].alias_info.is_write)
 

@@ -68,7 +68,7 @@ class Named:
         return [tuple(x.shape) for x in self.case.tensors]
 
     def descriptors(self) -> dict[str, MetaTensorType]:
-        """What the tensors are, with names for the sizes that may change."""
+        """Return descriptors of the tensors, with names for the sizes that may change."""
         return {
             f"x{i}": MetaTensorType(
                 dtype=x.dtype,
@@ -114,7 +114,7 @@ def inputs_at(case: Case, shapes: Shapes) -> list[Tensor]:
 
 
 def answer(case: Case, shapes: Shapes) -> Results | None:
-    """What the operator gives at other sizes; None where it refuses them."""
+    """Return the operator's result at other sizes, or None if it refuses them."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -198,14 +198,14 @@ def _with_names(
 
 
 def _all_together(case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]]) -> bool:
-    """Whether all groups can change at once; one such change may be an accident."""
+    """True if all groups can change at once; one such change may be an accident."""
     return sum(_together(case, shapes, groups, change) for change in CHANGES) > 1
 
 
 def _together(
     case: Case, shapes: Shapes, groups: Sequence[Sequence[Place]], change: Callable[[int], int]
 ) -> bool:
-    """Whether all groups can change at once, each to a size of its own."""
+    """True if all groups can change at once, each to a size of its own."""
     count = _count(case, shapes)
     for k, group in enumerate(groups):
         shapes = _changed(shapes, group, functools.partial(_changed_apart, change, k))
@@ -270,14 +270,14 @@ def _equal(shapes: Shapes, places: Sequence[Place]) -> Iterator[Sequence[Place]]
 
 
 def _free(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """Whether the operator takes other sizes in these places."""
+    """True if the operator takes other sizes at these positions."""
     found = [_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]]
     free = found.count(None) <= 2 and _keeps_count(case, shapes, group)
     return free and not _is_broadcast(case, shapes, group)
 
 
 def _is_broadcast(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """Whether sizes of 1 may become those that others have, and none else."""
+    """True if sizes of 1 may become the sizes of others, and no other size."""
     if any(shapes[i][d] != 1 for i, d in group):
         return False
     unlike = max(size for shape in shapes for size in shape) + 1
@@ -285,7 +285,7 @@ def _is_broadcast(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
 
 
 def _keeps_count(case: Case, shapes: Shapes, group: Sequence[Place]) -> bool:
-    """Whether there are as many results at other sizes, as far as the operator takes any."""
+    """True if the number of results is the same at other sizes that the operator takes."""
     count = _count(case, shapes)
     found = {_count(case, _changed(shapes, group, change)) for change in CHANGES[:4]}
     return found <= {count, None}

@@ -111,5 +111,5 @@ def _at(func: Any, found: Named, shapes: Shapes, entry: str) -> tuple[Verdict, s
 
 
 def _is_large(found: Named, shapes: Shapes) -> bool:
-    """Whether the named sizes are 2 or more, for which one program is to do."""
+    """True if the named sizes are 2 or more, which one program must serve."""
     return all(shapes[i][d] > 1 for i, d in found.names)

@@ -35,7 +35,7 @@ ONE_FOR_ALL = "does not currently support same randomness"
 
 
 class Verdict(enum.IntEnum):
-    """Of the cases of a row the highest counts."""
+    """The outcome of a case; a row's outcome is the highest of its cases."""
 
     NONE = 0  # torch itself refuses: nothing to compare
     OK = 1
@@ -51,7 +51,7 @@ Run = Callable[[Case, Batch, Sequence[Tensor]], Results]
 
 @dataclass(frozen=True)
 class Mode:
-    """What is compared with what; both get inputs of their own and return stacked results.
+    """A comparison of two functions, which get separate inputs and return stacked results.
 
     Attributes:
         split: what is tried where ``ours`` refuses a value that differs between examples.
@@ -70,7 +70,7 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one batch of one case."""
+    """The outcome of one batch of one case."""
 
     verdict: Verdict
     what: str
@@ -115,7 +115,7 @@ _SHORT = (torch.float16, torch.bfloat16, torch.complex32)
 
 
 def compare(got: Results, want: Results) -> str:
-    """What differs, or nothing."""
+    """Return a description of the differences, or the empty string."""
     if len(got) != len(want):
         return f"{len(got)} results, not {len(want)}"
     for k, (g, w) in enumerate(zip(got, want, strict=True)):
@@ -187,7 +187,7 @@ def _ours(run: Run, case: Case, batch: Batch) -> tuple[Verdict, str, list[Tensor
 
 
 def _refused_as_it_lies(case: Case, batch: Batch) -> bool:
-    """Whether torch refuses examples that lie in memory as they do in the batch."""
+    """True if torch refuses examples with the memory layout that they have in the batch."""
     try:
         looped(case.call, batch, alias=True)(*batch.fresh())
     except Exception:
@@ -208,7 +208,7 @@ class _Count(TorchDispatchMode):
 
 
 def loops_silently(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) -> str:
-    """Whether more operators are called for more examples: how many, or nothing.
+    """Return a message if more examples lead to more operator calls, else the empty string.
 
     Under data_dependent="split" there may be.
     """
@@ -253,7 +253,7 @@ def without_examples(mode: Mode, case: Case, chosen: Sequence[Sequence[int]]) ->
 
 
 class _Draws(TorchDispatchMode):
-    """Whether a random operator is called."""
+    """A mode that records if a random operator is called."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -265,7 +265,7 @@ class _Draws(TorchDispatchMode):
 
 
 def is_drawn(case: Case) -> bool:
-    """Whether a case draws random numbers."""
+    """True if a case draws random numbers."""
     with _Draws() as draws:
         try:
             case.call(*[x.clone() for x in case.tensors])
@@ -275,7 +275,7 @@ def is_drawn(case: Case) -> bool:
 
 
 def drawn_as(kind: str) -> Differ:
-    """What differs of drawn results but their values; alike or not in all examples."""
+    """Return the differences of random results apart from their values."""
 
     def differ(got: Results, want: Results) -> str:
         difference = shapes_differ(got, want)

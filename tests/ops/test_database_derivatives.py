@@ -113,7 +113,7 @@ def test_tangents_that_are_wrong_in_torch(name: str) -> None:
 
 
 def test_what_backward_formulas_ask() -> None:
-    """Whether several zeros are multiplied: the same for all examples, or refused."""
+    """Products with several zeros: batched if the number of zeros is the same for all examples."""
 
     def f(x: Tensor) -> Tensor:
         return torch.ones(2, dtype=torch.float64).scatter_reduce(0, INDEX, x, "prod").sum()

@@ -249,7 +249,7 @@ def test_by_ordinary_backward_too() -> None:
 
 @pytest.mark.parametrize("f", [torch.linalg.det, lambda x: torch.linalg.slogdet(x)[1]])
 def test_examples_that_are_contiguous_in_a_batch_that_is_not(f: Callable[..., Any]) -> None:
-    """Whether the matrix or its transpose was factored is asked of the example."""
+    """The example decides if the matrix or its transpose is factored."""
     batch = rand(3, 4, 3)[:, :3]
     want = torch.stack([tsfunc.grad(f)(x.clone()) for x in batch])
     torch.testing.assert_close(tsfunc.vmap(tsfunc.grad(f))(batch), want)

@@ -1,4 +1,4 @@
-"""What torch refuses for each example is refused for the batch, and what it takes is taken."""
+"""The batch refuses the calls that torch refuses for each example, and takes the others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ shapes = st.lists(st.integers(0, SIZE), max_size=3).map(tuple)
 
 
 def taken(call: Callable[[], Any]) -> bool:
-    """Whether the call is taken, not refused."""
+    """True if the call succeeds."""
     try:
         call()
     except (RuntimeError, IndexError):

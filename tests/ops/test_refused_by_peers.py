@@ -1,4 +1,4 @@
-"""What torch.vmap gets wrong, loops over or refuses: each against the Python loop.
+"""Calls that torch.vmap gets wrong, loops over or refuses, compared with the Python loop.
 
 One test for each operator or kind of call, plainly named. ``check`` calls the function for every
 example and stacks the results; ours may not loop.

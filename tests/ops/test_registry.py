@@ -43,6 +43,8 @@ OF_ITS_ARGUMENTS = {
     "aten::normal.float_Tensor", "aten::poisson", "aten::randint_like.Tensor",
     "aten::randint_like.Tensor_generator",
 }  # fmt: skip
+# It returns nothing; tests/transforms/test_debug.py compares the functions that it calls.
+EFFECTS = {"tsfunc_debug::call"}
 
 AVAILABLE = set(registered("aten"))
 # A release of torch lacks some operators that others have.
@@ -53,7 +55,7 @@ ROWS = {
 }
 RANDOM = {name for name in ROWS if lookup(name).facts.random} | UNDEFINED
 DATA_DEPENDENT = {name for name in ROWS if lookup(name).facts.data_dependent}
-APART = {*RANDOM, *DATA_DEPENDENT, *RESHAPING, *ELSEWHERE, *UNTRIED, *RUN_BY_HAND}
+APART = {*RANDOM, *DATA_DEPENDENT, *RESHAPING, *ELSEWHERE, *UNTRIED, *RUN_BY_HAND, *EFFECTS}
 each = pytest.mark.parametrize
 
 
@@ -98,7 +100,7 @@ def outlines(out: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 @each("randomness", ["same", "different", "split"])
-@each("name", sorted(RANDOM - {*ELSEWHERE, *UNTRIED, *RUN_BY_HAND}))
+@each("name", sorted(RANDOM - {*ELSEWHERE, *UNTRIED, *RUN_BY_HAND, *EFFECTS}))
 def test_a_draw_has_the_shapes_of_the_loop(name: str, randomness: str) -> None:
     for args, kwargs in seeded_calls(name):
         if randomness == "same" and name in OF_ITS_ARGUMENTS:
@@ -111,7 +113,7 @@ def test_a_draw_has_the_shapes_of_the_loop(name: str, randomness: str) -> None:
         assert outlines(out) == batched, name
 
 
-@each("name", sorted(DATA_DEPENDENT - {*RANDOM, *UNTRIED, *RUN_BY_HAND}))
+@each("name", sorted(DATA_DEPENDENT - {*RANDOM, *UNTRIED, *RUN_BY_HAND, *EFFECTS}))
 def test_what_depends_on_data_runs_or_splits_the_batch(name: str) -> None:
     for args, kwargs in seeded_calls(name):
         try:

@@ -254,7 +254,7 @@ def test_small_batches(size: int) -> None:
     ],
 )
 def test_changes_of_shape_in_place(name: str, rest: tuple[Any, ...]) -> None:
-    """Of the example, and not of the tensor that the batch came in."""
+    """The shape of the example changes, not that of the batch's tensor."""
     example = M if name == "t_" else Y
     expected = getattr(example.clone(), name)(*rest)
 

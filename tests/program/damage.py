@@ -145,7 +145,7 @@ def _mutated(document: Any, rng: random.Random) -> Any:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Where the values inside of a document are."""
+    """Yield the container and the key of each value in a document."""
     pending = [value] if isinstance(value, dict | list) else []
     while pending:
         container = pending.pop()

@@ -82,7 +82,7 @@ def block(x: Tensor) -> Tensor:
 
 
 def again(x: Tensor) -> Any:
-    """What is run again: checkpoints of all policies, and derivatives of what draws; a shape."""
+    """Repeated runs: checkpoints of all policies, derivatives of random draws, a shape."""
     policies = tsfunc.checkpoint_policies
     both = policies.save_from_both_policies(policies.dots_saveable, policies.nothing_saveable)
     found = [

@@ -54,7 +54,7 @@ class Recording:
 
 
 def trained(func: Callable[[Tensor], Any], x: Tensor) -> tuple[Tensor, Tensor]:
-    """What a function returns, and the gradient that reaches the weight."""
+    """Return a function's result, and the gradient that reaches the weight."""
     WEIGHT.grad = None
     out = func(x)[0]
     out.square().sum().backward()

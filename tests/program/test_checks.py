@@ -111,7 +111,7 @@ class TestOfData:
         assert s.cache_info().misses == 1
 
     def test_nothing_is_written_twice(self) -> None:
-        """What a call has written stands: the function is not called again."""
+        """Writes of a call stay: the function is not called again."""
 
         def f(x: Tensor) -> Tensor:
             x.add_(1)

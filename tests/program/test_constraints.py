@@ -1,4 +1,4 @@
-"""What a trace asks of named dims follows from the descriptors, or the error has some that do."""
+"""Facts about named dims follow from the descriptors, or the error offers some."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_dim_for_which_a_fact_holds(fact: str) -> None:
 
 @pytest.mark.parametrize("by", [2, 3, 8])
 def test_sizes_that_are_rounded_up(by: int) -> None:
-    """What a dim was padded to goes evenly, whatever its size, and so do products of such."""
+    """A dim padded to a multiple is divisible, for all sizes, and so are its products."""
 
     def f(x: Tensor) -> Tensor:
         x = torch.nn.functional.pad(x, (0, (-x.shape[2]) % by, 0, (-x.shape[1]) % by))
@@ -508,7 +508,7 @@ def test_what_no_descriptor_says_is_left_open() -> None:
 
 
 def test_what_is_left_open_has_names_of_the_users() -> None:
-    """What a name of ours was offered for first is open too."""
+    """A dim that first had an internal name in an offer is open too."""
 
     def f(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
         return x.new_zeros(max(t.shape[0] for t in (x, y, z)))

@@ -18,7 +18,7 @@ IMAGES = {"x": MetaTensorType(["n", 1, "h", "w"])}
 
 
 def loss(x: Tensor) -> Tensor:
-    """Of an image whose sizes are three less inside, and halved."""
+    """Return the loss of an image whose inner sizes are three less, then halved."""
     weight = torch.ones(2, 1, 3, 3) / 9
     y = F.max_pool2d(F.conv2d(x, weight).relu(), 2)
     return F.adaptive_avg_pool2d(y, 1).square().sum()

@@ -106,7 +106,7 @@ class TestContainers:
         refused(tmp_path, flipped, rf"entry '{GRAPH}' is damaged: Bad CRC-32")
 
     def test_checksums(self, good: bytes, tmp_path: Path) -> None:
-        """What the archive's own check of 32 bits misses."""
+        """Checksums find damage that the archive's own 32-bit check misses."""
         other = edited(good, GRAPH, set_in("mul", "requires_grad", False))
         entries = {**entries_of(other), "format.json": entries_of(good)["format.json"]}
         sizes = json.loads(entries["format.json"])
@@ -496,7 +496,7 @@ def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _calls_itself(function: Any) -> None:
-    """What the function does is now what one of its rules does, which calls it."""
+    """The function now calls one of its rules, which calls the function."""
     function["primal"] = copy.deepcopy(function["forward"])
     del function["primal"]["graph"]["outputs"][1:]
 

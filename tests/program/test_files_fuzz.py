@@ -31,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _audited(files: list[bytes], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is imported late is imported before the first file is watched."""
+    """Modules that are imported lazily are imported before the first file is watched."""
     path = tmp_path_factory.mktemp("warm") / "f.tsf"
     for data in files:
         path.write_bytes(data)

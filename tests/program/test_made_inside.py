@@ -1,4 +1,4 @@
-"""What a function makes inside is made anew at every call of its program."""
+"""A program creates the function's own tensors anew at every call."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class TestFolding:
 
 
 class TestFrozen:
-    """What follows from tensors that are burnt in is computed once."""
+    """Values that follow from frozen tensors are computed once."""
 
     def test_plain_case(self) -> None:
         f = specialize(lambda x: x @ (W.exp() * 2).diag() + W.sum(), closure="freeze")
@@ -285,7 +285,7 @@ class TestDeadCode:
 
 
 class TestPropagation:
-    """What is known of values serves: of what depends on it nothing is left at run time."""
+    """Facts about values remove the operators that depend on them from the program."""
 
     def test_control_flow_on_static_properties_disappears(self) -> None:
         def f(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a trace reads of classes, modules, containers and objects, in whatever way it is read."""
+"""Reads of classes, modules, containers and objects in a trace, by every way of reading."""
 
 from __future__ import annotations
 

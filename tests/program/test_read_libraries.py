@@ -1,4 +1,4 @@
-"""What a trace reads of libraries: their settings, objects with a state, files, random numbers."""
+"""Reads of libraries in a trace: their settings, stateful objects, files, random numbers."""
 
 from __future__ import annotations
 

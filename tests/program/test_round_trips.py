@@ -1,4 +1,4 @@
-"""What is loaded is what was saved, in all that can be seen of it."""
+"""A loaded function equals the saved one in everything that a user can observe."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], Any], Sequence[tuple[Any, ...]], int | None]
 
 
 def outcome(f: Any, *args: Any) -> Any:
-    """What a call returns, or the class of its error."""
+    """Return a call's result, or the class of its error."""
     torch.manual_seed(0)
     try:
         return f(*pytrees.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args))

@@ -1,4 +1,4 @@
-"""What a trace reads without its being a plain variable: each of it is looked at, or refused."""
+"""Reads in a trace that are not plain variables: each is guarded, or refused."""
 
 from __future__ import annotations
 

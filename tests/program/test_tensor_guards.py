@@ -1,4 +1,4 @@
-"""What a function asks of tensors beside types and sizes: programs hold calls to the answers."""
+"""Properties of tensors beside types and sizes that a function reads are guarded."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def nothing_run() -> Iterator[None]:
-    """In the block no module is imported, no file opened but the one that is read."""
+    """Fail if the block imports a module, or opens a file other than the given one."""
     global _watching
     _watching = True
     try:
@@ -54,7 +54,7 @@ def watch() -> None:
 
 
 def read(path: Path, data: bytes) -> LoadedFunction | None:
-    """What a damaged file gives: a function, or None for the error that it should be."""
+    """Read a damaged file; return the function, or None after an expected error."""
     path.write_bytes(data)
     try:
         with nothing_run():
@@ -70,7 +70,7 @@ def load_whole(path: Path, data: bytes) -> Any:
 
 
 def what_it_is(function: LoadedFunction) -> Any:
-    """What makes a function equal to another."""
+    """Return the properties that make two functions equal."""
     return [
         (p.source, p.out_tree, [(n, t.tolist(), t.dtype) for n, t in p.lifted.items()])
         for p in function.programs

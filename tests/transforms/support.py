@@ -35,7 +35,7 @@ def same(got: Any, want: Any, **tolerance: Any) -> None:
 
 
 def as_torch_func(build: Callable[[Api], Any], **tolerance: Any) -> Any:
-    """What is built from tsfunc's transforms is what torch.func's give."""
+    """Functions built from tsfunc's transforms give the results of torch.func's."""
     torch.manual_seed(0)
     want = build(torch.func)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What a batched tensor answers, as if it were one example; and what only an example could."""
+"""A batched tensor answers as if it were one example, and refuses what only an example has."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ class Kept:
 
 
 def most_kept(nesting: str, made: Callable[[Any], Any]) -> int:
-    """Of a chain of twenty operators, or of the checkpoint that is made of it."""
+    """Return the most bytes kept by a chain of twenty operators, or by a checkpoint of it."""
     keeping = Keeping()
     NESTINGS[nesting](of_both(lambda f: keeping.of(made(f)), lambda x, w: long(x * w)))
     gc.collect()

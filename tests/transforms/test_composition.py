@@ -294,7 +294,7 @@ def test_under_inference_mode() -> None:
 
 
 def test_checkpoint() -> None:
-    """What is computed again in the backward pass is recorded as the first time."""
+    """A recomputation in the backward pass is recorded like the first computation."""
 
     def func(x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]

@@ -162,7 +162,7 @@ def test_grad_modes_around(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["no_grad", "enable_grad"])
 def test_grad_modes_in_the_function(name: str) -> None:
-    """What is computed in the block is a constant, or not, to every derivative outside."""
+    """The grad mode of a block decides if its results are constants to every derivative outside."""
     weight = W.clone().requires_grad_()
 
     def func(x: Tensor, w: Tensor = W) -> Tensor:

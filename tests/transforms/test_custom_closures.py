@@ -1,4 +1,4 @@
-"""What rules close over, and arguments that they are not differentiated by: right, or an error."""
+"""Values that rules close over, and arguments without derivatives: right, or an error."""
 
 from __future__ import annotations
 

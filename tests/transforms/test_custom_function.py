@@ -179,7 +179,7 @@ def test_a_method_taken_before_the_first_transform() -> None:
 
 
 class Two(torch.autograd.Function):
-    """Of its results one does not depend on the first argument."""
+    """A function with two results, one of which does not depend on the first argument."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What docs/torch_func.md says of each difference from torch.func."""
+"""Each difference from torch.func in docs/torch_func.md is as the page says."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ X = torch.arange(1.0, 7.0).view(3, 2).sin()
 
 
 class Interrupt(BaseException):
-    """What the handler raises."""
+    """The exception that the signal handler raises."""
 
 
 def choice(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is free: read off the files of the system, here of made-up ones."""
+"""The free memory, read from the system's files, which the tests make up."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_by_default_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver has free, and what torch's allocator keeps for later."""
+    """The free memory is the driver's, plus the memory that torch's allocator keeps for later."""
     told = {"get_memory_info": (700, 1000), "memory_reserved": 200, "memory_allocated": 150}
     for name, value in told.items():
         monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)

@@ -144,7 +144,7 @@ def test_several_steps_and_nested() -> None:
 
 
 def test_statistics_of_what_is_not_batched_stay_so() -> None:
-    """Where the parameters after the norm are mapped over, its state is the same for all."""
+    """If only later parameters are mapped over, all examples share the norm's state."""
     norm = nn.BatchNorm1d(4).double()
     x, weights = examples(6, 4)[0], examples(4)
     alone = copy.deepcopy(norm)
@@ -278,7 +278,7 @@ NORMALIZED: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 @pytest.mark.parametrize("name", NORMALIZED)
 def test_spectral_norm(name: str) -> None:
-    """In training each call makes a step of the power iteration, and keeps its vectors."""
+    """In training, each call makes a step of the power iteration and keeps its vectors."""
     torch.manual_seed(0)
     model = NORMALIZED[name](nn.Linear(4, 5).double())
     params, buffers = state(model)

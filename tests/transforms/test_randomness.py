@@ -260,7 +260,7 @@ def test_one_draw_for_distributions_that_differ(draw: Callable[[Tensor], Tensor]
 
 
 def test_chances_of_each_example_for_one_tensor_from_outside() -> None:
-    """What randomness refuses is said before that there is one tensor for all to write into."""
+    """The error about randomness comes before the error about a shared output tensor."""
     w = torch.zeros(6)
     for T in (tsfunc, torch.func):
         with pytest.raises(RuntimeError, match="not currently support same randomness with a batc"):

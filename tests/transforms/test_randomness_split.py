@@ -329,7 +329,7 @@ def both(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("func", [halve, coins, both])
 def test_examples_that_run_by_themselves(func: Func) -> None:
-    """In branches and loops, where others do not draw: the numbers stay those drawn alone."""
+    """Numbers in branches and loops are those drawn alone, although other examples do not draw."""
     x = torch.linspace(0.2, 9, 12)
     torch.manual_seed(9)
     whole = drawing(func)(x)

@@ -282,7 +282,7 @@ def test_threads_are_no_setting_of_a_program() -> None:
 
 
 class TestPlainTensorsInTransforms:
-    """What a function inside of a transform computes from outside tensors alone."""
+    """Results computed inside of a transform from outside tensors alone."""
 
     @pytest.mark.parametrize("depth", [1, 2])
     def test_it_is_not_a_constant(self, depth: int) -> None:

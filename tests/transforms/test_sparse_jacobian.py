@@ -161,7 +161,7 @@ def test_errors() -> None:
 
 
 def coupled(state: Any, scale: Any) -> Any:
-    """Of a pytree and a matrix: a pytree."""
+    """A function from a pytree and a matrix to a pytree."""
     u, v = state["u"], state["v"]
     return {"out": (u.roll(1) * scale - v, v[:2] ** 2)}
 

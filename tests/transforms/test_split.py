@@ -234,7 +234,7 @@ def test_decision_trees(tree: Any, size: int, chunk_size: int | None) -> None:
 
 @given(counts=st.lists(st.integers(0, 12), min_size=1, max_size=16))
 def test_one_run_for_each_path(counts: list[int]) -> None:
-    """Where several examples go each way; none is run more often than halving the batch allows."""
+    """Each path that several examples take runs once; groups are halved no more than needed."""
     counts = counts * 3
     runs: list[int] = []
     steps = 0

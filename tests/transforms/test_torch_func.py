@@ -120,7 +120,7 @@ INSIDE: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("f", INSIDE.values(), ids=INSIDE)
 def test_a_program_is_traced_through_torch_func(f: Callable[[Tensor], Any]) -> None:
-    """What torch.func wraps inside of a trace is of the trace, and not a constant from outside."""
+    """Tensors that torch.func wraps inside of a trace are not constants from outside."""
     program = ours.specialize(f)
     for x in (X, X + 1):
         torch.testing.assert_close(program(x), f(x))
@@ -177,7 +177,7 @@ def test_torch_func_runs_no_examples_apart(run: Any, f: Any, what: str) -> None:
     ids=["of itself", "by a number", "beside a factory", "in a derivative", "in a tangent"],
 )
 def test_tensors_from_outside_in_programs(f: Any) -> None:
-    """What torch.func's vmap maps over is read anew at every call, too."""
+    """A program reads the tensors that torch.func's vmap maps over anew at every call."""
     x, w = torch.randn(4, 3), torch.randn(5, 3)
     g = ours.specialize(lambda x: f(x, w))
     for _ in range(2):

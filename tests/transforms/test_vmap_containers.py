@@ -1,4 +1,4 @@
-"""What vmap and the derivatives take and return beside plain tuples, lists and dicts."""
+"""Containers beside plain tuples, lists and dicts, as arguments and results of transforms."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def test_inside_of_a_program() -> None:
 
 
 def test_two_vmaps_inside_of_a_program() -> None:
-    """What the outer one has made a tracer of a traced tensor is one of the inner one then."""
+    """A traced tensor that the outer vmap made a tracer becomes a tracer of the inner one too."""
 
     def func(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.zeros(4)

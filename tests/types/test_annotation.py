@@ -287,7 +287,7 @@ class TestAttributes:
         assert attribute_types(Early)["later"] == TSCustomClass(Later)
 
     def test_they_are_read_once(self) -> None:
-        """What is no type in them is none the next time: every module has such attributes."""
+        """An annotation that is not a type is read once: every module has such attributes."""
 
         class Layer(torch.nn.Module):
             width: int

@@ -74,7 +74,7 @@ def metas(draw: st.DrawFn) -> MetaTensorType:
 
 
 def promise(tensor: torch.Tensor, attributes: set[str]) -> MetaTensorType:
-    """What is true of a tensor, of these attributes alone."""
+    """Return the attributes of a tensor that a descriptor may promise."""
     full = MetaTensorType.of(tensor)
     return MetaTensorType(**{name: getattr(full, name) for name in attributes})
 

@@ -1,4 +1,4 @@
-"""What users write, and the descriptors that it is read into."""
+"""Annotations that users write, and the descriptors that they are read into."""
 
 # Both of typing's styles are what is tested here, so neither may be turned into the other.
 # ruff: noqa: UP006, UP007, UP045

@@ -18,7 +18,7 @@ bounds = st.none() | st.integers(0, 6)
 
 
 def _is_read(text: str) -> bool:
-    """Whether a text is an expression: what divides by 0 is none."""
+    """True if a text is an expression; a division by 0 is not one."""
     try:
         DimExpr(text)
     except DescriptorError:

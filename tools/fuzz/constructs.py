@@ -1,4 +1,4 @@
-"""What functions are drawn of: a list of constructs for each family.
+"""The constructs that functions are drawn from: a list for each family.
 
 A construct takes a ``Draw`` and adds statements by its ``let`` and ``do``. An expression alone is
 written as a template: ``{x}`` is a tensor of floats, ``{y}`` one that broadcasts to it, ``{n}`` a

@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
         kind: one of the words above.

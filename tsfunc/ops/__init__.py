@@ -16,6 +16,7 @@ from tsfunc.ops import (  # noqa: F401  (imported so that their rows are declare
     ctc,
     distances,
     dynamic,
+    effects,
     embedding,
     factories,
     feature_batched,

@@ -157,7 +157,7 @@ def test_a_rule_that_returns_something_else(returned: Any, message: str) -> None
 
 @pytest.fixture(scope="module")
 def library() -> Iterator[torch.library.Library]:
-    """Where operators are defined without ``custom_op``."""
+    """Yield a library whose operators are defined without ``custom_op``."""
     with torch.library._scoped_library("tsfunc_library", "DEF") as found:
         yield found
 

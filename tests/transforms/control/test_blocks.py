@@ -1,4 +1,4 @@
-"""What is unused of the bodies of control flow is not in a program."""
+"""Unused results of the bodies of control flow are not in a program."""
 
 from __future__ import annotations
 

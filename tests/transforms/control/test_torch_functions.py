@@ -174,7 +174,7 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_torch_func_in_bodies(name: str) -> None:
-    """What its transforms trace is no tensor from outside of the body."""
+    """Tensors of torch.func's transforms are not tensors from outside of the body."""
     body = BODIES[name]
 
     def f(x: Tensor) -> Any:

@@ -254,7 +254,7 @@ def test_a_backend_takes_derivatives_of_control_flow() -> None:
 
 
 def test_a_function_keeps_its_derivative() -> None:
-    """Where it may be differentiated: an exported program has what it calls in its place."""
+    """An exported program has the called operators in place of a differentiable function."""
     f = specialize(tripled)
     x = X.clone().requires_grad_()
     f(x)

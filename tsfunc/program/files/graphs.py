@@ -183,6 +183,8 @@ def _encode_node(
         return {"name": node.name, "item": index, "of": of.name}
     called: dict[str, Any]
     op = node.meta.get("op")
+    if "effect" in node.meta:
+        raise NoFileForm("a call of tsfunc.debug or tsfunc.check, which is a Python function")
     if isinstance(target, ControlFlow):
         inner = outside.of_body()
         parts = EncodeGraph(lambda graph: encode_graph(graph, inner, names, callees), callees)

@@ -27,8 +27,8 @@ TENSOR, NUMBER, NOTHING = "tensor", "number", "nothing"
 Kind = Any
 
 _NAME = re.compile(r"\w{1,80}::\w{1,120}(?:\.\w{1,80})?", re.ASCII)
-# These read or write files, or communicate with other processes: no traced program has them.
-_REACH_OUT = re.compile(r"aten::from_file|debugprims::|c10d::|symm_mem::|profiler::")
+# These read or write files, communicate with other processes, or call functions of this process.
+_REACH_OUT = re.compile(r"aten::from_file|debugprims::|c10d::|symm_mem::|profiler::|tsfunc_debug::")
 
 # The functions that a program calls besides operators: arithmetic on sizes. ``getitem`` is apart.
 FUNCTIONS: dict[str, Callable[..., Any]] = {

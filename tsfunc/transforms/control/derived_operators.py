@@ -13,6 +13,7 @@ from tsfunc.bridge.control.control_flow import (
     NoTorchOperator,
     random_state,
 )
+from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
@@ -69,7 +70,8 @@ class Pullback(ControlFlowOperator):
         numbers = operands[self.count + len(self.of) :]
 
         def run(*chosen: Any) -> tuple[Any, ...]:
-            found = self.op(*with_places(inputs, self.by, chosen), *numbers)
+            with muted():  # NOTE [debug effects]
+                found = self.op(*with_places(inputs, self.by, chosen), *numbers)
             return tuple(found[j] for j in self.of)
 
         _, pull = vjp(run, *(inputs[i] for i in self.by))
@@ -223,7 +225,8 @@ class Pushforward(ControlFlowOperator):
         numbers = operands[self.count + len(self.by) :]
 
         def run(*chosen: Any) -> tuple[Any, ...]:
-            return self.op(*with_places(inputs, self.by, chosen), *numbers)
+            with muted():
+                return self.op(*with_places(inputs, self.by, chosen), *numbers)
 
         _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
         found: tuple[Any, ...] = pushed

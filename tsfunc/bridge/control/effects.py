@@ -1,0 +1,129 @@
+"""The operator of debug prints, callbacks and checks.
+
+NOTE [debug effects]
+``tsfunc_debug::call(values, effect, batch_dims)`` returns nothing and has an effect on the host: a
+Python function is called with the values. Every level treats it as an operator. Its batching rule
+moves the batch dim to the front and counts it in ``batch_dims`` (``ops/effects.py``), so that the
+operator finally gets plain tensors whose first dims are the examples of all vmaps, the outermost
+vmap's first. A trace records it as a node. Passes keep the node and the order of nodes, as for all
+operators without results. Autograd does not record it.
+
+``effect`` is the number of the function. The call holds the function, and so does the node of a
+program. Pullbacks and pushforwards of control flow run the bodies again, and mute the effects of
+that run, except checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.library
+from torch import Tensor
+
+from tsfunc.bridge.control.bodies import unwrap_all
+from tsfunc.bridge.control.collectives import index
+from tsfunc.bridge.trace.tracing import TraceLevel, trace_kernel
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
+from tsfunc.dispatch import DispatchKey, register, running_level
+from tsfunc.dispatch.state import tls
+
+_library = torch.library.Library("tsfunc_debug", "DEF")
+_library.define("call(Tensor[] values, int effect, int batch_dims) -> ()")
+CALL: Any = torch.ops.tsfunc_debug.call.default
+
+
+class _Muted(threading.local):
+    depth = 0
+
+
+_muted = _Muted()
+
+
+@contextlib.contextmanager
+def muted() -> Iterator[None]:
+    """Suppress prints and callbacks on this thread, for a run that repeats an earlier one."""
+    _muted.depth += 1
+    try:
+        yield
+    finally:
+        _muted.depth -= 1
+
+
+class Effect:
+    """A Python function that the operator calls, by its number.
+
+    Attributes:
+        call: the function; takes the plain tensors, and the number of their batch dims.
+        checks: True if it has no effect but the errors that it raises.
+        number: its number.
+    """
+
+    def __init__(
+        self, call: Callable[[Sequence[Tensor], int], None], *, checks: bool = False
+    ) -> None:
+        self.call = call
+        self.checks = checks
+        self.number = next(_numbers)
+        _effects[self.number] = self
+
+    def __call__(self, values: Sequence[Tensor]) -> None:
+        """Run on tensors of any level, now or in the program that is being traced."""
+        args = [as_seen_by_current_level(value) for value in values], self.number, 0
+        if not values:  # no argument says that a trace is running
+            for level in reversed(tls.state.levels):
+                if isinstance(level, TraceLevel):
+                    operator_of(CALL).run_at(level, args, {})
+                    return
+        CALL(*args)
+
+
+_numbers = itertools.count()
+_effects: weakref.WeakValueDictionary[int, Effect] = weakref.WeakValueDictionary()
+
+
+def example_indices(value: Tensor) -> list[Tensor]:
+    """Return the index of the running example in each vmap that batches a tensor, outermost first.
+
+    Each index is a batched tensor of its vmap's level, and counts the examples of the whole call.
+    """
+    _, stack = unwrap_all(as_seen_by_current_level(value))
+    levels = [frame.level for frame in reversed(stack.frames) if frame.bdim is not None]
+    return [
+        index(level, value.device) + level.origin.first
+        for level in levels
+        if isinstance(level, BatchLevel)
+    ]
+
+
+def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
+    found = _effects.get(effect)
+    if found is None:
+        raise RuntimeError(
+            "debug: a program calls a Python function that is gone, because the program that it "
+            "was copied from is. Keep that program."
+        )
+    if found.checks or not _muted.depth:
+        found.call([value.detach() for value in values], batch_dims)
+
+
+_library.impl("call", _run, "CompositeExplicitAutograd")
+_library.impl("call", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("tsfunc_debug::call", lambda *args: None, lib=_library)
+
+
+@register("tsfunc_debug::call", DispatchKey.Trace)
+def _record(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
+    """Record the call; the node holds the function."""
+    level = running_level()
+    assert isinstance(level, TraceLevel)
+    trace_kernel(operator_of(CALL), (list(values), effect, batch_dims), {})
+    recorded = level.bodies[-1] if level.bodies and not values else level
+    next(reversed(recorded.graph.nodes)).meta["effect"] = _effects[effect]
