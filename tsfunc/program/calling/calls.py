@@ -1,51 +1,69 @@
-"""The first call of its kind: the check of its descriptors, and its trace."""
+"""The first call of its kind: the check of its descriptors, and its trace.
+
+NOTE [user assertions]
+For ``if (x < 0).any(): raise ValueError(...)`` and for
+``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
+exception or the message (NOTE [checks of arguments] in ``dispatch/refusals.py``). If such a check
+fails, the function itself is called with the arguments of the call. A test of a tensor raises the
+function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
+message added. The function is not called if the program has written before the check, for example
+into an argument, since the function would write again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optree
 
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
+from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.tracers.settings import settings
+from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
-from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.program.calling.cache import (
+    UNSEEN,
+    Cache,
+    CachedProgram,
+    facts_of_call,
+    passed_text,
+    reason_for,
+)
 from tsfunc.program.calling.capture import TraceRequest, capture
-from tsfunc.program.calling.leaves import described, places_of, spelled
-from tsfunc.program.calling.target import Target
+from tsfunc.program.calling.target import Target, described, places_of, spelled
 from tsfunc.program.calling.variation import Variation
-from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
+from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.module_state import state_of
 from tsfunc.program.closure.numbers import Earlier, Read
-from tsfunc.program.closure.variables import CODE
+from tsfunc.program.closure.results import state_of
+from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
-from tsfunc.program.graphs.equal import same_program
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
-from tsfunc.program.guarding.call_spec import form_of_call
-from tsfunc.program.guarding.guard_texts import Guards, guard_texts
-from tsfunc.program.guarding.guards import guard_lines
+from tsfunc.program.graphs.program import Program, same_program
+from tsfunc.program.guarding.guards import Guards, form_of_call, guard_lines, guard_texts
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
     call_signature,
     describe_inputs,
     describe_scalars,
+    opaque_arguments,
     with_dims_raised,
     with_sizes_fixed,
 )
-from tsfunc.program.guarding.opaque_arguments import opaque_arguments
+from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim
+
+# --- the first call of its kind: the check of its descriptors, and its trace
+
 
 Made = tuple[CachedProgram, Sequence[Any]]
 
@@ -136,8 +154,8 @@ class FirstCall:
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
-        See NOTE [sizes 0 and 1] in ``program/graphs/equal``, and NOTE [small sizes] in
-        ``program/dims/small_sizes``.
+        See NOTE [sizes 0 and 1] in ``program/graphs/program``, and NOTE [small sizes] in
+        ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
         if not small and entry.form.unmet(self.flat, self.sizes):
@@ -394,3 +412,46 @@ def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """Return True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
+
+
+# --- errors of the function's own checks of data, raised if the check fails in its program
+
+
+def raise_user_assertion(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    program: Program,
+    error: RuntimeError,
+) -> None:
+    """Raise the function's own error if one of its checks fails in its program.
+
+    Args:
+        func: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        program: the program that has run.
+        error: the error of the program; an error of another kind is ignored.
+
+    Raises:
+        FailedCheckError: a check of a size of data failed, and the function gives the reason.
+    """
+    if current_levels() or not _is_own(program, str(error)):
+        return
+    try:
+        func(*args, **kwargs)
+    except Exception as own:
+        if not isinstance(error, FailedCheckError):
+            raise own from None
+        raise FailedCheckError(f"{error}\n{type(own).__name__}: {own}") from own
+
+
+def _is_own(program: Program, message: str) -> bool:
+    """Return True if a check of the function has the message, and nothing is written before it."""
+    for node in program.graph.nodes:
+        if writes(node):
+            return False
+        check = node.args[1] if node.target is check_size else node.meta.get("own_check")
+        if isinstance(check, str) and check in message:
+            return True
+    return False

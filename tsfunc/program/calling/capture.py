@@ -1,11 +1,22 @@
-"""Capture: run a function once on traced tensors, and record its operators."""
+"""Capture: run a function once on traced tensors, and record its operators.
+
+See NOTE [backward passes in programs] in ``bridge/trace/backward_passes.py``.
+
+NOTE [collections while tracing]
+A trace makes hundreds of objects per operator and keeps most of them. Python's collector reacts by
+scanning all objects again and again, those of torch included, which took two fifths of the time of
+a trace of 10,000 operators. During a trace the collector therefore runs less often, and mostly on
+new objects only.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +30,7 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.backward_passes import BackwardPasses
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -30,12 +42,10 @@ from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import place_of
-from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.dispatch.places import place_of, users_place
+from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
-from tsfunc.program.closure.collecting import collecting_seldom
-from tsfunc.program.closure.gradients import Gradients
 from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.numbers import Varying
@@ -46,18 +56,140 @@ from tsfunc.program.closure.refusals import (
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.closure.results import with_objects_apart
-from tsfunc.program.closure.updates import Update
+from tsfunc.program.closure.results import Update, with_objects_apart
+from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.opaque_arguments import Hide
-from tsfunc.program.guarding.tensor_aliasing import Groups, as_one, groups_of, hold
-from tsfunc.program.passes import simplify
+from tsfunc.program.guarding.guards import Groups, as_one, groups_of, hold, variables_of
+from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+
+# --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
+
+
+class Gradients:
+    """The ``.grad`` of tensors from outside, for one trace.
+
+    Args:
+        level: the trace.
+        instances: the objects that it watches.
+        read_at: called with the user's spelling of each ``.grad`` that is read.
+        record: has the function traced again, with autograd recording.
+    """
+
+    def __init__(
+        self,
+        level: TraceLevel,
+        instances: Instances,
+        read_at: Callable[[str], None],
+        record: Callable[[], NoReturn],
+    ) -> None:
+        self._level, self._instances, self._builder = level, instances, instances.builder
+        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
+        instances.assigned_grads = self._changes
+        self._checked: set[int] = set()
+        self._read_at = read_at
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        """Return the source of a tensor: an argument, or a tensor that the trace has read."""
+        for _, argument in self._level.tensor_guards.arguments:
+            if argument.example is tensor:
+                name = argument.name
+                return Source(
+                    self._builder.guard_lines.bind(f"args[{argument.position}]"), name, name, False
+                )
+        known = self._builder.source_of(tensor)
+        return known or Source(
+            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
+        )
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        source = self._source(tensor)
+        self._read_at(f"{source.text}.grad")
+        with self._instances.paused():
+            return self._builder.grad_of(tensor, source)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that a backward pass can't add a gradient to.
+
+        Raises:
+            TypeCheckError: the tensor has a graph or hooks from outside, which a program does not
+                run.
+        """
+        if id(tensor) in self._checked:
+            return
+        self._checked.add(id(tensor))
+        source = self._source(tensor)
+        guard_lines = self._builder.lines_of(source.own)
+        problem = None
+        if not tensor.is_leaf:
+            problem = (
+                "was computed before the call, by operations that a program does not have",
+                ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
+            )
+        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            problem = (
+                "has hooks, which a program does not call",
+                ("Remove them, or do in the function what they do"),
+            )
+        if problem is not None:
+            why, mend = problem
+            raise TypeCheckError(
+                f"{self._level.name}: backward() at {users_place()} would add to "
+                f"{source.text}.grad, but {source.text} {why}. {mend}."
+            )
+        at = source.variable
+        guard_lines.require(
+            f"{at}.is_leaf and not {at}._backward_hooks and not {at}._post_accumulate_grad_hooks"
+        )
+
+    def _changes(self) -> Iterator[SideEffect]:
+        """Yield the ``.grad`` that the function has replaced."""
+        for slot in self.passes.changed():
+            source = self._source(slot.owner)
+            yield SideEffect(
+                f"{source.text}.grad", source, slot.owner, "{}.grad", slot.owner.grad, slot.now,
+                undo=lambda: None,
+            )  # fmt: skip
+
+
+# --- garbage collection while a function is traced
+
+
+_SELDOM = (50_000, 50, 1_000)  # number of new objects, then of younger collections per older one
+
+_lock = threading.Lock()
+_traces = 0
+_before = gc.get_threshold()
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Context manager that makes collections rare: NOTE [collections while tracing].
+
+    Any number of threads may be inside it at a time.
+    """
+    global _traces, _before
+    with _lock:
+        _traces += 1
+        if _traces == 1:
+            _before = gc.get_threshold()
+            if 0 < _before[0] < _SELDOM[0]:  # 0: the collector is turned off
+                gc.set_threshold(*_SELDOM)
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces and gc.get_threshold() == _SELDOM:
+                gc.set_threshold(*_before)
+
+
+# --- capture: run a function once on traced tensors, and record its operators
+
 
 T = TypeVar("T")
 

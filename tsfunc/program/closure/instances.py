@@ -1,4 +1,4 @@
-"""Objects among a function's arguments and surroundings, watched while it is traced.
+"""Objects among a function's arguments and variables, watched while it is traced.
 
 See NOTE [attributes] in ``guard_builder.py``.
 """
@@ -25,9 +25,9 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
 from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.numbers import Earlier
-from tsfunc.program.closure.randomness import TracedGenerators
+from tsfunc.program.closure.refusals import TracedGenerators
+from tsfunc.program.closure.results import Updates, has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
-from tsfunc.program.closure.updates import Updates, has_tensor
 from tsfunc.program.closure.watching import Watching
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
@@ -63,7 +63,7 @@ class Instances:
         hold_unchanged: guards the variables that the function may have assigned the values that
             they had, which no program repeats.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
-            be tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
+            be tensors: NOTE [tensor aliasing] in ``guards.py``.
     """
 
     def __init__(
