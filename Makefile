@@ -9,6 +9,8 @@
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
+#   make docs                         the site, in build/docs
+#   make dist                         sdist and wheel, in dist
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
 
 PYTHON ?= python3
@@ -28,7 +30,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup demo test test-newest test-one test-releases test-all fuzz soak lint format bench clean
+.PHONY: setup demo test test-newest test-one test-releases test-all fuzz soak lint format docs dist \
+    bench clean
 
 setup: $(STAMP)
 
@@ -87,6 +90,15 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# A broken link, a name that is not there and a docstring that can't be read are warnings, and fail.
+docs: setup
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -20,7 +20,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks import cold, control_flow, gradients, operators, specializing, tracing, vmapping
+from benchmarks import (
+    cold,
+    comparison,
+    control_flow,
+    gradients,
+    operators,
+    specializing,
+    tracing,
+    vmapping,
+)
 from benchmarks.cold import Cold
 from benchmarks.timing import Case, Timing
 
@@ -46,7 +55,15 @@ def rows_of(case: Case | Cold, timings: Mapping[str, Timing | str]) -> Iterator[
 
 
 def all_cases() -> Iterator[Case | Cold]:
-    for topic in (vmapping, gradients, operators, control_flow, specializing, tracing):
+    for topic in (
+        vmapping,
+        gradients,
+        operators,
+        control_flow,
+        specializing,
+        tracing,
+        comparison,
+    ):
         yield from topic.cases()
     yield from cold.cases()
 
