@@ -10,7 +10,7 @@ the pass runs formulas that the trace records like any other operator.
 The ``.grad`` of a tensor from outside is that of its tracer. The first use of it in the trace
 reads it from the tensor, and the program has it as an input; ``backward()`` writes into it in
 place, or makes a new one, as it does in eager mode. If the function ends with another ``.grad``
-than it found, the program assigns it (NOTE [updates] in ``program/reading/updates.py``). The
+than it found, the program assigns it (NOTE [updates] in ``program/closure/results.py``). The
 tensor outside keeps its own throughout the trace.
 
 A pass frees its graph, and no result whose graph was freed can be differentiated again. If only

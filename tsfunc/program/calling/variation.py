@@ -20,7 +20,7 @@ A value that keeps a program for each of its values is reported by a ``RetraceWa
 
 NOTE [retraces]
 The second new program for a value that varies either serves all its values (NOTE [automatic
-dynamic sizes] in ``guarding/automatic_dynamic.py``), or the user is told once which value varies,
+dynamic sizes]), or the user is told once which value varies,
 and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
 which the next settles it.
 """

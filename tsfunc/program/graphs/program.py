@@ -83,7 +83,7 @@ class Program:
             outside; None if they were not recorded.
         numbers: the numbers that it has read from containers and objects outside, by the user's
             spelling; the type of those that are inputs.
-        raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``small_sizes``.
+        raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``constraints``.
     """
 
     name: str

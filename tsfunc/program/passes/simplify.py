@@ -456,7 +456,7 @@ def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
     return live
 
 
-# --- passes over a program's graph, one per file
+# --- the order of the passes
 
 
 def simplify(
