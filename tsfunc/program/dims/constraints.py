@@ -1,7 +1,7 @@
 """The facts about named dims that a trace relies on, checked against the descriptors.
 
 NOTE [small sizes]
-Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1] in ``graphs/program``). This includes
+Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1]). This includes
 sizes that are computed from named dims, such as the size ``h - 2`` that a convolution leaves of
 ``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
 sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for

@@ -2,7 +2,7 @@
 
 A specialized function traces a call of a new kind when it comes. A loaded function can't, so these
 calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
-and 1] in ``graphs/program``), ``torch.no_grad``, and the arguments that require grad. Most variations give
+and 1]), ``torch.no_grad``, and the arguments that require grad. Most variations give
 the same program, which the file has once. If the function does not read ``requires_grad``, these
 variations are not traced: the program answers them all.
 """

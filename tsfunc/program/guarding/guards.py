@@ -181,7 +181,7 @@ def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:
 
 
 def _bounds(size: str, limits: Dim) -> list[str]:
-    """Return lines that check bounds; for 0 and 1 see NOTE [sizes 0 and 1] in ``graphs/program``."""
+    """Return lines that check bounds; for 0 and 1 see NOTE [sizes 0 and 1]."""
     return [
         f"if {refused}: return None" for refused in (f"{size} < 2", *refused_sizes(limits, size))
     ]
