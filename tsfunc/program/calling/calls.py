@@ -43,7 +43,7 @@ from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
 from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.numbers import Earlier, Read
+from tsfunc.program.closure.numbers import Earlier, Read, Varying
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
@@ -100,6 +100,7 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
+        self.outside_inputs: Mapping[str, Varying] = {}
 
     @protected
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
@@ -196,7 +197,7 @@ class FirstCall:
             narrower = self.variation.narrowed(held, error)
             if narrower is not None:
                 return narrower
-        if held.outside_numbers and self.earlier:
+        if held.outside_numbers and self.outside_inputs:
             return held.moved(outside_numbers=False)
         if held.varying:
             return held.moved(varying=frozenset(), dim=None)
@@ -394,6 +395,7 @@ class FirstCall:
     def _instances(self, held: Assumptions) -> Instances:
         earlier = self.earlier if held.outside_numbers else {}
         instances = Instances(self.name, self.closure, earlier)
+        self.outside_inputs = instances.builder.numbers.inputs  # it grows during the trace
         free_variables = FreeVariables(instances, held.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
