@@ -73,6 +73,8 @@ CLOSING = {
     ("tsfunc.types.meta", "tsfunc.types.lattice"),
     ("tsfunc.types.meta", "tsfunc.types.descriptor_sets"),
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.page"),
+    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.measuring"),
     ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),
     ("tsfunc.transforms.specialize", "tsfunc.transforms.files"),
     # Loaded by the first who asks for the catalogue.

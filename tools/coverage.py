@@ -41,11 +41,11 @@ COLUMNS = ("OK", "SPLIT", "LOOP", "DATA", "FAIL", "WRONG", "NONE")
 
 _VERDICTS = """\
 - **right**: as above.
-- **split**: what decides a size or a Python value, such as `nonzero`: right with
-  `data_dependent="split"`, an error that says so else.
+- **split**: the data decide a size or a Python value, as in `nonzero`. The row is right with
+  `data_dependent="split"`; without it, an error says so.
 - **loop**: right, but example by example.
-- **refused**: neither right nor an error by mistake: the value decides.
-- **failing**, **wrong**: what they say.
+- **refused**: an error is the only possible answer, because the data decide.
+- **failing**: an error. **wrong**: another result.
 - **nothing**: torch itself refuses all samples, or there is nothing to compare. Not counted.
 """
 
@@ -53,63 +53,71 @@ _PLAIN = """\
 # The operator database under the transforms
 
 PyTorch tests its operators with a database: `op_db` of
-`torch.testing._internal.common_methods_invocations`, and beside it those of custom operators, of
-`autograd.Function` and of the `_foreach_` operators. A row is an entry, or a variant of it: the
-method, the in-place form, the Python operator, `out=`, an alias. `tests/ops/database_extra.py` adds
-calls of which there are few: convolutions, indexing, recurrent networks.
+`torch.testing._internal.common_methods_invocations`, and similar lists of custom operators, of
+`autograd.Function`s and of the `_foreach_` operators. A row of this page is an entry or a
+variant of an entry: the method, the in-place form, the Python operator, `out=`, an alias.
+`tests/ops/database_extra.py` adds calls that the database lacks: convolutions, indexing,
+recurrent networks.
 
-A row is right in a type and a mode if for each of its samples tried, for every choice of batched
-tensors, the batch dim lying first, last, and anywhere, the result is the stacked loop's, values,
-types and what is written in place; if no operator loops, with a warning or without one; and if a
-batch of no examples has results of the right shapes. One sample that is not so makes the row the
-worst that it was.
+Each sample of a row is run for every choice of batched tensors, with the batch dim first, last
+and in between. The row is right in a type and a mode if the following hold for all of its
+samples:
 
-Where an entry addresses memory (`as_strided` and its kin) the batch dim comes first: elsewhere an
-example's strides are those that it has in the batch, as under torch.vmap. Random entries are
-compared by shapes, and by whether examples draw alike (`"same"`) or not (`"different"`).
+- the result equals the stacked loop: values, types and writes in place;
+- no operator runs as a loop over the examples;
+- a batch without examples gives results of the right shapes.
 
-`python -m tools.coverage` does this again and writes this page.
+The worst sample decides the verdict of a row.
+
+Entries that address memory (`as_strided` and similar) are tried with the batch dim first,
+because an example has the strides of the batch elsewhere, as under torch.vmap. Random entries
+are compared by shapes, and by whether the examples draw alike (`"same"`) or differently
+(`"different"`).
+
+`python -m tools.coverage` repeats the measurement and writes this page.
 """
 
 _DERIVATIVE = """\
 # Derivatives of the operator database under the transforms
 
-As [coverage.md](coverage.md), for the modes `vmap(grad)`, `grad(vmap)` and `vmap(jvp)`: those rows
-that torch can differentiate on the CPU, in-place variants among them. Ours is held to torch's own
-autograd of one example after another, on plain tensors: the gradient of the sum of all results that
-have a derivative, each number with a weight of its own; values and tangents for `vmap(jvp)`, found
-by the pullback's pullback where torch has no forward formula, or its tests know none: of custom
-operators, products of `scatter_reduce`, `_foreach_maximum` and its like torch's forward mode gives
-a wrong tangent or none without a word, and `tsfunc.jvp` the right one. Each choice of batched
-tensors is tried, with the batch dim first, last and anywhere.
+This page extends [coverage.md](coverage.md) to the modes `vmap(grad)`, `grad(vmap)` and
+`vmap(jvp)`, for the rows that torch can differentiate on the CPU, in-place variants included.
+The reference is torch's autograd on one example after another, with plain tensors. For the first
+two modes it is the gradient of a weighted sum of all differentiable results. For `vmap(jvp)` it
+is the values and the tangents. Tangents are computed as the pullback of the pullback where torch
+has no forward formula or does not test it: for custom operators, products by `scatter_reduce`,
+`_foreach_maximum` and similar operators, torch's forward mode silently gives a wrong tangent or
+none, and `tsfunc.jvp` gives the right one. Each choice of batched tensors is tried, with the
+batch dim first, last and in between.
 
-What draws random numbers draws the same ones on both sides (`randomness="same"`). Where examples
-draw from distributions of their own, `"same"` is refused in torch.func's words, as PyTorch's tests
-ask; there `"different"` is tried, and what does not depend on the numbers compared.
+Random operators draw the same numbers on both sides (`randomness="same"`). If examples draw from
+different distributions, `"same"` is refused with torch.func's message, as PyTorch's tests
+require; such rows are tried with `"different"`, and the results that do not depend on the
+numbers are compared.
 
-Not among the first samples, and refused: `_foreach_add_` of a list that is not batched and a number
-that is. Python asks the number for its value before anybody sees the call.
+One refusal is not among the first samples: `_foreach_add_` of a list that is not batched and a
+number that is batched. Python reads the value of the number before the call reaches tsfunc.
 
-`python -m tools.coverage --modes derivatives --variants function,inplace --most 2` does this again
-and writes this page; `tests/ops/test_database_derivatives.py` has a sample of it, and all of it in
-slow tests.
+`python -m tools.coverage --modes derivatives --variants function,inplace --most 2` repeats the
+measurement and writes this page. `tests/ops/test_database_derivatives.py` runs a sample of it,
+and all of it in slow tests.
 """
 
 _HIGHER = """
 ## Higher derivatives
 
 `hessian`, `jacfwd(jacrev)`, `jacrev(jacfwd)`, `jvp(vjp)`, `hvp` and Jacobians of `hvp` under
-`vmap`, and `grad` and `jvp` of `vmap(grad)`, of one sample of each row in float64, were held to
-nested plain autograd. No operator loops. What differs:
+`vmap`, and `grad` and `jvp` of `vmap(grad)`, were compared with nested plain autograd, for one
+sample of each row in float64. No operator loops. These differ:
 
-- The third derivative of `layer_norm` by triple backward is torch's own, and wrong; by `hvp` it is
-  right.
-- Jacobians by reverse mode of `hvp` through norms and standard deviations raise, as in torch: their
-  formulas write in place what is to be differentiated. By forward mode they are right. `glu` and
-  `to_sparse` have no further derivative in torch.
-- `max_unpool3d` and `as_strided_scatter` where places come twice, a row of `_safe_softmax` that is
-  masked as a whole, and `linalg.norm` at zero differ from torch's double backward under some of
-  these.
+- The third derivative of `layer_norm` by three backward passes is torch's, and wrong. By `hvp`
+  it is right.
+- Jacobians by reverse mode of `hvp` through norms and standard deviations raise, as in torch,
+  because torch's formulas write in place into tensors that are differentiated. By forward mode
+  they are right. `glu` and `to_sparse` have no further derivative in torch.
+- `max_unpool3d` and `as_strided_scatter` with repeated indices, a row of `_safe_softmax` that is
+  masked as a whole, and `linalg.norm` at zero differ from torch's double backward in some of
+  these modes.
 """
 
 
@@ -186,7 +194,7 @@ def _exceptions(results: Sequence[Result]) -> str:
         known = exception_of(result.row, result.dtype, result.mode)
         why = known.reason if known is not None else f"**not explained**: {_said(result)}"
         found[result.row, result.verdict, why].append(result)
-    lines = ["## What is not right, and why", ""]
+    lines = ["## Exceptions", ""]
     if not found:
         return "\n".join([*lines, "Nothing."])
     lines += ["| row | verdict | modes | types | why |", "|---|---|---|---|---|"]

@@ -27,24 +27,23 @@ COLUMNS = ("OK", "DATA", "FAIL", "WRONG", "NONE")
 HEAD = """\
 # The operator database as programs for all sizes
 
-Each entry of PyTorch's operator test database as a function of the tensors of a sample,
-specialized with a name for each size that may change:
-`specialize(f, {"x0": Meta(["d0", "d1"]), ...})`. Which sizes an operator lets change is found by
-asking it, and so is which go together:
+Each entry of PyTorch's operator test database is a function of the tensors of a sample. It is
+specialized with a name for each size that may change: `specialize(f, {"x0": Meta(["d0", "d1"]),
+...})`. Calls of the operator with other sizes show which sizes may change, and which of them
+must change together. Sizes are named in two ways:
 
-- *names apart*: a name for each size that may change by itself, a common one for those that may
-  only change together;
-- *names by size*: a name for all sizes that are equal in the sample, 0 and 1 too.
+- *names apart*: a name for each size that may change by itself, and a common name for sizes that
+  may only change together;
+- *names by size*: a name for all sizes that are equal in the sample, 0 and 1 included.
 
-What can't change stays a number: the sizes of a `reshape` to numbers, and those that decide how
-many tensors there are.
+Sizes that cannot change stay numbers: the sizes of a `reshape` to numbers, and sizes that decide
+how many tensors there are.
 
-An entry is right if, for each of its samples tried, the program that is traced for the sample
-agrees with the operator there, at three other sizes, and with each named size 0 and 1 where the
-operator takes that; and if one program does for all sizes of 2 or more. Random entries are compared
-by shapes. One sample that is not so makes the entry the worst that it was.
-`tests/ops/named_dims.py` and `named_sweep.py` do it; `python -m tools.named` does it again and
-writes this page.
+An entry is right if the following hold for each of its samples that was tried. The program
+agrees with the operator for the sample, at three other sizes, and with each named size 0 and 1
+where the operator accepts these. One program serves all sizes of 2 or more. Random entries are
+compared by shapes. The worst sample decides the verdict. `tests/ops/named_dims.py` and
+`named_sweep.py` make the comparison; `python -m tools.named` repeats it and writes this page.
 """
 
 
@@ -61,7 +60,7 @@ def page(results: Sequence[Result], note: str = "") -> str:
             counts = Counter(result.verdict for result in chosen)
             cells = " | ".join(f"{counts[verdict]:,}" for verdict in COLUMNS)
             lines.append(f"| {way} | {cells} | {share(chosen):.2f} % |")
-    lines += ["", "## What is not right, and why", "", "| entry | why |", "|---|---|"]
+    lines += ["", "## Exceptions", "", "| entry | why |", "|---|---|"]
     lines += [f"| `{name}` | {why} |" for name, why in sorted(EXCEPTIONS.items())]
     lines += [f"| `{name}` | **not explained**: {said} |" for name, said in _unexplained(results)]
     return "\n".join(lines) + "\n"

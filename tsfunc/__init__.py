@@ -19,6 +19,7 @@ from tsfunc.config import config  # noqa: E402
 # Every transform needs the modules above. The other names are loaded when they are first used.
 if TYPE_CHECKING:
     from tsfunc import program as program
+    from tsfunc import testing as testing
     from tsfunc import types as types
     from tsfunc.transforms import checkpoint_policies, custom_derivatives, debug
     from tsfunc.transforms.abstract_eval import eval_shape, make_graph
@@ -103,6 +104,7 @@ else:
             "transforms.checkpoint_policies",
             "transforms.custom_derivatives",
             "transforms.debug",
+            "testing",
         ),
     )
 
@@ -173,6 +175,7 @@ __all__ = [
     "stack_module_state",
     "stop_gradient",
     "switch",
+    "testing",
     "value_and_grad",
     "vjp",
     "vmap",

@@ -41,6 +41,8 @@ def lazy_exports(
         return value
 
     def shown() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes, *shown_modules})
+        """Return the public names."""
+        here = vars(sys.modules[package])
+        return sorted({*here.get("__all__", here), *homes, *shown_modules})
 
     return get, shown

@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+import torch
 import typer
 from rich.console import Console
+from rich.syntax import Syntax
 from rich.table import Table
 
 from tsfunc import ops, rage
 from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import way_of
-from tsfunc.errors import UnknownOperatorError
+from tsfunc.bridge.trace.packaging import write_aoti_package
+from tsfunc.errors import (
+    ExportError,
+    FileFormatError,
+    MalformedProgramError,
+    UnknownOperatorError,
+)
 from tsfunc.ops.catalogue import counts
+from tsfunc.ops.catalogue.lookup import overloads_of
 from tsfunc.rage.recorder import folder_of_files
+from tsfunc.transforms.files import LoadedFunction, load
+
+
+class Target(str, enum.Enum):
+    """A format that ``export`` writes."""
+
+    PT2 = "pt2"
+    ONNX = "onnx"
+    AOTI = "aoti"
+
+
+FileArgument = Annotated[Path, typer.Argument(help="A file that save() wrote.")]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"tsfunc {sys.modules['tsfunc'].__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def tsfunc() -> None:
+def tsfunc(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Show the versions."
+    ),
+) -> None:
     """Function transforms for PyTorch."""
 
 
@@ -37,6 +69,83 @@ def show_operators(
         _one_category(category)
     else:
         _census()
+
+
+@app.command("show")
+def show_file(
+    file: FileArgument,
+    html: str = typer.Option("", help="Write one HTML page to this file instead."),
+) -> None:
+    """Show the programs of a file: code, types, users' lines, guards, bodies of control flow."""
+    loaded = _load(file)
+    if html:
+        loaded.show(html)
+        print(f"Wrote {html}: {_count(loaded)}.")
+        return
+    console = Console()
+    for i, program in enumerate(loaded.programs, 1):
+        print(f"# program {i} of {len(loaded.programs)}")
+        if console.is_terminal:
+            console.print(Syntax(str(program), "python", background_color="default"))
+        else:
+            print(program)
+        print("guards:")
+        for line in program.guards:
+            print(f"  {line}")
+
+
+@app.command("verify")
+def verify_file(file: FileArgument) -> None:
+    """Check that a file is complete and that its programs are well formed."""
+    loaded = _load(file)
+    for program in loaded.programs:
+        try:
+            program.verify()
+        except MalformedProgramError as error:
+            _fail(str(error))
+    print(f"{file}: {_count(loaded)} verified.")
+
+
+@app.command("export")
+def export_file(
+    file: FileArgument,
+    to: Annotated[
+        Target, typer.Option(help="pt2: torch.export; onnx: ONNX; aoti: compiled by torch.")
+    ],
+    output: str = typer.Option("", help="The file to write; by default beside FILE."),
+    program: int = typer.Option(1, help="The program to export; 1 is the one used last."),
+) -> None:
+    """Write a program of a file in a format of torch's tools."""
+    loaded = _load(file)
+    if not 1 <= program <= len(loaded.programs):
+        _fail(f"{file}: there is no program {program}. It has {_count(loaded)}.")
+    suffix = {"pt2": ".pt2", "onnx": ".onnx", "aoti": ".aoti.pt2"}[to.value]
+    path = Path(output) if output else file.with_suffix(suffix)
+    try:
+        exported = loaded.programs[program - 1].to_exported_program()
+        if to is Target.PT2:
+            torch.export.save(exported, path)
+        elif to is Target.ONNX:
+            torch.onnx.export(exported, (), path, dynamo=True, verbose=False)
+        else:
+            write_aoti_package(exported, path)
+    except ExportError as error:
+        _fail(str(error))
+    except ImportError as error:
+        _fail(f"export --to {to.value} needs another package: {error}")
+    print(f"Wrote {path}.")
+
+
+def _load(file: Path) -> LoadedFunction:
+    try:
+        return load(file)
+    except (FileFormatError, OSError) as error:
+        _fail(str(error))
+
+
+def _count(loaded: LoadedFunction) -> str:
+    count = len(loaded.programs)
+    return f"{count} program{'s' if count != 1 else ''} of {loaded.name}"
 
 
 @app.command("rage")
@@ -116,7 +225,15 @@ def _one_operator(name: str) -> None:
     try:
         entry = ops.lookup(name if "::" in name else f"aten::{name}")
     except UnknownOperatorError as error:
-        _fail(str(error))
+        overloads = overloads_of(name if "::" in name else f"aten::{name}")
+        if not overloads:
+            _fail(str(error))
+        found = [ops.lookup(each) for each in overloads]
+        _table(
+            ["overload", "category", "under vmap"],
+            [[each.name, each.category.value, _way(each)] for each in found],
+        )
+        return
     facts = entry.facts
     lines = {
         "operator": entry.name,

@@ -19,9 +19,10 @@ class Config:
         'filtered'
     """
 
-    __slots__ = ("_traceback",)
+    __slots__ = ("_traceback", "debug_nans_set")
 
     def __init__(self) -> None:
+        self.debug_nans = os.environ.get("TSFUNC_DEBUG_NANS", "") not in ("", "0")
         self.traceback = os.environ.get("TSFUNC_TRACEBACK", "filtered")  # type: ignore[assignment]
 
     @property
@@ -45,8 +46,27 @@ class Config:
             )
         self._traceback = value
 
+    @property
+    def debug_nans(self) -> bool:
+        """True if every transform and program looks for NaNs, as :func:`tsfunc.debug.nans` does.
+
+        The default is False. The environment variable is ``TSFUNC_DEBUG_NANS=1``. The setting
+        corresponds to ``jax_debug_nans``.
+
+        Raises:
+            TypeError: a value other than a bool is assigned.
+        """
+        return self.debug_nans_set
+
+    @debug_nans.setter
+    def debug_nans(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"tsfunc.config.debug_nans: expected a bool, got {value!r}.")
+        self.debug_nans_set = value
+
     def __repr__(self) -> str:
-        return f"tsfunc.config(traceback={self._traceback!r})"
+        settings = f"traceback={self._traceback!r}, debug_nans={self.debug_nans_set!r}"
+        return f"tsfunc.config({settings})"
 
 
 config = Config()

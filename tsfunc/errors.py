@@ -10,6 +10,7 @@
     ├── ClosureError (RuntimeError)           a function reads a value that is not an argument
     ├── DataDependentError (RuntimeError)     a traced or batched value is used as a Python value
     ├── FailedCheckError (RuntimeError)       data at run time breaks a check of the program
+    ├── NanError (FloatingPointError)         an operator returns a NaN, and debug.nans() looks
     ├── EscapedTracerError (RuntimeError)     a value is used after its transform has ended
     ├── MissingRuleError (NotImplementedError)  an operator has no rule and can't be looped over
     ├── UnknownOperatorError (LookupError)    torch has no operator of this name
@@ -102,6 +103,22 @@ class FailedCheckError(TsfuncError, RuntimeError):
     def __init__(self, message: str = "", examples: Sequence[tuple[int, ...]] = ()) -> None:
         super().__init__(message)
         self.examples = tuple(examples)
+
+
+class NanError(TsfuncError, FloatingPointError):
+    """An operator returns a NaN while ``debug.nans()`` or ``config.debug_nans`` looks for it.
+
+    Attributes:
+        operator: the name of the operator.
+        examples: the index of the first example that has a NaN, one entry for each vmap.
+    """
+
+    def __init__(
+        self, message: str = "", operator: str = "", examples: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.operator = operator
+        self.examples = examples
 
 
 class EscapedTracerError(TsfuncError, RuntimeError):

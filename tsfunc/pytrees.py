@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -86,6 +87,18 @@ def structure_of(tree: Any) -> optree.PyTreeSpec:
 
 # ``unflatten(structure, leaves)`` returns the tree with that structure and those leaves.
 unflatten: Callable[[optree.PyTreeSpec, Sequence[Any]], Any] = optree.tree_unflatten
+
+
+def spelled(structure: optree.PyTreeSpec) -> str:
+    """Return a structure as text for messages, with ``*`` for each leaf.
+
+    Example:
+        >>> from tsfunc import pytrees
+        >>> pytrees.spelled(pytrees.structure_of({"a": (1, 2), "b": 3}))
+        "{'a': (*, *), 'b': *}"
+    """
+    text = str(structure).removeprefix("PyTreeSpec(").removesuffix(")")
+    return re.sub(r"(, NoneIsLeaf|, namespace='\w*')+$", "", text)
 
 
 def children_of(tree: Any) -> list[Any]:

@@ -27,11 +27,11 @@ def printed(func: Any, *args: Any) -> list[str]:
 def test_types_and_lines_stand_beside_what_is_computed() -> None:
     lines = printed(layer, torch.ones(3, 4))
     assert lines[0] == "def layer(args):"
-    assert "# lifted_0: float32[4, 2] cpu requires_grad" in lines
+    assert "# WEIGHT: float32[4, 2] cpu requires_grad" in lines
     assert "x = args[0]  # float32[n, 4] cpu" in lines
     at = next(i for i, line in enumerate(lines) if line.endswith("hidden = x @ WEIGHT"))
     assert lines[at].startswith("# test_printing.py:")
-    assert lines[at + 1].startswith("matmul_default = matmul(x, lifted_0)  # float32[n, 2] cpu")
+    assert lines[at + 1].startswith("matmul_default = matmul(x, WEIGHT)  # float32[n, 2] cpu")
 
 
 def test_the_lines_of_a_backward_pass_are_those_of_its_forward_pass() -> None:
@@ -95,3 +95,40 @@ def test_writes_change_what_is_known() -> None:
     g(torch.ones(3, 4))
     known = g.program.properties()
     assert not known["zeros_default"].requires_grad and known["add__tensor"].requires_grad
+
+
+def test_tensors_from_outside_have_the_users_names() -> None:
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 2), "weight": torch.nn.Linear(2, 2)})
+
+    params = {"first_weight": torch.ones(2)}
+
+    def apply(x: Tensor) -> Tensor:
+        found: Tensor = model["weight"](model["first"](x)) * params["first_weight"]
+        return found
+
+    f = specialize(apply)
+    want = apply(torch.ones(3, 4))
+    assert f(torch.ones(3, 4)).equal(want)
+    text = str(f.program)
+    assert "lifted_" not in text
+    assert (
+        "params_first_weight" in text and "linear(x, model_first_weight, model_first_bias)" in text
+    )
+    module = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2))
+    program = specialize(module)
+    program(torch.ones(3, 4))
+    assert "linear(input_1, _0_weight, _0_bias)" in str(program.program)
+    assert program.properties()["_1_running_mean"].shape == (2,)
+
+
+def test_names_from_outside_do_not_hide_others() -> None:
+    args = torch.ones(2)
+    mul = torch.full((2,), 3.0)
+    program = torch.full((2,), 5.0)
+
+    def x_(x: Tensor) -> Tensor:
+        return (x * args) * mul + program
+
+    f = specialize(x_)
+    assert f(torch.ones(2)).equal(torch.full((2,), 8.0))
+    assert f(torch.ones(2) * 2).equal(torch.full((2,), 11.0))

@@ -253,7 +253,7 @@ def test_chunks_that_differ_are_refused() -> None:
     for first, other, message in [
         (lambda x: x, lambda x: x.double(), "a tensor of shape (examples, 4) and torch.float64"),
         (lambda x: x, lambda x: x[:2], "a tensor of shape (examples, 2)"),
-        (lambda x: x, lambda x: (x, x), "for a chunk of the examples, but PyTreeSpec(*"),
+        (lambda x: x, lambda x: (x, x), "(*, *) for a chunk of the examples, but * for"),
         (lambda x: 3, lambda x: x, "returned a tensor for a chunk of the examples, but no tensor"),
         (lambda x: x, lambda x: 3, "returned no tensor for a chunk of the examples, but a tensor"),
     ]:

@@ -1,10 +1,12 @@
-"""torch.compile over functions that call tsfunc: it may break its graph there, and is right."""
+"""torch.compile of functions that call tsfunc: right results; one graph if torch.func has one."""
 
 from __future__ import annotations
 
+import functools
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -89,11 +91,9 @@ SPECIALIZED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", SPECIALIZED)
 def test_a_specialized_function_inside(name: str) -> None:
-    """Without a warning, and in one graph where no transform is called."""
+    """It is part of one graph, and there is no warning."""
     inner = SPECIALIZED[name]
-    compiled = torch.compile(
-        lambda x: inner(x * 2) + 1, backend="aot_eager", fullgraph=name != "of a transform"
-    )
+    compiled = torch.compile(lambda x: inner(x * 2) + 1, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         # Dynamo's own, about tensors that it hands over where its graph breaks.
@@ -136,11 +136,77 @@ def test_a_compiled_specialized_function() -> None:
     same(torch.compile(inner, backend="eager")(X), inner(X))
 
 
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "autograd.Function"])
-def test_one_graph_with_a_transform_is_refused_with_ways_out(name: str) -> None:
-    func, args = FUNCTIONS[name]
+def product(w: Tensor, x: Tensor) -> Tensor:
+    return (torch.tanh(x * w) * x).sum()
+
+
+MODULE = torch.nn.Linear(4, 3)
+PARAMETERS = {name: p.detach().clone() for name, p in MODULE.named_parameters()}
+PER_EXAMPLE = tsfunc.vmap(tsfunc.grad(product), in_dims=(None, 0))
+ROWS = tsfunc.jacrev(torch.sin, chunk_size=2)
+BOTH = tsfunc.value_and_grad(product)
+
+
+@functools.wraps(PER_EXAMPLE)
+def doubled(w: Tensor, x: Tensor) -> Tensor:
+    gradients: Tensor = PER_EXAMPLE(w, x)
+    return 2 * gradients
+
+
+def module_loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = tsfunc.functional_call(MODULE, parameters, (x,))
+    return out.square().sum()
+
+
+# Calls of W and X that torch.func takes too.
+IN_ONE_GRAPH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "vmap": lambda w, x: tsfunc.vmap(torch.dot, (None, 0), chunk_size=2)(w, x),
+    "vmap of a negative dim": lambda w, x: tsfunc.vmap(torch.sin, in_dims=-1, out_dims=1)(x),
+    "vmap(grad)": lambda w, x: tsfunc.vmap(tsfunc.grad(product), (None, 0))(w, x),
+    "grad(vmap)": lambda w, x: tsfunc.grad(lambda w: PER_EXAMPLE(w, x).sum())(w),
+    "made outside": lambda w, x: PER_EXAMPLE(w, x),
+    "compiled itself": PER_EXAMPLE,
+    "wrapped by the user": doubled,
+    "grad_and_value": lambda w, x: tsfunc.grad_and_value(product, argnums=(0, 1))(w, x),
+    "value_and_grad": lambda w, x: tsfunc.value_and_grad(product)(w, x),
+    "value_and_grad made outside": lambda w, x: BOTH(w, x),
+    "jvp": lambda w, x: tsfunc.jvp(torch.sin, (x,), (x.cos(),)),
+    "vjp": lambda w, x: tsfunc.vjp(torch.sin, x)[1](x),
+    "jacrev": lambda w, x: tsfunc.jacrev(torch.sin)(w),
+    "jacrev made outside": lambda w, x: ROWS(w),
+    "jacfwd": lambda w, x: tsfunc.jacfwd(torch.sin)(w),
+    "hessian": lambda w, x: tsfunc.hessian(scalar)(w),
+    "functional_call": lambda w, x: tsfunc.vmap(tsfunc.grad(module_loss), (None, 0))(PARAMETERS, x),
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE_GRAPH)
+def test_transforms_of_torch_func_do_not_break_the_graph(name: str) -> None:
+    func = IN_ONE_GRAPH[name]
+    same(torch.compile(func, backend="eager", fullgraph=True)(W, X), func(W, X))
+
+
+NAMED = tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})
+# Calls with arguments that torch.func does not take, and of transforms that it does not have.
+BREAKING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "in_dims by name": lambda w, x: tsfunc.vmap(lambda w, x: w * x, in_dims={"x": 0})(w, x=x) + 1,
+    "made outside": lambda w, x: NAMED(w, x) + 1,
+    "strict": lambda w, x: tsfunc.vmap(torch.sin, strict=True)(x) + 1,
+    "randomness": lambda w, x: tsfunc.vmap(torch.sin, randomness="split")(x) + 1,
+    "axis_name": lambda w, x: tsfunc.vmap(lambda x: tsfunc.psum(x, "i"), axis_name="i")(x) + 1,
+    "memory_budget": lambda w, x: tsfunc.jacrev(torch.sin, memory_budget=2**20)(w) + 1,
+    "linearize": lambda w, x: tsfunc.linearize(torch.sin, x)[1](x) + 1,
+    "hvp": lambda w, x: tsfunc.hvp(scalar, (w,), (w,)),
+}
+
+
+@pytest.mark.parametrize("name", BREAKING)
+def test_other_transforms_break_the_graph(name: str) -> None:
+    func = BREAKING[name]
+    same(torch.compile(func, backend="eager")(W, X), func(W, X))
+    torch._dynamo.reset()
     with pytest.raises(Exception, match=r"inside of tsfunc's transforms.*graph_module"):
-        torch.compile(func, backend="eager", fullgraph=True)(*args)
+        torch.compile(func, backend="eager", fullgraph=True)(W, X)
 
 
 def test_one_graph_of_what_transforms_leave() -> None:

@@ -354,7 +354,7 @@ RULES: list[tuple[Any, str]] = [
     (
         of_rule(lambda info, in_dims, x: (x, (0,))),
         "vmap: the vmap staticmethod of Ruled returned an incompatible (output, out_dims): "
-        "out_dims (0,) are not a prefix of the structure of the output, PyTreeSpec(*",
+        "out_dims (0,) are not a prefix of the structure of the output, *.",
     ),
     (of_rule(lambda info, in_dims, x: ([x], (None,))), "returned an incompatible (output, out"),
 ]

@@ -167,4 +167,4 @@ def test_a_key_error_keeps_its_key(transform: Function, key: Any) -> None:
 def test_only_known_settings() -> None:
     with pytest.raises(ValueError, match="expected 'filtered' or 'full', got 'short'"):
         config.traceback = "short"  # type: ignore[assignment]
-    assert repr(config) == "tsfunc.config(traceback='filtered')"
+    assert repr(config) == "tsfunc.config(traceback='filtered', debug_nans=False)"

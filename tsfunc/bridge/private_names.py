@@ -798,9 +798,10 @@ def _guards() -> None:
 
 @_entry(
     "Compilers",
-    """torch._inductor.compile_fx.compile_fx torch._inductor.decomposition.select_decomp_table
+    """torch._inductor.aoti_compile_and_package torch._inductor.compile_fx.compile_fx
+    torch._inductor.decomposition.select_decomp_table
     torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend""",
-    use='specialize(backend="inductor") and other backends by name.',
+    use='specialize(backend="inductor") and other backends by name, and tsfunc export --to aoti.',
     stand_in="torch.compile of the program's module.",
     risk=Risk.LOW,
 )

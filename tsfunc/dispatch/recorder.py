@@ -161,6 +161,11 @@ class Recorder:
             count.seconds += seconds
             count.first = min(count.first, first)
 
+    @property
+    def running(self) -> Sequence[Use]:
+        """The calls that run on this thread, the innermost last."""
+        return self._running.calls
+
     def note(self, how: str, rule: str = "", source: str = "") -> None:
         """Describe how the running kernel serves its call."""
         calls = self._running.calls

@@ -345,7 +345,10 @@ def same(what: str, got: Any, want: Any, rtol: float | None, atol: float | None)
     got_leaves, got_tree = pytrees.flatten(got)
     want_leaves, want_tree = pytrees.flatten(want)
     if got_tree != want_tree:
-        raise _BrokenLaw(f"{what} differ in structure: {got_tree}, expected {want_tree}")
+        raise _BrokenLaw(
+            f"{what} differ in structure: {pytrees.spelled(got_tree)}, expected "
+            f"{pytrees.spelled(want_tree)}"
+        )
     paths = optree.tree_paths(want, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     for path, a, b in zip(paths, got_leaves, want_leaves, strict=True):
         if not isinstance(b, torch.Tensor):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.control import effects as effects  # the operator of debug.print and check
+from tsfunc.bridge.control import nans as nans
 from tsfunc.bridge.control import torch_loops
 from tsfunc.bridge.grad import custom_function
 from tsfunc.bridge.mesh import in_place as in_place  # in-place collectives

@@ -55,8 +55,9 @@ def closure_convert(
         if len(args) < len(closed) or not tensors or pytrees.structure_of(own) != tree:
             raise TypeError(
                 f"closure_convert: the function made of {name} takes arguments of the structure "
-                f"{tree}, as its examples, and then the {len(closed)} tensors that {name} closes "
-                f"over; got {pytrees.structure_of(args)}."
+                f"{pytrees.spelled(tree)}, as its examples, and then the "
+                f"{len(closed)} tensors that {name} closes over; got "
+                f"{pytrees.spelled(pytrees.structure_of(args))}."
             )
         with substitute_tensors(originals, given):
             return func(*own)

@@ -150,7 +150,7 @@ class custom_jvp(Rule):
         if tree != call.out_tree:
             raise CustomRuleError(
                 f"custom_jvp: the rule of {self.name} must return what the function returns, of "
-                f"the structure {call.out_tree}, got {tree}."
+                f"the structure {pytrees.spelled(call.out_tree)}, got {pytrees.spelled(tree)}."
             )
         found = []
         for place, x in zip(call.out_places, call.results, strict=True):

@@ -235,7 +235,8 @@ class RuleFunction(Function):
             raise CustomRuleError(
                 f"{call.rule.what}: {call.rule.name} and its rule return results of other "
                 f"structures, types or ranks: {expected[0]} of {_spelled(expected[1])}, and "
-                f"{call.out_tree} of {_spelled((x.dtype, len(x.shape)) for x in call.results)}."
+                f"{pytrees.spelled(call.out_tree)} of "
+                f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
             )
         return found
 
@@ -442,8 +443,8 @@ def zero_of(leaf: Any) -> Any:
 
 def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
     return CustomRuleError(
-        f"{what} must have the structure {pytrees.structure_of(expected)}, got "
-        f"{pytrees.structure_of(got)}."
+        f"{what} must have the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
+        f"{pytrees.spelled(pytrees.structure_of(got))}."
     )
 
 

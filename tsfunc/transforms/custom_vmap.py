@@ -114,7 +114,7 @@ class custom_vmap(Rule):
         if expected not in (None, got):
             raise CustomRuleError(
                 f"{self._what} must return a result of the structure that the function returns, "
-                f"{expected}, got {got}."
+                f"{pytrees.spelled(expected)}, got {pytrees.spelled(got)}."
             )
 
     def _structure(self, leaves: Sequence[Any], tree: Any) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import itertools
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
@@ -13,10 +14,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
+from tsfunc.bridge.control.nans import watch_nans
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
 
-__all__ = ["callback", "print"]
+__all__ = ["callback", "nans", "print"]
 
 
 @outside_dynamo
@@ -134,6 +136,44 @@ def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch
 
 
 _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat)
+
+
+@contextlib.contextmanager
+def nans() -> Iterator[None]:
+    """Context manager: raise an error at the first operator that returns a NaN.
+
+    The error names the operator, the line of the user's code, and the example of each ``vmap``.
+    In a backward pass the line is that of the forward call. If a program makes a NaN, its function
+    is called again without the program, which finds the example; a program without its function
+    (:func:`tsfunc.load`) gives the line.
+
+    A NaN among the arguments of a function is found at the first operator that passes it on.
+    Operators that make a tensor from no tensor, as ``torch.full(size, nan)``, may make NaNs. Calls
+    of torch outside of transforms are watched too, on the thread that entered the block. The
+    operators of a program with a compiled backend are watched as far as torch calls them one by
+    one. Every operator takes longer in the block, because its result is read.
+
+    Raises:
+        NanError: an operator returns a NaN.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import debug, errors, vmap
+        >>> def f(x):
+        ...     y = x - 2
+        ...     return y.log()
+        >>> try:
+        ...     with debug.nans():
+        ...         _ = vmap(f)(torch.tensor([4.0, 1.0, 3.0]))
+        ... except errors.NanError as error:
+        ...     error.operator, error.examples
+        ('aten::log', (1,))
+
+    ``tsfunc.config.debug_nans = True`` has the same effect on every transform and program.
+    Corresponds to ``jax.debug_nans``.
+    """
+    with watch_nans():
+        yield
 
 
 @outside_dynamo

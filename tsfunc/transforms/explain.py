@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
@@ -22,6 +23,7 @@ from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
 from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
+from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
 from tsfunc.transforms.vmap_spec import name_of
 
@@ -134,6 +136,26 @@ class CallReport:
             ms = f"{use.seconds * 1e3:.3f}"
             name = f"{mark}{indent}{use.operator}"
             yield (name, use.category or "", use.place, level, use.way, str(use.times), ms)
+
+    def show(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Print the table, or write it as an HTML page that can be searched and sorted.
+
+        Args:
+            path: the file of the page, which needs no other file; None prints the table.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> from tsfunc import explain, vmap
+            >>> report = explain(vmap(torch.sin), torch.ones(3))
+            >>> report.show(os.path.join(tempfile.mkdtemp(), "report.html"))
+        """
+        if path is None:
+            print(self)
+            return
+        slow = [use.how == "loop" for use in self.uses]
+        rows = list(self._rows())
+        body = f"<section>{table(_COLUMNS, rows, slow)}</section>"
+        Path(path).write_text(document(self.summary, body, {}), encoding="utf-8")
 
     def __rich__(self) -> Table:
         from rich.table import Table

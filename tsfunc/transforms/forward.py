@@ -63,7 +63,7 @@ def jvp(
     strict: bool = False,
     has_aux: bool,
 ) -> Any: ...
-@boundary("jvp")
+@boundary("jvp", traceable=True)
 def jvp(
     func: Callable[..., Any],
     primals: tuple[Any, ...],
@@ -148,7 +148,8 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
         raise RuntimeError(
             f"{api}: Expected primals and tangents to have the same python structure. For example, "
             f"if primals is a tuple of 3 tensors, tangents also must be. Got primals with "
-            f"structure {spec} and tangents with structure {tangent_spec}"
+            f"structure {pytrees.spelled(spec)} and tangents with structure "
+            f"{pytrees.spelled(tangent_spec)}"
         )
     for what, leaves in (("primals", flat), ("tangents", directions)):
         if not leaves:

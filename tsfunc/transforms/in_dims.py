@@ -19,6 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.transforms.arguments import is_array
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
@@ -154,7 +155,8 @@ def _match_one(spec: Spec, name: str, prefix: Any, value: Any) -> list[int | Non
         raise ValueError(
             f"{spec.call()}: the entry of in_dims for `{name}` is not compatible with the "
             f"structure of that argument: the entry has structure "
-            f"{pytrees.structure_of(prefix)}, the argument {pytrees.structure_of(value)}."
+            f"{pytrees.spelled(pytrees.structure_of(prefix))}, the argument "
+            f"{pytrees.spelled(pytrees.structure_of(value))}."
         ) from None
     _check_entries(spec, dims)
     return dims
@@ -281,7 +283,9 @@ def _name_at(spec: Spec, given: Any, index: int) -> str:
 
 def _refuse_value(spec: Spec, value: Any, dim: int, name: str) -> None:
     hint = ""
-    if any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
+    if is_array(value):
+        hint = ", or convert it: torch.from_numpy(array)"
+    elif any(isinstance(held, torch.Tensor) for held in getattr(value, "__dict__", {}).values()):
         kind = type(value).__qualname__
         hint = (
             f". To map over the tensors that it holds, make {kind} a dataclass, or register it: "

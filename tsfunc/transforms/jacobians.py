@@ -10,7 +10,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import in_dynamo
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import (
     Argnums,
@@ -78,7 +79,16 @@ def _of_leaves(
     return flat, spec, of_leaves
 
 
-@outside_dynamo
+def _jacrev_in_dynamo(
+    func: Callable[..., Any], argnums: Argnums = 0, *, memory_budget: Any = None, **options: Any
+) -> Any:
+    """Return torch.func's jacrev; NotImplemented if it does not take the arguments."""
+    if memory_budget is not None or options.get("chunk_size") == "auto":
+        return NotImplemented
+    return TORCH_FUNC["jacrev"](func, argnums, **options)
+
+
+@in_dynamo(_jacrev_in_dynamo)
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -126,8 +136,10 @@ def jacrev(
     chunks = check_chunks(chunk_size, memory_budget)
 
     @like(func)
-    @boundary("jacrev", func)
+    @boundary("jacrev", func, traceable=chunks != "auto")
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        if chunks != "auto" and (other := delegate("jacrev")) is not None:
+            return other(func, argnums, has_aux=has_aux, chunk_size=chunks)(*args, **kwargs)
         flat, spec, of_leaves = _of_leaves("jacrev", func, argnums, args, kwargs)
         out, pull, *rest = vjp(of_leaves, *flat, has_aux=has_aux)
         outs, out_spec = flatten_tensors("jacrev", "the output", out)
@@ -174,7 +186,7 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
     return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
 
 
-@outside_dynamo
+@in_dynamo(TORCH_FUNC["jacfwd"])
 def jacfwd(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -198,8 +210,10 @@ def jacfwd(
     """
 
     @like(func)
-    @boundary("jacfwd", func)
+    @boundary("jacfwd", func, traceable=True)
     def jacobian(*args: Any, **kwargs: Any) -> Any:
+        if (other := delegate("jacfwd")) is not None:
+            return other(func, argnums, has_aux, randomness=randomness)(*args, **kwargs)
         flat, spec, of_leaves = _of_leaves("jacfwd", func, argnums, args, kwargs)
 
         def push(directions: Sequence[torch.Tensor]) -> Any:
@@ -246,7 +260,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
     ]
 
 
-@outside_dynamo
+@in_dynamo(TORCH_FUNC["hessian"])
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """Return the matrix of second derivatives: forward mode over reverse mode.
 

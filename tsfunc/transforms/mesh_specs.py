@@ -68,8 +68,8 @@ def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> l
         found = pytrees.broadcast_prefix(specs, tree, is_spec)
     except ValueError as error:
         raise MeshError(
-            f"{what}: expected a pytree prefix of {pytrees.structure_of(tree)}, got {specs!r}: "
-            f"{error}"
+            f"{what}: expected a pytree prefix of {pytrees.spelled(pytrees.structure_of(tree))}, "
+            f"got {specs!r}: {error}"
         ) from None
     leaves = [P() if spec is None else spec for spec in found]
     for spec in leaves:

@@ -147,7 +147,8 @@ def put_together(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any
         if other != tree:
             raise ValueError(
                 f"vmap({spec.name}, ...): `{spec.name}` returned different structures for "
-                f"different examples: {tree} and {other}. Return one structure for all."
+                f"different examples: {pytrees.spelled(tree)} and "
+                f"{pytrees.spelled(other)}. Return one structure for all."
             )
     if dims is None:
         dims = match_out_dims(spec, parts[0].out, tree)

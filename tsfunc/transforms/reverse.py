@@ -22,8 +22,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.tracing import traces_dtensors
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.dynamo import in_dynamo
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
 from tsfunc.transforms.arguments import (
@@ -125,7 +125,7 @@ def vjp(
 ) -> tuple[_Result, Callable[..., tuple[Any, ...]], _Aux]: ...
 @overload
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool) -> Any: ...
-@boundary("vjp")
+@boundary("vjp", traceable=True)
 def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     """Return the value of a function, and the function that pulls cotangents back through it.
 
@@ -194,7 +194,8 @@ def match_cotangents(
     if spec != out_spec:
         raise RuntimeError(
             f"{api}: Expected pytree structure of cotangents to be the same as pytree structure "
-            f"of outputs to the function. cotangents: {spec}, primal output: {out_spec}"
+            f"of outputs to the function. cotangents: {pytrees.spelled(spec)}, "
+            f"primal output: {pytrees.spelled(out_spec)}"
         )
     for ct, out in zip(flat, outputs, strict=True):
         if not isinstance(ct, torch.Tensor):
@@ -253,7 +254,7 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
     return out
 
 
-@outside_dynamo
+@in_dynamo(TORCH_FUNC["grad"])
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -283,7 +284,7 @@ def grad(
     """
 
     @like(func)
-    @boundary("grad", func)
+    @boundary("grad", func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -296,7 +297,7 @@ def grad(
     return gradient
 
 
-@outside_dynamo
+@in_dynamo(TORCH_FUNC["grad_and_value"])
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -312,7 +313,7 @@ def grad_and_value(
     """
 
     @like(func)
-    @boundary("grad_and_value", func)
+    @boundary("grad_and_value", func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
@@ -326,7 +327,14 @@ def grad_and_value(
     return gradient
 
 
-@outside_dynamo
+def _value_and_grad_in_dynamo(
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    both = TORCH_FUNC["grad_and_value"](func, argnums, has_aux)
+    return lambda *args, **kwargs: both(*args, **kwargs)[::-1]
+
+
+@in_dynamo(_value_and_grad_in_dynamo)
 def value_and_grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -343,7 +351,7 @@ def value_and_grad(
     both = grad_and_value(func, argnums, has_aux)
 
     @functools.wraps(both)
-    @boundary("value_and_grad", func)
+    @boundary("value_and_grad", func, traceable=True)
     def swapped(*args: Any, **kwargs: Any) -> Any:
         gradient, value = both(*args, **kwargs)
         return value, gradient

@@ -8,6 +8,7 @@ traced, and the new program is kept.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -21,12 +22,20 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.tracing import surely, tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled
+from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled, watched_for_nans
+from tsfunc.config import config
 from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
-from tsfunc.errors import DescriptorError, RetraceWarning, UnboundAxisError
+from tsfunc.errors import (
+    DataDependentError,
+    DescriptorError,
+    NanError,
+    RetraceWarning,
+    UnboundAxisError,
+)
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
@@ -96,6 +105,9 @@ class Specialized(Generic[_Params, _Result]):
     @outside_dynamo
     @is_boundary
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        if config.debug_nans_set and not is_watching():
+            watched: _Result = watched_for_nans(self, args, kwargs)
+            return watched
         try:
             entries = self.cache.entries
             in_levels = bool(tls.state.levels)
@@ -124,12 +136,28 @@ class Specialized(Generic[_Params, _Result]):
                 fold(error, self._label)
                 raise
         except Exception as error:
+            try:
+                if isinstance(error, NanError):
+                    self._find_nan(args, kwargs)
+            except NanError as better:
+                fold(better, self._label)
+                raise better from None
             fold(error, self._label)
             raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
         out = self.func(*args, **kwargs)
         return out
+
+    def _find_nan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the function without its program: NOTE [watching for NaNs].
+
+        Raises:
+            NanError: the operator that makes the NaN, and the example.
+        """
+        if self._has_function and not tls.state.levels:
+            with contextlib.suppress(DataDependentError):  # only a trace can serve the function
+                self.func(*args, **kwargs)
 
     def _label(self) -> str:
         return f"specialize({spelled(self.func)})"
@@ -267,6 +295,44 @@ class Specialized(Generic[_Params, _Result]):
     def draw(self) -> str:
         """Return the current program as an SVG picture."""
         return self.program.draw()
+
+    def show(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        args: tuple[Any, ...] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Print all programs, or write them as one HTML page: :meth:`Program.show`.
+
+        Args:
+            path: the file of the page; None prints the text.
+            args: positional arguments of a call, with which the program that serves them is
+                measured for the page.
+            kwargs: keyword arguments of that call.
+
+        Example:
+            >>> import os, tempfile, torch, tsfunc
+            >>> f = tsfunc.specialize(lambda x: x.sin())
+            >>> x = torch.ones(3)
+            >>> _ = f(x)
+            >>> page = os.path.join(tempfile.mkdtemp(), "f.html")
+            >>> f.show(page, args=(x,))
+        """
+        if path is None:
+            for program in self.programs:
+                program.show()
+            return
+        from tsfunc.program.graphs.page import programs_page
+
+        times: dict[Program, Mapping[str, float]] = {}
+        if args is not None:
+            for entry in self.cache.entries:
+                values = entry.enter(args, dict(kwargs or {}))
+                if values is not None:
+                    times[entry.program] = entry.program.measure(values)
+        text = programs_page(self.name, self.programs, times)
+        Path(path).write_text(text, encoding="utf-8")
 
     def to_exported_program(self) -> torch.export.ExportedProgram:
         """Return the current program as a ``torch.export.ExportedProgram``."""

@@ -19,10 +19,10 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES
-from tsfunc.bridge.tracers.functorch import delegate
+from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level
@@ -48,7 +48,22 @@ _Result = TypeVar("_Result")
 InTree = Any  # the structure of the inputs, or their number if all are tensors
 
 
-@outside_dynamo
+def _in_dynamo(
+    func: Callable[..., Any],
+    in_dims: InDims = 0,
+    out_dims: OutDims = 0,
+    randomness: str = "error",
+    *,
+    chunk_size: int | Literal["auto"] | None = None,
+    **own: Any,
+) -> Any:
+    """Return torch.func's vmap of a function; NotImplemented if it does not take the arguments."""
+    if own or isinstance(in_dims, dict) or randomness == "split" or chunk_size == "auto":
+        return NotImplemented
+    return TORCH_FUNC["vmap"](func, in_dims, out_dims, randomness, chunk_size=chunk_size)
+
+
+@in_dynamo(_in_dynamo)
 def vmap(
     func: Callable[..., _Result],
     in_dims: InDims = 0,
@@ -157,7 +172,7 @@ def vmap(
     out_plans: dict[Any, Sequence[int | None]] = {}
     models: Models = {}
 
-    @boundary("vmap", func)
+    @boundary("vmap", func, traceable=not _own_arguments(spec))
     def vmapped(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("vmap")) is not None:
             _refuse_own_arguments(spec)
@@ -233,8 +248,8 @@ def _refuse_parts(spec: Spec, why: str) -> None:
     )
 
 
-def _refuse_own_arguments(spec: Spec) -> None:
-    """Raise for arguments that torch.func's vmap, which takes the call, does not have."""
+def _own_arguments(spec: Spec) -> list[str]:
+    """Return the given arguments that torch.func's vmap does not take, as in messages."""
     own = {
         "a dict as in_dims": spec.by_name,
         "axis_size=": spec.sized,
@@ -245,8 +260,12 @@ def _refuse_own_arguments(spec: Spec) -> None:
         "axis_name=": spec.axis_name is not None,
         "mesh_axis=": bool(spec.mesh_axes),
     }
-    used = [name for name, given in own.items() if given]
-    if used:
+    return [name for name, given in own.items() if given]
+
+
+def _refuse_own_arguments(spec: Spec) -> None:
+    """Raise for arguments that torch.func's vmap, which takes the call, does not have."""
+    if used := _own_arguments(spec):
         raise RuntimeError(
             f"{spec.call()}: {' and '.join(used)} can't be served inside of a transform of "
             f"torch.func, whose own vmap runs there. Use tsfunc's transform around it too."

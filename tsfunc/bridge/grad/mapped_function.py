@@ -91,7 +91,7 @@ def results_of_rule(
     except ValueError as error:
         raise RuntimeError(
             f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are "
-            f"not a prefix of the structure of the output, {tree}."
+            f"not a prefix of the structure of the output, {pytrees.spelled(tree)}."
         ) from error
     return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
 

@@ -1,8 +1,13 @@
-"""Interoperation with torch.compile: Dynamo breaks its graph at a transform and skips its code.
+"""Interoperation with torch.compile, which traces Python by Dynamo.
 
 Code inside a transform works on tracers, which Dynamo does not support. The functions that enter a
 transform are therefore marked, so that Dynamo traces neither them nor their callees. The mark
 costs a call nothing.
+
+NOTE [transforms in torch.compile]
+Dynamo traces torch.func's transforms. A transform that torch.func has too calls torch.func's while
+Dynamo traces it, so that the graph does not break. With arguments that torch.func does not take,
+and for transforms that it does not have, the graph breaks before the call.
 
 NOTE [inside of torch.compile]
 Dynamo traces a call of a specialized function as a call of the original function. Dynamo makes its
@@ -36,12 +41,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import CodeType
+from typing import Any, TypeVar, cast
 
-import torch
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C._dynamo import eval_frame
 from torch._ops import _get_dispatch_mode_pre_dispatch
+from torch.compiler import is_dynamo_compiling
 
 from tsfunc.dispatch.state import tls
 
@@ -49,7 +55,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _REASON = (
     "inside of tsfunc's transforms are tensors that torch.compile does not know, so its graph "
-    "breaks there. Leave fullgraph=True out, compile the function that is transformed, or compile "
+    "breaks at a transform or argument that torch.func does not have. Leave fullgraph=True out, "
+    "compile the function that is transformed, or compile "
     "the operators that the transforms leave: f = tsfunc.specialize(f), and then f.graph_module, "
     "or tsfunc.specialize(f, backend='inductor')"
 )
@@ -57,6 +64,8 @@ _skip: Any = eval_frame._FrameAction.SKIP
 _SKIP_ALL = eval_frame._FrameExecStrategy(_skip, _skip)
 # The marked code objects by id, because the hash of a code object covers all its contents.
 _outside: dict[int, Any] = {}
+# Copies of code objects whose functions Dynamo may trace or not, by the id of the original.
+_copies: dict[int, tuple[CodeType, CodeType]] = {}
 
 
 def outside_dynamo(func: F) -> F:
@@ -70,6 +79,15 @@ def outside_dynamo(func: F) -> F:
     return func
 
 
+def copy_outside_dynamo(func: F) -> F:
+    """Mark a function as :func:`outside_dynamo` does, but no other functions of its code."""
+    code: CodeType = getattr(func, "__code__")  # noqa: B009 - no attribute of every Callable
+    if id(code) not in _copies:
+        _copies[id(code)] = code, code.replace()
+    func.__code__ = _copies[id(code)][1]
+    return outside_dynamo(func)
+
+
 def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator: Dynamo traces ``other`` in place of the decorated function."""
 
@@ -78,6 +96,29 @@ def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
         return func
 
     return mark
+
+
+def in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
+    """Return a decorator: while Dynamo traces, calls go to ``other``.
+
+    Args:
+        other: takes the arguments of the decorated function; returns NotImplemented for arguments
+            that it does not serve, at which Dynamo's graph breaks.
+    """
+
+    def decorate(func: F) -> F:
+        @functools.wraps(func)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                out = other(*args, **kwargs)
+                if out is not NotImplemented:
+                    return out
+            return func(*args, **kwargs)
+
+        outside_dynamo(func)  # after ``wraps``, which would mark the other function too
+        return cast(F, called)
+
+    return decorate
 
 
 _compiled_run_as_python = False
@@ -116,7 +157,7 @@ _PROXY: Any = _TorchDispatchModeKey.PROXY
 
 def torch_records() -> bool:
     """True if torch records calls: NOTE [control flow in torch's graphs]."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return True
     recording = _get_dispatch_mode(_PROXY) or _get_dispatch_mode_pre_dispatch(_PROXY)
     return recording is not None and not tls.state.levels

@@ -2,7 +2,8 @@
 
 If a torch.func transform is the innermost one, the traced tensors are its own. torch's plain
 autograd must not run on them, and a tracer of this package would leave their levels in the wrong
-order. A transform that is called there delegates to the torch.func transform of the same name.
+order. A transform that is called there delegates to the torch.func transform of the same name, as
+it does while Dynamo traces it (NOTE [transforms in torch.compile] in ``dynamo``).
 
 Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level`` is the depth of
 torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``,
@@ -18,13 +19,25 @@ from typing import Any, Final
 import torch
 import torch.func
 from torch._C import _functorch
+from torch.compiler import is_dynamo_compiling
 
 from tsfunc.bridge.tracers.tracer import current_tracer_level
 
 # torch.func's own transforms, even after its attributes were replaced by this package's.
 TORCH_FUNC: Final[Mapping[str, Callable[..., Any]]] = {
     name: getattr(torch.func, name)
-    for name in ("functional_call", "grad", "grad_and_value", "jvp", "linearize", "vjp", "vmap")
+    for name in (
+        "functional_call",
+        "grad",
+        "grad_and_value",
+        "hessian",
+        "jacfwd",
+        "jacrev",
+        "jvp",
+        "linearize",
+        "vjp",
+        "vmap",
+    )
 }
 
 
@@ -35,7 +48,9 @@ def functorch_depth() -> int:
 
 
 def delegate(name: str) -> Callable[..., Any] | None:
-    """Return torch.func's transform of this name if torch.func is innermost, else None."""
+    """Return torch.func's transform of this name if it has to take the call, else None."""
+    if is_dynamo_compiling():
+        return TORCH_FUNC[name]
     if _functorch.maybe_current_level() is None:
         return None
     level = current_tracer_level()

@@ -25,8 +25,9 @@ from typing import Any, Final, TypeVar, cast
 import optree
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch.compiler import is_dynamo_compiling
 
-from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.outermost import entered as outermost
 from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
@@ -43,32 +44,54 @@ _DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
 _boundaries: set[CodeType] = set()
 
 
-def boundary(transform: str, func: Any = None) -> Callable[[F], F]:
+def boundary(transform: str, func: Any = None, traceable: bool = False) -> Callable[[F], F]:
     """Decorate a callable that users call: the traceback of an error that leaves it is folded.
 
     The outermost one of a thread restores the thread's state: NOTE [interrupts] in ``outermost``.
-    Dynamo traces neither the callable nor its callees.
 
     Args:
         transform: the transform's name in the note.
         func: the user's function, if the callable is made for one.
+        traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
+            transform; otherwise Dynamo traces neither the callable nor its callees.
     """
 
     def decorate(entry: F) -> F:
         def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
             try:
                 if outermost.inside:
                     return entry(*args, **kwargs)
+                if config.debug_nans_set:
+                    return leave_whole(watched_for_nans, (entry, args, kwargs), {})
                 return leave_whole(entry, args, kwargs)
             except Exception as error:
                 fold(error, lambda: _label(transform, func))
                 raise
 
         _boundaries.add(entered.__code__)
-        wrapped: Any = functools.wraps(entry)(entered)
-        return cast(F, outside_dynamo(wrapped))
+        wrapped: Any = functools.wraps(entry)(
+            entered if traceable else copy_outside_dynamo(entered)
+        )
+        return cast(F, wrapped)
 
     return decorate
+
+
+WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
+_watch: list[WatchedCall] = []
+
+
+def on_debug_nans(call: WatchedCall) -> WatchedCall:
+    """Register the function that makes a call and looks for NaNs."""
+    _watch.append(call)
+    return call
+
+
+def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function and look for NaNs: ``config.debug_nans``."""
+    return _watch[0](func, args, kwargs)
 
 
 def inner_function(func: Any) -> Any:
@@ -219,6 +242,12 @@ def _arguments(frame: FrameType) -> str:
         # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
-                shape = ", ".join(map(str, value.shape))
+                shape = ", ".join(map(_size, value.shape))
                 shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
     return ", ".join(shown)
+
+
+def _size(size: Any) -> str:
+    """Return a size as text: an int, or an expression of named dims."""
+    symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
+    return str(size) if symbols is None else str(symbols.spell_size(size))

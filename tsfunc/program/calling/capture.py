@@ -56,10 +56,10 @@ from tsfunc.program.closure.refusals import (
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.closure.results import Update, with_objects_apart
+from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
 from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
-from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, hold, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
@@ -516,6 +516,12 @@ class _Trace:
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
+        taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
+        names = names_in_source(request.func, lifted, builder.read, taken)
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target in names:
+                node.name = node.target = names[node.target]
+        lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)
         return Program(
             request.name, graph, tuple(positions), lifted, out_tree, source, run,

@@ -39,10 +39,11 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import keyword
 import re
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -547,6 +548,34 @@ def state_of(
         if isinstance(value, torch.Tensor) and id(value) not in tensors
     }
     return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, own))
+
+
+def names_in_source(
+    func: Callable[..., Any],
+    lifted: Mapping[str, torch.Tensor],
+    read: Mapping[str, Any],
+    taken: Collection[str],
+) -> dict[str, str]:
+    """Return for each lifted tensor with a name of the user's an identifier made of that name.
+
+    Args:
+        func, lifted, read: as for :func:`state_of`.
+        taken: other names in the program.
+    """
+    state = state_of(func, lifted, (), 0, (), read)
+    used = {*taken, *lifted, *keyword.kwlist}
+    found = {}
+    for name, text in {**state.attributes, **state.names}.items():
+        plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)
+        base = re.sub(r"\W+", "_", plain)
+        base = chosen = base if base.isidentifier() else f"_{base}"
+        i = 1
+        while chosen in used:
+            i += 1
+            chosen = f"{base}_{i}"
+        used.add(chosen)
+        found[name] = chosen
+    return found
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:

@@ -43,7 +43,7 @@ from tsfunc.types import Dim
 # --- a program: a graph of operators, made to run as straight-line Python
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Program:
     """A traced function.
 
@@ -163,6 +163,58 @@ class Program:
 
     _repr_svg_ = draw
 
+    def show(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        times: Mapping[str, float] | None = None,
+    ) -> None:
+        """Print the program with its types, lines and guards, or write it as an HTML page.
+
+        The page needs no other file. Its graph can be moved (drag), scaled (wheel), reset (double
+        click) and searched. A node shows its code, type, line of the user's code and time. A click
+        on a node of control flow opens its bodies.
+
+        Args:
+            path: the file of the page; None prints the text.
+            times: the seconds of nodes by name, as :meth:`measure` returns them, for the page.
+
+        Example:
+            >>> import torch, tsfunc
+            >>> f = tsfunc.specialize(lambda x: x.sin())
+            >>> _ = f(torch.ones(3))
+            >>> f.program.show()  # doctest: +ELLIPSIS
+            def program(args):
+            ...
+            guards:
+              x: f32[3] cpu no_grad contiguous
+            ...
+        """
+        if path is None:
+            print(f"{self}\nguards:\n" + "\n".join(f"  {line}" for line in self.guards))
+            return
+        from tsfunc.program.graphs.page import program_page
+
+        Path(path).write_text(program_page(self, times), encoding="utf-8")
+
+    def measure(self, flat: Sequence[Any], repeats: int = 5) -> dict[str, float]:
+        """Run the program node by node, and return the least time of each node in seconds.
+
+        Args:
+            flat: the flattened arguments, and the other values that the program is called with.
+            repeats: the number of runs.
+
+        Example:
+            >>> import torch
+            >>> from tsfunc import make_graph
+            >>> program = make_graph(lambda x: x.sin() + 1)(torch.ones(3))
+            >>> sorted(program.measure([torch.ones(3)]))
+            ['add_tensor', 'sin_default']
+        """
+        from tsfunc.program.graphs.measuring import node_times
+
+        return node_times(self, flat, repeats)
+
     def to_exported_program(self) -> torch.export.ExportedProgram:
         """Return the program as a ``torch.export.ExportedProgram``.
 
@@ -250,6 +302,11 @@ class Program:
         source, run = generate(self.name, self.graph, self.inputs, lifted, self.updates)
         state = copy.deepcopy(self.state, memo)
         return replace(self, lifted=lifted, source=source, run=run, state=state)
+
+    def __repr__(self) -> str:
+        inputs = ", ".join(self.descriptors)
+        count = sum(node.op == "call_function" for node in self.graph.nodes)
+        return f"<program {self.name}({inputs}), {count} operators, {len(self.guards)} guards>"
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

@@ -227,6 +227,7 @@ class _Box:
     type: str
     colour: str
     hint: str
+    name: str
 
 
 def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
@@ -254,6 +255,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
             _type(node, known),
             _COLOURS.get(node.op, "#fff"),
             str(node.meta.get("place") or node.name),
+            node.name,
         )
         for i, row in enumerate(rows)
         for node in row
@@ -351,7 +353,7 @@ def _drawn(box: _Box) -> str:
 
 
 def _parts(box: _Box) -> Iterator[str]:
-    yield f"<g><title>{escape(box.hint)}</title>"
+    yield f'<g data-node="{escape(box.name)}"><title>{escape(box.hint)}</title>'
     yield (
         f'<rect x="{box.x - box.width / 2:.0f}" y="{box.y:.0f}" width="{box.width:.0f}" '
         f'height="{_HEIGHT}" rx="5" fill="{box.colour}"/>'

@@ -1,0 +1,178 @@
+"""Finds the first operator that returns a NaN: ``tsfunc.debug.nans``.
+
+NOTE [watching for NaNs]
+Two watchers see every operator. A recorder in the thread's state (``dispatch/recorder``) sees the
+calls on tracers, whose results say which example a NaN belongs to. It looks at the outermost of
+nested calls, which is the operator that the user called; a NaN inside of a rule that does not
+reach the rule's result is ignored. A dispatch mode sees the calls on plain tensors: those of
+programs and of torch's own backward passes. It looks only if no call on tracers is running.
+
+A program consists of calls on plain tensors, which do not say where the examples are. If one makes
+a NaN, the function is called again without its program (``transforms/specialize``).
+
+Private names used here (torch 2.13 and 2.14): ``FakeTensor`` is the class of a trace's values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tsfunc.bridge.control.bodies import unwrap_all
+from tsfunc.bridge.control.collectives import index
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.tracebacks import PLACES, on_debug_nans
+from tsfunc.bridge.tracers.watching import Lines
+from tsfunc.dispatch.places import GENERATED, Place, is_users, source_of
+from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.dispatch.recording import recording
+from tsfunc.errors import NanError
+
+# They return memory that is not written yet, or the memory of an argument.
+_UNWRITTEN = (
+    "empty", "new_empty", "resize", "set_", "detach", "lift_fresh", "alias", "view_as_real",
+)  # fmt: skip
+
+
+class _Active(threading.local):
+    watching = False
+
+
+_active = _Active()
+
+
+@contextlib.contextmanager
+def watch_nans() -> Iterator[None]:
+    """Raise a NanError at the first operator that makes a NaN: NOTE [watching for NaNs]."""
+    if _active.watching:
+        yield
+        return
+    lines = Lines()
+    recorder = _NanRecorder(lines.here)
+    _active.watching = True
+    try:
+        with recording(recorder), _NanMode(recorder, lines):
+            yield
+    finally:
+        _active.watching = False
+
+
+def is_watching() -> bool:
+    """True if the running thread looks for NaNs."""
+    return _active.watching
+
+
+@on_debug_nans
+def call_watched(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function and look for NaNs."""
+    with watch_nans():
+        return func(*args, **kwargs)
+
+
+class _NanRecorder(Recorder):
+    """Looks at the results of calls on tracers."""
+
+    def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
+        outermost = not self.running
+        out = super().run(use, call, alone=alone)
+        if outermost and _is_written(use.operator):
+            _look(use.operator, out, use.place, use.backward)
+        return out
+
+
+class _NanMode(TorchDispatchMode):
+    """Looks at the results of calls on plain tensors."""
+
+    def __init__(self, recorder: Recorder, lines: Lines) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recorder, self.lines = recorder, lines
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not self.recorder.running and _is_written(func.name()) and _tensors((args, kwargs)):
+            place, backward = self.lines.here()
+            _look(func.name(), out, _place_in_program() or place, backward)
+        return out
+
+
+def _is_written(operator: str) -> bool:
+    return not operator.partition("::")[2].startswith(_UNWRITTEN)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves = optree.tree_leaves(tree, none_is_leaf=True)
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _place_in_program() -> Place | None:
+    """Return the user's line of the statement of a program that is running; None outside of one."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_users(frame):
+        if frame.f_code.co_filename.startswith(GENERATED):
+            place = frame.f_globals.get(PLACES, {}).get(frame.f_lineno)
+            if place is not None:
+                return place if isinstance(place, Place) else Place(str(place), 0, "")
+        frame = frame.f_back
+    return None
+
+
+def _look(operator: str, out: Any, place: Place, backward: bool) -> None:
+    """Raise an error if a result has a NaN."""
+    for result in _tensors(out):
+        value, stack = unwrap_all(result)
+        nan = _nan_mask(value)
+        if nan is None:
+            continue
+        levels: list[BatchLevel] = []
+        for frame in reversed(stack.frames):  # the outermost level first
+            if isinstance(frame.level, BatchLevel) and frame.bdim is not None:
+                nan = nan.movedim(frame.bdim + len(levels), len(levels))
+                levels.append(frame.level)
+        at = nan.nonzero()[0].tolist()
+        found = []
+        for i, level in enumerate(levels):
+            with torch.no_grad():
+                number, _ = unwrap_all(index(level, None))
+            found.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
+        text = _message(operator, place, backward, levels, found, at[len(levels) :], nan)
+        raise NanError(text, operator, tuple(found))
+
+
+def _nan_mask(value: Any) -> torch.Tensor | None:
+    """Return where a plain tensor has NaNs; None if it has none, or can't be read."""
+    plain = isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or isinstance(value, FakeTensor) or value.device.type == "meta":
+        return None
+    if value.layout != torch.strided or not (value.is_floating_point() or value.is_complex()):
+        return None
+    with torch.no_grad():
+        mask = value.detach().isnan()
+        return mask if mask.any() else None
+
+
+def _message(
+    operator: str, place: Place, backward: bool, levels: Sequence[BatchLevel],
+    examples: Sequence[int], at: Sequence[int], nan: torch.Tensor,
+) -> str:  # fmt: skip
+    line = f"{place}{source_of(place, ': ')}" if place.line else place.file
+    within = "the backward pass of " if backward else ""
+    where = "".join(
+        f" in example {example} of {level.name}"
+        for example, level in zip(examples, levels, strict=True)
+    )
+    element = f" at {tuple(at)}" if at else ""
+    return (
+        f"{operator} returned a NaN{where}{element}, at {within}{line}\n"
+        f"{int(nan.sum())} of the {nan.numel()} elements of the result are NaN."
+    )
