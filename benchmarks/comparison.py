@@ -3,7 +3,7 @@
 JAX is not a dependency of this package: without it, its ways are left out. One thread:
 
     XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" \
-        OMP_NUM_THREADS=1 python -m benchmarks compared
+        OMP_NUM_THREADS=1 python -m benchmarks compared --cpu
 """
 
 from __future__ import annotations

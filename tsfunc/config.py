@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Literal, get_args
 
 Traceback = Literal["filtered", "full"]
+LOGS = ("retraces", "guards", "code")
+
+
+def log_to_stderr(names: str) -> None:
+    """Write some of the package's logs to stderr.
+
+    Args:
+        names: names of ``LOGS``, separated by commas; empty for none.
+
+    Raises:
+        ValueError: there is no log of a name.
+    """
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    for name in chosen:
+        if name not in LOGS:
+            raise ValueError(
+                f"TSFUNC_LOG: expected names of {', '.join(LOGS)}, separated by commas, "
+                f"got {name!r}."
+            )
+    if chosen:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        for name in chosen:
+            logger = logging.getLogger(f"tsfunc.{name}")
+            logger.setLevel(logging.INFO)
+            logger.addHandler(handler)
 
 
 class Config:
@@ -22,6 +49,7 @@ class Config:
     __slots__ = ("_traceback", "debug_nans_set")
 
     def __init__(self) -> None:
+        log_to_stderr(os.environ.get("TSFUNC_LOG", ""))
         self.debug_nans = os.environ.get("TSFUNC_DEBUG_NANS", "") not in ("", "0")
         self.traceback = os.environ.get("TSFUNC_TRACEBACK", "filtered")  # type: ignore[assignment]
 

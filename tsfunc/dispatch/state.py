@@ -351,8 +351,8 @@ class Level:
             made inside of the level is valid for this binding only.
     """
 
-    __slots__ = ("_entered", "_kernel_states", "_restores", "_site", "alive", "bits", "depth",
-                 "inner", "key", "name", "outer")  # fmt: skip
+    __slots__ = ("_entered", "_inner", "_kernel_states", "_modal", "_restores", "_site", "alive",
+                 "bits", "depth", "key", "name", "outer")  # fmt: skip
 
     autograd: int = 0
     binding: str = ""
@@ -363,27 +363,42 @@ class Level:
         self.key = key
         levels = captured.levels
         self.depth = depth = (levels[-1].depth if levels else _depth_elsewhere()) + 1
-        self.bits, inward = _masks(depth, key.priority)
+        self.bits = _masks(depth, key.priority)[0]
         self.alive = True
         self.outer = captured
-        # Levels from here inward are new: the mask of a running kernel does not apply to them.
-        excluded = captured.excluded
-        recorder = captured.recorder
-        mask = captured.mask
-        if mask != -1:
-            mask |= inward & ~excluded if excluded else inward
-        include = captured.include | self.bits if modal else captured.include
-        self.inner = State(
-            include, mask, (*captured.levels, self), None, excluded, recorder, captured.remap_args
-        )
+        self._modal = modal
+        self._inner: State | None = None
         self.name = name or key.name
         self._site = _user_code(sys._getframe(1))
         self._kernel_states: dict[int, State] = {}
         self._restores = tuple([capture() for capture in _captures]) if _captures else ()
-        if recorder is not None:
+        if captured.recorder is not None:
             # Keeps the level's calls off the fast paths also on threads with a plain state.
             self._restores += (nullcontext,)
         self._entered = False
+
+    @property
+    def inner(self) -> State:
+        """The state of the code that runs inside of the level."""
+        made = self._inner
+        if made is None:
+            outer, depth = self.outer, self.depth
+            excluded, mask = outer.excluded, outer.mask
+            if mask != -1:
+                # Levels from here inward are new: the mask of a running kernel does not apply to
+                # them.
+                inward = _masks(depth, self.key.priority)[1]
+                mask |= inward & ~excluded if excluded else inward
+            include = outer.include | self.bits if self._modal else outer.include
+            made = self._inner = State(
+                include, mask, (*outer.levels, self), None, excluded, outer.recorder,
+                outer.remap_args,
+            )  # fmt: skip
+        return made
+
+    @inner.setter
+    def inner(self, state: State) -> None:
+        self._inner = state
 
     def __enter__(self: L) -> L:
         if self._entered or tls.state is not self.outer:
@@ -397,6 +412,10 @@ class Level:
         tls.state = self.outer
         self.alive = False
         active_levels.pop(self, None)
+        # These states refer to the level: without them no cycle keeps it, and the call's arguments,
+        # until the next garbage collection. They are made anew if a backward pass needs them.
+        self._inner = None
+        self._kernel_states.clear()
 
     def _refuse_entering(self) -> None:
         raise DispatchError(

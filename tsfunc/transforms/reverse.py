@@ -283,16 +283,20 @@ def grad(
     Corresponds to ``torch.func.grad`` and ``jax.grad``.
     """
 
+    # A function of its own: a ``gradient`` that names itself would be a reference cycle.
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        api = "in grad: grad_and_value(f)(*args)"
+        grads, _, aux = _value_and_grad(api, func, argnums, has_aux, args, kwargs)
+        return (grads, aux) if has_aux else grads
+
     @like(func)
     @boundary("grad", func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return autograd.out_of_inference(gradient, *args, **kwargs)
-        api = "in grad: grad_and_value(f)(*args)"
-        grads, _, aux = _value_and_grad(api, func, argnums, has_aux, args, kwargs)
-        return (grads, aux) if has_aux else grads
+            return autograd.out_of_inference(call, args, kwargs)
+        return call(args, kwargs)
 
     return gradient
 
@@ -312,17 +316,20 @@ def grad_and_value(
     Corresponds to ``torch.func.grad_and_value``.
     """
 
+    def call(args: Sequence[Any], kwargs: Any) -> Any:
+        grads, value, aux = _value_and_grad(
+            "grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs
+        )
+        return (grads, (value, aux)) if has_aux else (grads, value)
+
     @like(func)
     @boundary("grad_and_value", func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return autograd.out_of_inference(gradient, *args, **kwargs)
-        grads, value, aux = _value_and_grad(
-            "grad_and_value(f)(*args)", func, argnums, has_aux, args, kwargs
-        )
-        return (grads, (value, aux)) if has_aux else (grads, value)
+            return autograd.out_of_inference(call, args, kwargs)
+        return call(args, kwargs)
 
     return gradient
 

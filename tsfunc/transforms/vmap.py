@@ -172,14 +172,9 @@ def vmap(
     out_plans: dict[Any, Sequence[int | None]] = {}
     models: Models = {}
 
-    @boundary("vmap", func, traceable=not _own_arguments(spec))
-    def vmapped(*args: Any, **kwargs: Any) -> Any:
-        if (other := delegate("vmap")) is not None:
-            _refuse_own_arguments(spec)
-            theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunks)
-            return theirs(*args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            return out_of_inference(vmapped, *args, **kwargs)
+    # A function of its own, because a ``vmapped`` that names itself would be a cycle, which keeps
+    # all that ``func`` closes over until the next garbage collection.
+    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         flat: Sequence[Any]
         dims: Sequence[int | None] | None = None
         given = (args, kwargs) if by_name else args
@@ -226,6 +221,16 @@ def vmap(
         else:
             level = BatchLevel(size, randomness, spec.label, strict)
         return _run(spec, level, flat, at, tree, kwargs, out_plans)
+
+    @boundary("vmap", func, traceable=not _own_arguments(spec))
+    def vmapped(*args: Any, **kwargs: Any) -> Any:
+        if (other := delegate("vmap")) is not None:
+            _refuse_own_arguments(spec)
+            theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunks)
+            return theirs(*args, **kwargs)
+        if torch.is_inference_mode_enabled():
+            return out_of_inference(call, args, kwargs)
+        return call(args, kwargs)
 
     # ``wraps`` only for callables with a name: modules and partials have none.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped

@@ -38,6 +38,12 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+// torch's header of these needs a header that wheels do not have; only the stack's length is read.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
 namespace {
 
 namespace py = pybind11;
@@ -74,6 +80,9 @@ struct Names {
   PyTypeObject* size = nullptr;         // torch.Size
   PyObject* tls = nullptr;              // dispatch.state.tls
   PyObject* function_handler = nullptr; // the Python function handler
+  PyObject* dispatch_handler = nullptr; // the Python dispatch handler
+  PyObject* overload_type = nullptr;    // torch's class of overloads
+  PyObject* operators = nullptr;        // id of an overload -> its operator
   PyObject* rules = nullptr;            // callable -> rule
   PyObject* forms = nullptr;            // callable -> forms of its calls, or None
   PyObject* methods = nullptr;          // callables that have a method of their own
@@ -83,8 +92,9 @@ struct Names {
   PyObject* item_types = nullptr;       // classes of the items of lists that it takes so
   PyObject* wrap = nullptr;             // wrap(value, bdim, level, offset) in Python
   PyObject* alias = nullptr;            // the answer to aten::alias and aten::detach
+  PyObject* same_size = nullptr;        // the answer to aten::is_same_size
+  PyObject* same_numel = nullptr;       // the answer to aten::_has_same_storage_numel
   PyObject* batch_changed = nullptr;    // the exception BatchChanged
-  PyObject* functorch_level = nullptr;  // the depth of torch.func's stack, or None
   PyObject* no_kwargs = nullptr;        // an empty dict
   PyObject* state = nullptr;            // "state"
   PyObject* kernel_state = nullptr;     // "kernel_state"
@@ -93,11 +103,11 @@ struct Names {
 // Offsets of slots within the objects that have them.
 struct Slots {
   Py_ssize_t value, bdim, level;  // of tracers
-  Py_ssize_t alive, restores, autograd, forward, outer, bits, bit, torch_state, batch_size, kind,
-      kernel_states;                          // of levels
+  Py_ssize_t alive, restores, autograd, forward, outer, bits, bit, depth, torch_state, batch_size,
+      kind, kernel_states;                    // of levels
   Py_ssize_t plain, remap, mask;              // of the dispatch state
   Py_ssize_t key_sets, grad_mode, quiet;      // of a level's TorchState
-  Py_ssize_t direct_rule, function, by_tracers, ruled, composite, overload;  // of operators
+  Py_ssize_t direct_rule, function, by_tracers, ruled, composite, overload, written;  // of operators
 } slots;
 
 PyObject*& slot(PyObject* object, Py_ssize_t offset) {
@@ -215,7 +225,59 @@ struct Unwrapped {
   Owned values, dims;  // lists
 };
 
-// False where Python has to look: tracers of several levels or of other classes, other types.
+// A value that a rule takes as it is: a number, a plain tensor, a list of numbers.
+bool is_plain(PyObject* arg) {
+  if (!is_sequence(arg))
+    return PySet_Contains(names.plain_types, reinterpret_cast<PyObject*>(Py_TYPE(arg))) == 1;
+  PyObject** items = PySequence_Fast_ITEMS(arg);
+  for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(arg); ++j)
+    if (PySet_Contains(names.item_types, reinterpret_cast<PyObject*>(Py_TYPE(items[j]))) != 1)
+      return false;
+  return true;
+}
+
+// The same for tracers of several vmaps: those of the innermost are unwrapped, the others are
+// values. False where a level replaces another one, and where lists have tracers.
+bool unwrap_for_innermost(PyObject* const* args, Py_ssize_t count, Unwrapped& call) {
+  PyObject* level = nullptr;
+  long deepest = 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is_tracer(args[i])) {
+      if (!is_plain(args[i])) return false;
+      continue;
+    }
+    PyObject* own = slot(args[i], slots.level);
+    if (own == nullptr || slot(args[i], slots.value) == nullptr ||
+        slot(args[i], slots.bdim) == nullptr)
+      return false;
+    long depth = PyLong_AsLong(slot(own, slots.depth));
+    if (level == nullptr || depth > deepest) {
+      level = own;
+      deepest = depth;
+    } else if (depth == deepest && own != level) {
+      return false;
+    }
+  }
+  call = Unwrapped();
+  call.level = level;
+  call.values = Owned(PyList_New(count));
+  call.dims = Owned(PyList_New(count));
+  if (!call.values || !call.dims) throw python_error();
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    bool own = is_tracer(args[i]) && slot(args[i], slots.level) == level;
+    PyObject* value = own ? slot(args[i], slots.value) : args[i];
+    PyObject* dim = own ? slot(args[i], slots.bdim) : Py_None;
+    call.batched |= dim != Py_None;
+    if (THPVariable_Check(value)) call.strided &= is_strided(THPVariable_Unpack(value));
+    Py_INCREF(value);
+    PyList_SET_ITEM(call.values.get(), i, value);
+    Py_INCREF(dim);
+    PyList_SET_ITEM(call.dims.get(), i, dim);
+  }
+  return level != nullptr;
+}
+
+// False where Python has to look: tracers of other classes, other types.
 bool unwrap(PyObject* const* args, Py_ssize_t count, Unwrapped& call) {
   call.values = Owned(PyList_New(count));
   call.dims = Owned(PyList_New(count));
@@ -227,7 +289,9 @@ bool unwrap(PyObject* const* args, Py_ssize_t count, Unwrapped& call) {
     Owned own_value, own_dim;
     if (is_tracer(arg)) {
       PyObject* level = slot(arg, slots.level);
-      if (level == nullptr || (call.level != nullptr && level != call.level)) return false;
+      if (level == nullptr) return false;
+      if (call.level != nullptr && level != call.level)
+        return unwrap_for_innermost(args, count, call);
       call.level = level;
       value = slot(arg, slots.value);
       dim = slot(arg, slots.bdim);
@@ -313,15 +377,85 @@ bool is_users_error(PyObject* level, bool strided) {
 }
 
 // True if a transform of torch.func is active on this thread.
-bool in_functorch() {
-  Owned level(PyObject_CallNoArgs(names.functorch_level));
-  if (!level) throw python_error();
-  return level.get() != Py_None;
-}
+bool in_functorch() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 bool any_autocast() {
   for (auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
     if (at::autocast::is_autocast_enabled(type)) return true;
+  return false;
+}
+
+// Tensors of a rule's list or tuple of results as tracers; dims is one for all, or one for each.
+Owned wrap_all(PyObject* found, PyObject* dims, PyObject* level) {
+  if (THPVariable_Check(found)) {
+    Owned tracer(wrap(found, dims, level));
+    if (!tracer) throw python_error();
+    return tracer;
+  }
+  if (!is_sequence(found)) {
+    Py_INCREF(found);
+    return Owned(found);
+  }
+  Py_ssize_t size = PySequence_Fast_GET_SIZE(found);
+  bool each = is_sequence(dims);
+  Owned made(PyList_New(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* dim = each ? PySequence_Fast_GET_ITEM(dims, i) : dims;
+    Owned item = wrap_all(PySequence_Fast_GET_ITEM(found, i), dim, level);
+    PyList_SET_ITEM(made.get(), i, item.release());
+  }
+  return made;
+}
+
+// The operator of an overload (borrowed), or nullptr if it was not called before.
+PyObject* operator_of(PyObject* overload) {
+  Owned id(PyLong_FromVoidPtr(overload));
+  if (!id) throw python_error();
+  return PyDict_GetItemWithError(names.operators, id.get());
+}
+
+// How the function handler runs a call.
+struct Way {
+  PyObject* rule = nullptr;      // the batching rule; nullptr if only a recorded call is served
+  PyObject* function = nullptr;  // runs a pointwise call on values; nullptr for other calls
+  bool overload = false;         // an overload, which a rule or a dispatch mode calls
+};
+
+// False if Python is to take the call.
+bool find_way(PyObject* func, PyObject* const* items, Py_ssize_t count, PyObject* state, Way& way) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(func)) == names.overload_type) {
+    PyObject* op = operator_of(func);
+    if (op == nullptr) return false;
+    PyObject* rule = slot(op, slots.direct_rule);
+    if (rule == nullptr || rule == Py_None || PyTuple_GET_SIZE(slot(op, slots.written)) != 0 ||
+        c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+      return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!is_tracer(items[i])) continue;
+      PyObject* level = slot(items[i], slots.level);
+      if (level == nullptr) return false;
+      // The level's own kernel calls outwards.
+      Owned reached(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
+      if (!reached) throw python_error();
+      if (Py_SIZE(reached.get()) == 0) return false;
+      break;
+    }
+    way.rule = rule;
+    way.overload = true;
+    if (rule == names.pointwise && slot(op, slots.function) != Py_None)
+      way.function = slot(op, slots.function);
+    return true;
+  }
+  PyObject* rule = PyDict_GetItemWithError(names.rules, func);
+  if (rule != nullptr) {
+    way.rule = rule;
+    if (rule == names.pointwise) way.function = func;
+    return true;
+  }
+  if (PyErr_Occurred()) PyErr_Clear();
+  PyObject* forms = PyDict_GetItemWithError(names.forms, func);
+  if (forms != nullptr && forms != Py_None) return true;
+  PyErr_Clear();
   return false;
 }
 
@@ -330,22 +464,13 @@ bool any_autocast() {
 PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
   PyObject* const* items = &PyTuple_GET_ITEM(args, 0);
   Py_ssize_t count = PyTuple_GET_SIZE(args);
-  PyObject* rule = PyDict_GetItemWithError(names.rules, func);
-  bool through = false;
-  if (rule == nullptr) {
-    if (PyErr_Occurred()) PyErr_Clear();
-    PyObject* forms = PyDict_GetItemWithError(names.forms, func);
-    if (forms == nullptr || forms == Py_None) {
-      PyErr_Clear();
-      return nullptr;
-    }
-    through = true;
-  }
   Owned state(PyObject_GetAttr(names.tls, names.state));
   if (!state) throw python_error();
   if (slot(state.get(), slots.remap) != Py_None || in_functorch()) return nullptr;
+  Way way;
+  if (!find_way(func, items, count, state.get(), way)) return nullptr;
 
-  if (rule == names.pointwise) {
+  if (way.function != nullptr) {
     Alike call;
     if (alike(items, count, call)) {
       PyObject* level = call.level;
@@ -356,7 +481,7 @@ PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
         {
           UnderState under(state.get(), slot(level, slots.outer));
           out = Owned(PyObject_Vectorcall(
-              func, call.values + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+              way.function, call.values + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
         }
         if (!out) {
           if (is_users_error(level, call.strided)) throw python_error();
@@ -380,6 +505,7 @@ PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
       PyObject* value = PyList_GET_ITEM(call.values.get(), i);
       if (value == items[i]) {
         // NOTE [operands of outer levels]: Python lifts it.
+        if (is_tracer(value)) return nullptr;
         if (THPVariable_CheckExact(value) &&
             (forward || THPVariable_Unpack(value).requires_grad()))
           return nullptr;
@@ -395,7 +521,8 @@ PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
     if (out == nullptr) throw python_error();
     return out;
   }
-  if (through || !call.batched || slot(state.get(), slots.plain) != Py_True || any_autocast())
+  if (way.rule == nullptr || !call.batched || slot(state.get(), slots.plain) != Py_True ||
+      any_autocast())
     return nullptr;
   Owned out;
   {
@@ -403,7 +530,7 @@ PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
     PyObject* passed[6] = {
         nullptr, func, level, call.dims.get(), call.values.get(), names.no_kwargs};
     out = Owned(
-        PyObject_Vectorcall(rule, passed + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+        PyObject_Vectorcall(way.rule, passed + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
   if (!out) {
     if (is_users_error(level, call.strided)) throw python_error();
@@ -411,8 +538,13 @@ PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
   }
   if (out.get() == Py_NotImplemented || !PyTuple_CheckExact(out.get())) return nullptr;
   PyObject* value = PyTuple_GET_ITEM(out.get(), 0);
-  if (!THPVariable_Check(value)) return nullptr;
-  PyObject* tracer = wrap(value, PyTuple_GET_ITEM(out.get(), 1), level);
+  PyObject* dims = PyTuple_GET_ITEM(out.get(), 1);
+  if (!THPVariable_Check(value)) {
+    if (!way.overload) return nullptr;
+    Owned all = wrap_all(value, dims, level);
+    return PyTuple_Check(value) ? PyList_AsTuple(all.get()) : all.release();
+  }
+  PyObject* tracer = wrap(value, dims, level);
   if (tracer == nullptr) throw python_error();
   return tracer;
 }
@@ -430,6 +562,36 @@ PyObject* function_handler(PyObject* cls, PyObject* const* args, Py_ssize_t coun
   for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
   return PyObject_Vectorcall(
       names.function_handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  END_HANDLE_TH_ERRORS
+}
+
+// The class method __torch_dispatch__. The boxed kernels below take most calls before it; C++ calls
+// it for the detach of a tensor that autograd saves, whatever kernels there are.
+PyObject* dispatch_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count >= 3 && PyTuple_CheckExact(args[2]) && PyTuple_GET_SIZE(args[2]) == 1 &&
+      is_tracer(PyTuple_GET_ITEM(args[2], 0))) {
+    PyObject* op = operator_of(args[0]);
+    if (op != nullptr && slot(op, slots.by_tracers) == names.alias) {
+      PyObject* tracer = PyTuple_GET_ITEM(args[2], 0);
+      PyObject* level = slot(tracer, slots.level);
+      Owned state(PyObject_GetAttr(names.tls, names.state));
+      if (!state) throw python_error();
+      if (level != nullptr && slot(state.get(), slots.plain) == Py_True && is_ready(level)) {
+        Owned reached(PyNumber_And(slot(state.get(), slots.mask), slot(level, slots.bits)));
+        if (!reached) throw python_error();
+        if (Py_SIZE(reached.get()) != 0) {
+          PyObject* made = wrap(slot(tracer, slots.value), slot(tracer, slots.bdim), level);
+          if (made == nullptr) throw python_error();
+          return made;
+        }
+      }
+    }
+  }
+  PyObject* passed[6] = {nullptr, cls};
+  for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
+  return PyObject_Vectorcall(
+      names.dispatch_handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   END_HANDLE_TH_ERRORS
 }
 
@@ -572,7 +734,10 @@ class DispatchHandler : public c10::OperatorKernel {
   bool run(const c10::OperatorHandle& op, Stack* stack) {
     py::gil_scoped_acquire gil;
     PyObject* rule = slot(op_, slots.direct_rule);
-    bool is_alias = slot(op_, slots.by_tracers) == names.alias;
+    PyObject* answer = slot(op_, slots.by_tracers);
+    if (answer == names.same_size || answer == names.same_numel)
+      return answer_query(answer == names.same_size, stack);
+    bool is_alias = answer == names.alias;
     if (!is_alias && (rule == nullptr || rule == Py_None)) return false;
     if (!learned_) learn(op);
     const size_t count = kinds_.size();
@@ -728,6 +893,25 @@ class DispatchHandler : public c10::OperatorKernel {
     return true;
   }
 
+  // NOTE [queries of autograd] in fast_handlers.py.
+  static bool answer_query(bool sizes, Stack* stack) {
+    Owned state(PyObject_GetAttr(names.tls, names.state));
+    if (!state) throw python_error();
+    if (slot(state.get(), slots.plain) != Py_True) return false;
+    bool answer = true;
+    if (sizes) {
+      const at::Tensor& one = torch::jit::peek(stack, 0, 2).toTensor();
+      const at::Tensor& other = torch::jit::peek(stack, 1, 2).toTensor();
+      for (const at::Tensor* tensor : {&one, &other})
+        if (tensor->is_nested() || tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+          return false;
+      answer = one.sizes() == other.sizes();
+    }
+    torch::jit::drop(*stack, 2);
+    stack->emplace_back(answer);
+    return true;
+  }
+
   static bool is_default(const c10::Argument& argument, const c10::IValue& value) {
     const auto& standard = *argument.default_value();
     if (standard.isNone() || value.isNone()) return standard.isNone() && value.isNone();
@@ -756,28 +940,6 @@ class DispatchHandler : public c10::OperatorKernel {
     }
     Owned made(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
     if (!made) throw python_error();
-    return made;
-  }
-
-  // Tensors of a rule's list or tuple of results as tracers; dims is one for all, or one for each.
-  static Owned wrap_all(PyObject* found, PyObject* dims, PyObject* level) {
-    if (THPVariable_Check(found)) {
-      Owned tracer(wrap(found, dims, level));
-      if (!tracer) throw python_error();
-      return tracer;
-    }
-    if (!is_sequence(found)) {
-      Py_INCREF(found);
-      return Owned(found);
-    }
-    Py_ssize_t size = PySequence_Fast_GET_SIZE(found);
-    bool each = is_sequence(dims);
-    Owned made(PyList_New(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* dim = each ? PySequence_Fast_GET_ITEM(dims, i) : dims;
-      Owned item = wrap_all(PySequence_Fast_GET_ITEM(found, i), dim, level);
-      PyList_SET_ITEM(made.get(), i, item.release());
-    }
     return made;
   }
 
@@ -836,8 +998,8 @@ PyObject* required(PyObject* options, const char* name) {
   return found;
 }
 
-// setup(options): look up what the handlers use. The keys are those of Names, and the classes that
-// have the slots.
+// setup(options): look up what the handlers use; return the class methods __torch_function__ and
+// __torch_dispatch__. The keys are those of Names, and the classes that have the slots.
 PyObject* setup(PyObject*, PyObject* options) {
   HANDLE_TH_ERRORS
   PyObject* tracer = required(options, "tracer");
@@ -855,6 +1017,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   slots.outer = offset_of(level, "outer");
   slots.bits = offset_of(level, "bits");
   slots.bit = offset_of(level, "bit");
+  slots.depth = offset_of(level, "depth");
   slots.torch_state = offset_of(level, "torch_state");
   slots.batch_size = offset_of(level, "batch_size");
   slots.kind = offset_of(level, "kind");
@@ -871,7 +1034,11 @@ PyObject* setup(PyObject*, PyObject* options) {
   slots.ruled = offset_of(op, "ruled");
   slots.composite = offset_of(op, "composite");
   slots.overload = offset_of(op, "overload");
+  slots.written = offset_of(op, "written");
   names.function_handler = required(options, "function_handler");
+  names.dispatch_handler = required(options, "dispatch_handler");
+  names.overload_type = required(options, "overload_type");
+  names.operators = required(options, "operators");
   names.size = reinterpret_cast<PyTypeObject*>(required(options, "size"));
   names.tls = required(options, "tls");
   names.rules = required(options, "rules");
@@ -883,21 +1050,27 @@ PyObject* setup(PyObject*, PyObject* options) {
   names.item_types = required(options, "item_types");
   names.wrap = required(options, "wrap");
   names.alias = required(options, "alias");
+  names.same_size = required(options, "same_size");
+  names.same_numel = required(options, "same_numel");
   names.batch_changed = required(options, "batch_changed");
-  names.functorch_level = required(options, "functorch_level");
   names.no_kwargs = PyDict_New();
   names.state = PyUnicode_InternFromString("state");
   names.kernel_state = PyUnicode_InternFromString("kernel_state");
   names.tracer = reinterpret_cast<PyTypeObject*>(tracer);
-  static PyMethodDef definition = {
+  static PyMethodDef functions = {
       "__torch_function__", reinterpret_cast<PyCFunction>(function_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
-  return PyDescr_NewClassMethod(names.tracer, &definition);
+  static PyMethodDef dispatch = {
+      "__torch_dispatch__", reinterpret_cast<PyCFunction>(dispatch_handler),
+      METH_FASTCALL | METH_CLASS, nullptr};
+  Owned one(PyDescr_NewClassMethod(names.tracer, &functions));
+  Owned other(PyDescr_NewClassMethod(names.tracer, &dispatch));
+  return PyTuple_Pack(2, one.get(), other.get());
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef definitions[] = {
-    {"setup", setup, METH_O, "Look up what the handlers use; return the function handler."},
+    {"setup", setup, METH_O, "Look up what the handlers use; return the class methods."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},
     {"wrap", reinterpret_cast<PyCFunction>(python_wrap), METH_FASTCALL,

@@ -32,7 +32,7 @@ from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.factories import prepare, watching_random
 from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
-from tsfunc.bridge.tracers.torch_state import records_inside
+from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels
 
@@ -100,43 +100,72 @@ def differentiates_here() -> bool:
     return entered.recording > 0 or entered.forward > 0
 
 
-@contextmanager
-def differentiating() -> Iterator[None]:
+# The contexts that every derivative enters are classes: a generator's costs three times as much.
+class differentiating:
     """Context manager: ``differentiates_here`` is True within the block."""
-    entered.recording += 1
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        entered.recording += 1
+
+    def __exit__(self, *error: object) -> None:
         entered.recording -= 1
 
 
-@contextmanager
-def _recorded_at(level: TracerLevel) -> Iterator[None]:
-    """Context manager: autograd sees the level's tensors, and their values only if it did before.
+class _Recorded:
+    """Context manager: autograd sees a level's tensors, and their values only if it did before.
 
     A function may turn grad mode off and differentiate by a level's tensors. Autograd records on
     these, but outer transforms, and the user's own graph, do not differentiate the function.
+
+    Args:
+        level: the level; None for plain tensors, which autograd sees always.
+        grad_mode: the grad mode of the block.
     """
-    state = level.torch_state
-    before = state.grad_mode, state.paused
-    state.grad_mode = records_inside(state)
-    state.paused |= before[0] and not state.grad_mode
-    level.autograd += 1
-    try:
-        yield
-    finally:
-        level.autograd -= 1
-        state.grad_mode, state.paused = before
+
+    __slots__ = ("_before", "_captured", "_grad_mode", "_level")
+
+    def __init__(self, level: TracerLevel | None, grad_mode: bool) -> None:
+        self._level = level
+        self._grad_mode = grad_mode
+
+    def __enter__(self) -> None:
+        level = self._level
+        if level is not None:
+            state = level.torch_state
+            before = self._captured = state.grad_mode, state.paused
+            state.grad_mode = records_inside(state)
+            state.paused |= before[0] and not state.grad_mode
+            level.autograd += 1
+        self._before = torch.is_grad_enabled()
+        set_grad_mode(self._grad_mode)
+
+    def __exit__(self, *error: object) -> None:
+        set_grad_mode(self._before)
+        level = self._level
+        if level is not None:
+            level.autograd -= 1
+            level.torch_state.grad_mode, level.torch_state.paused = self._captured
 
 
-@contextmanager
-def recording(level: TracerLevel | None) -> Iterator[None]:
-    """Context manager: autograd records on the tensors of the level."""
-    if level is None:
-        prepare()
-    at_level = nullcontext() if level is None else _recorded_at(level)
-    with at_level, torch.enable_grad(), differentiating():
-        yield
+class recording(_Recorded):
+    """Context manager: autograd records on the tensors of a level; None for plain tensors."""
+
+    __slots__ = ()
+
+    def __init__(self, level: TracerLevel | None) -> None:
+        super().__init__(level, True)
+
+    def __enter__(self) -> None:
+        if self._level is None:
+            prepare()
+        super().__enter__()
+        entered.recording += 1
+
+    def __exit__(self, *error: object) -> None:
+        entered.recording -= 1
+        super().__exit__()
 
 
 def _is_of(value: Any, level: TracerLevel) -> bool:
@@ -295,25 +324,31 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
     return False
 
 
-@contextmanager
-def unrecorded(level: TracerLevel | None) -> Iterator[None]:
+class unrecorded(_Recorded):
     """Context manager: a backward pass over the level's graph is not recorded in that graph.
 
     Code that the pass calls may record nevertheless, like a checkpoint that reruns its function.
     """
-    depth = 0 if level is None else level.depth
-    inner = [
-        active.torch_state
-        for active in current_levels()
-        if isinstance(active, TracerLevel) and active.depth > depth
-    ]
-    for state in inner:
-        state.quiet += 1
-    try:
-        with nullcontext() if level is None else _recorded_at(level), torch.no_grad():
-            yield
-    finally:
-        for state in inner:
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, level: TracerLevel | None) -> None:
+        super().__init__(level, False)
+
+    def __enter__(self) -> None:
+        depth = 0 if self._level is None else self._level.depth
+        self._inner = [
+            active.torch_state
+            for active in current_levels()
+            if active.depth > depth and isinstance(active, TracerLevel)
+        ]
+        for state in self._inner:
+            state.quiet += 1
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
+        for state in self._inner:
             state.quiet -= 1
 
 

@@ -27,7 +27,12 @@ from tsfunc.bridge.tracers.decompositions import (
     lifting_factories,
     required_decomposition,
 )
-from tsfunc.bridge.tracers.operators import TorchOperator, add_rule_listener, operator_of
+from tsfunc.bridge.tracers.operators import (
+    TorchOperator,
+    add_rule_listener,
+    operator_of,
+    operators_by_id,
+)
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
@@ -589,16 +594,20 @@ def _use_compiled() -> None:
     handlers = compiled.load()
     if handlers is None:
         return
-    # A C class method that replaces the one SlottedBatchTracer inherits.
-    SlottedBatchTracer.__torch_function__ = handlers.setup({  # type: ignore[method-assign]
+    # C class methods that replace those SlottedBatchTracer inherits.
+    functions, dispatch = handlers.setup({
         "tracer": SlottedBatchTracer, "level": BatchLevel, "state": State,
         "torch_state": TorchState, "operator": TorchOperator, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
+        "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
+        "overload_type": OpOverload, "operators": operators_by_id,
         "rules": FUNCTION_RULES, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
         "call_below": call_below_function, "plain_types": _PLAIN, "item_types": _ITEMS,
-        "wrap": wrap, "alias": _alias, "batch_changed": BatchChanged,
-        "functorch_level": maybe_functorch_level,
+        "wrap": wrap, "alias": _alias, "same_size": _is_same_size,
+        "same_numel": _has_same_storage_numel, "batch_changed": BatchChanged,
     })  # fmt: skip
+    SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
+    SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
     add_rule_listener(lambda op: handlers.install(op.name, op))
 
 

@@ -60,7 +60,7 @@ _rule_listeners: list[Callable[[TorchOperator], None]] = []
 
 def add_rule_listener(listener: Callable[[TorchOperator], None]) -> None:
     """Call ``listener(op)`` for each operator with a direct rule, known ones first."""
-    for op in _by_id.values():
+    for op in operators_by_id.values():
         _notify_listeners(op, [listener])
     _rule_listeners.append(listener)
 
@@ -192,7 +192,7 @@ def vmap_rule(name: str) -> Any:
     return defined._vmap_fn if defined is not None else None
 
 
-_by_id: dict[int, TorchOperator] = {}
+operators_by_id: dict[int, TorchOperator] = {}  # by the ids of their overloads
 _lock = threading.RLock()
 
 
@@ -209,13 +209,13 @@ install(_reader)
 def operator_of(overload: OpOverload) -> TorchOperator:
     """Return the row of an overload, made at the first call."""
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
-    op = _by_id.get(id(overload))
+    op = operators_by_id.get(id(overload))
     if op is None:
         # Of two threads that ask at once, one makes the row before the other sees it.
         with _lock:
             found = find_operator(overload.name())
             op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
-            _by_id[id(overload)] = op
+            operators_by_id[id(overload)] = op
     return op
 
 

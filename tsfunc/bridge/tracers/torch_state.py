@@ -65,6 +65,7 @@ from torch._C import (
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+_is_grad_enabled = torch.is_grad_enabled
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
@@ -148,13 +149,51 @@ def is_cast(name: str) -> bool:
     )
 
 
+class _KeySets:
+    """torch's dispatch key sets of a thread as levels capture them: without autocast.
+
+    Attributes:
+        include: the keys that are included.
+        exclude: the keys that are excluded, among them all of autocast's.
+        packed: both sets as 16 bytes, for compiled handlers.
+        guards: free guards that restore the sets; threads share them, and each is entered once at
+            a time.
+    """
+
+    __slots__ = ("exclude", "guards", "include", "packed")
+
+    def __init__(self, include: Any, exclude: Any) -> None:
+        self.include = include
+        self.exclude = exclude | _EVERY_AUTOCAST
+        self.packed = struct.pack("QQ", include.raw_repr(), self.exclude.raw_repr())
+        self.guards: list[Any] = []
+
+
+# The key sets that levels have captured: a process has few different ones.
+_key_sets: dict[tuple[int, int], _KeySets] = {}
+_MOST_KEY_SETS = 256
+
+
+def _captured_key_sets() -> _KeySets:
+    """Return the sets of this thread; equal sets are one object."""
+    include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    key = include.raw_repr(), exclude.raw_repr()
+    found = _key_sets.get(key)
+    if found is None:
+        if len(_key_sets) >= _MOST_KEY_SETS:
+            _key_sets.clear()
+        found = _key_sets[key] = _KeySets(include, exclude)
+    return found
+
+
 class TorchState:
     """The part of torch's thread-local state that a level captures, without autocast.
 
     ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
     results are not differentiated: the pass must not be recorded there. ``paused`` is True while
-    ``grad_mode`` is False because a function turned grad mode off. ``guards`` restore the
-    sets for a single call; ``key_sets`` has both sets as 16 bytes, for compiled handlers.
+    ``grad_mode`` is False because a function turned grad mode off. ``guards`` are free guards that
+    restore the sets for a single call; ``key_sets`` has both sets as 16 bytes, for compiled
+    handlers.
     ``in_modes`` is True if dispatch modes were active: the include set then has their keys, which
     must not be restored after a mode's handler has removed the last mode.
     """
@@ -164,14 +203,15 @@ class TorchState:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.include = _dispatch_tls_local_include_set()
-        self.exclude = _dispatch_tls_local_exclude_set() | _EVERY_AUTOCAST
-        self.grad_mode = torch.is_grad_enabled()
+        sets = _captured_key_sets()
+        self.include = sets.include
+        self.exclude = sets.exclude
+        self.guards = sets.guards
+        self.key_sets = sets.packed
+        self.grad_mode = _is_grad_enabled()
         self.in_modes = _len_torch_dispatch_stack() > 0
         self.quiet = 0
         self.paused = False
-        self.guards: list[Any] = []
-        self.key_sets = struct.pack("QQ", self.include.raw_repr(), self.exclude.raw_repr())
 
     def __call__(self) -> RestoredTorchState:
         return RestoredTorchState(self)

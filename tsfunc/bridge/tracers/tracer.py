@@ -145,7 +145,7 @@ class LevelProxy:
         """Copy all attributes of the replaced level; the subclass then sets its own."""
         own: type = type(self)
         other: type = type(level)
-        for name in _copied_slots(own, other):
+        for name in (*_copied_slots(own, other), "inner"):
             setattr(self, name, getattr(level, name))
 
     def remap(self, value: Any) -> Any:

@@ -37,6 +37,7 @@ from tsfunc.program.calling.cache import (
     reason_for,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
+from tsfunc.program.calling.reporting import log_program, progress
 from tsfunc.program.calling.target import Target, described, places_of, spelled
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
@@ -251,6 +252,12 @@ class FirstCall:
         Raises:
             Retrace: one of the assumptions does not hold.
         """
+        with progress(self.name, self._reason(held)):
+            made = self._new_entry(held)
+        self._record(made[0])
+        return made
+
+    def _new_entry(self, held: Assumptions) -> Made:
         start = time.perf_counter()
         inputs, bounds, scalars = self._inputs(held)
         described = {} if self.contract is None else self.contract.descriptors
@@ -310,7 +317,6 @@ class FirstCall:
             # A condition on the number and the sizes in general fails for those of the call.
             raise Retrace(held.moved(described_numbers=False))
         self.variation.check(entry, held)
-        self._record(entry)
         return entry, closure_lines.values
 
     def _reason(self, held: Assumptions) -> str:
@@ -340,15 +346,17 @@ class FirstCall:
         return same_program(general.program, exact.program, values)
 
     def _record(self, entry: CachedProgram) -> None:
-        """Record a new program in the log of ``rage``."""
+        """Log a new program, also in the log of ``rage``."""
         program = entry.program
+        backend = self.target.backend_name
+        log_program(program, entry.reason, entry.seconds, backend, entry.text)
         rage.record(
             "specialized",
             function=self.name,
             at=users_place(),
             reason=entry.reason,
             arguments=entry.text,
-            backend=self.target.backend_name,
+            backend=backend,
             milliseconds=round(entry.seconds * 1e3, 1),
             operators=sum(node.op == "call_function" for node in program.graph.nodes),
             guards=program.guards,

@@ -1,0 +1,53 @@
+"""A call of a transform leaves no reference cycles, so that its arguments are freed at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+Function = Callable[..., Any]
+
+
+def energy(x: torch.Tensor) -> torch.Tensor:
+    return (x.sin() * x).sum(-1)
+
+
+TRANSFORMS: dict[str, Callable[[Function], Function]] = {
+    "vmap": vmap,
+    "grad": lambda f: lambda x: grad(lambda y: f(y).sum())(x),
+    "grad_and_value": lambda f: lambda x: grad_and_value(lambda y: f(y).sum())(x),
+    "jacrev": jacrev,
+    "jacfwd": jacfwd,
+    "vjp": lambda f: lambda x: vjp(f, x)[1](f(x)),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (torch.ones_like(x),)),
+    "vmap(grad)": lambda f: vmap(grad(lambda y: f(y).sum())),
+    "vmap(hessian)": lambda f: vmap(hessian(f)),
+    "vmap(vmap)": lambda f: vmap(lambda x: vmap(lambda y: f(x * y))(x)),
+}
+
+
+@pytest.fixture
+def without_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.usefixtures("without_collections")
+def test_arguments_and_captured_tensors_are_freed_at_once(name: str) -> None:
+    def called_once() -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        x, captured = torch.randn(3, 3), torch.randn(3)
+        TRANSFORMS[name](lambda y: energy(y + captured))(x)
+        return weakref.ref(x), weakref.ref(captured)
+
+    called_once()  # torch's first calls in forward mode keep the frames that they come from
+    assert [ref() for ref in called_once()] == [None, None]
