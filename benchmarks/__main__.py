@@ -25,6 +25,7 @@ from benchmarks import (
     comparison,
     control_flow,
     gradients,
+    mesh,
     operators,
     specializing,
     tracing,
@@ -63,6 +64,7 @@ def all_cases() -> Iterator[Case | Cold]:
         specializing,
         tracing,
         comparison,
+        mesh,
     ):
         yield from topic.cases()
     yield from cold.cases()

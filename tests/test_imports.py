@@ -68,10 +68,6 @@ ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  
 # Imports that close a circle between modules. None of them runs as a module is loaded.
 CLOSING = {
     # In methods by which a user goes on from an object.
-    ("tsfunc.types.meta", "tsfunc.types.text"),
-    ("tsfunc.types.meta", "tsfunc.types.grammar"),
-    ("tsfunc.types.meta", "tsfunc.types.lattice"),
-    ("tsfunc.types.meta", "tsfunc.types.descriptor_sets"),
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.page"),
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.measuring"),

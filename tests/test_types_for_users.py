@@ -19,6 +19,10 @@ def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return (params["w"] * x).sum()
 
 
+def lost(params: dict[str, Tensor], x: Tensor, /) -> Tensor:
+    return loss(params, x)
+
+
 @tsfunc.specialize({"x": MetaTensorType(["n"])})
 def described(x: Tensor, power: int = 2) -> Tensor:
     return x**power
@@ -47,9 +51,29 @@ def test_auxiliary_values_have_their_types() -> None:
     assert out.shape == X.shape and aux == 3
 
 
+def test_gradients_keep_values_and_auxiliary_values() -> None:
+    params = {"w": torch.ones(3)}
+    value, gradient = tsfunc.value_and_grad(loss)(params, x=X[0])
+    assert_type(value, Tensor)
+    assert gradient["w"].equal(X[0])
+    tsfunc.grad(loss)(params, x=X[0])
+
+    def with_aux(x: Tensor) -> tuple[Tensor, int]:
+        return x.sum(), 3
+
+    _, aux = tsfunc.grad(with_aux, has_aux=True)(X)
+    assert_type(aux, int)
+    (total, count), _ = tsfunc.value_and_grad(with_aux, has_aux=True)(X)
+    assert_type(total, Tensor)
+    assert_type(count, int)
+    assert aux == count == 3
+
+
 def test_programs_have_the_signature_of_their_function() -> None:
     program = tsfunc.specialize(loss)
     assert_type(program({"w": torch.ones(3)}, X[0]), Tensor)
+    annotated: tsfunc.Specialized[[dict[str, Tensor], Tensor], Tensor] = tsfunc.specialize(lost)
+    assert_type(annotated({"w": torch.ones(3)}, X[0]), Tensor)
     assert_type(described(torch.ones(3), power=3), Tensor)
     assert program.program.graph is not None
     tsfunc.specialize(torch.nn.Linear(3, 2))(X)

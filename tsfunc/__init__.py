@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
     from tsfunc.transforms.shard_map import mesh_axes, shard_map
     from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
-    from tsfunc.transforms.specialize import specialize
+    from tsfunc.transforms.specialize import Specialized, specialize
     from tsfunc.transforms.virtual_mesh import VirtualMesh
     from tsfunc.transforms.vmap import vmap
     from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
@@ -93,7 +93,7 @@ else:
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
             "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
-            "transforms.specialize": "specialize",
+            "transforms.specialize": "Specialized specialize",
             "transforms.virtual_mesh": "VirtualMesh",
             "transforms.vmap": "vmap",
             "types": "Descriptors Dim MetaTensorType infer_descriptors",
@@ -117,6 +117,7 @@ __all__ = [
     "FunctionalOptimizer",
     "MetaTensorType",
     "P",
+    "Specialized",
     "Tracer",
     "TracerLevel",
     "VirtualMesh",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,10 +120,83 @@ def equal_errors(rank: int, size: int) -> None:
         shard_map(body, mesh, P("i"), P("i"))(torch.ones(4))
 
 
+def waiting_in_a_program(rank: int, size: int) -> None:
+    """A rank that raises ends ranks that wait in a program that was agreed on before."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    total = tsfunc.specialize(lambda x: tsfunc.psum(x.sin(), "i"))
+
+    def body(x: Tensor, fails: bool) -> Tensor:
+        if fails:
+            raise ArithmeticError(f"rank {rank} can't")
+        out: Tensor = total(x)
+        return out
+
+    f = shard_map(body, mesh, (P("i"), P()), P())
+    x = torch.arange(4.0)
+    torch.testing.assert_close(f(x, False), x.sin().view(size, -1).sum(0))
+    if rank == 1:
+        with pytest.raises(ArithmeticError, match="rank 1 can't"):
+            f(x, True)
+    else:
+        told = "rank 1: raised ArithmeticError: rank 1 can't at .*test_mesh_failures"
+        with pytest.raises(RanksDisagree, match=rf"(?s){told}.*rank 0: waited for the others at"):
+            f(x, False)
+
+
+def waiting_unchecked(rank: int, size: int) -> None:
+    """A program that raises on one rank, and a body without checks, end the others too."""
+    x, good = torch.arange(4.0), torch.zeros(1, dtype=torch.long)
+
+    def over(axis: str, check: Any) -> Callable[..., Any]:
+        def body(x: Tensor, at: Tensor) -> Any:
+            # An index out of range raises when the operator runs.
+            return tsfunc.psum(x.index_select(0, at).sum(), axis)
+
+        # The collectives of the first case do not end: each case has a group of its own.
+        return shard_map(body, {axis: dist.new_group()}, (P(axis), P()), P(), check=check)
+
+    for f in (over("j", None), tsfunc.specialize(over("k", "programs"))):
+        if rank == 1:
+            with pytest.raises((IndexError, RuntimeError), match="out of range"):
+                f(x, good + 100)
+        else:
+            with pytest.raises(RanksDisagree, match=r"(?s)rank 1: raised .*out of range"):
+                f(x, good)
+
+
+def a_rank_that_recovers(rank: int, size: int) -> None:
+    """A rank that handles its error, and then joins the others, does not disturb them."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+
+    def body(x: Tensor) -> Tensor:
+        if rank == 1 and x.dim() == 2:
+            raise ArithmeticError("try again")
+        out: Tensor = tsfunc.psum(x.sum(), "i")
+        return out
+
+    f = shard_map(body, mesh, P("i"), P(), check=None)
+    x = torch.arange(4.0)
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            f(x[:, None])
+        torch.testing.assert_close(f(x), x.sum())
+    else:
+        torch.testing.assert_close(f(x), x.sum())
+    if rank == 0:
+        time.sleep(2.5)  # longer than a rank waits before it reads reports
+    torch.testing.assert_close(f(x), x.sum())
+
+
 CHECKS: dict[str, Check] = {name: refused(*case) for name, case in BODIES.items()}
 CHECKS["an error on all ranks"] = equal_errors
 CHECKS["other programs"] = other_programs
+CHECKS["a rank that recovers"] = a_rank_that_recovers
 CHECKS["other values"] = other_values
+
+
+# Ranks that were left waiting leave their process group unusable: these are the last.
+CHECKS["waiting without checks"] = waiting_unchecked
+CHECKS["waiting in a program"] = waiting_in_a_program
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import tsfunc
 from tests.distributed.checks import Check, failures
 from tsfunc import P, VirtualMesh, shard_map
+from tsfunc.bridge.mesh.levels import mesh_levels
+from tsfunc.testing import check_shard_map
 
 close = torch.testing.assert_close
 CHECKS: dict[str, Check] = {}
@@ -164,8 +166,99 @@ for _collective in COLLECTIVES:
         if _form not in refused:
             CHECKS[f"{_collective}: {_form}"] = law(_collective, _form)
 
+# Laws that hold by themselves, beside the matrix.
+MORE: dict[str, Check] = {}
+
+
+def more(function: Check) -> Check:
+    MORE[function.__name__] = function
+    return function
+
+
+@more
+def sums_of_integers_and_transfers_are_equal_bit_for_bit(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    around = [(k, (k + 1) % size) for k in range(size)]
+    numbers, reals = torch.arange(6 * size), torch.randn(6 * size, dtype=torch.float64)
+    reals = reals if rank == 0 else torch.empty_like(reals)
+    torch.distributed.broadcast(reals, 0)
+    cases: list[tuple[Any, Tensor]] = [
+        (lambda x: tsfunc.psum(x, "i"), numbers),
+        (lambda x: tsfunc.ppermute(x, "i", around), reals),
+        (
+            lambda x: tsfunc.all_to_all(x.view(size, -1), "i", 0, 0).flatten(),
+            torch.cat([reals] * size),
+        ),
+        (lambda x: tsfunc.all_gather(x, "i", tiled=True), reals),
+    ]
+    for f, x in cases:
+        got = shard_map(f, mesh, P("i"), P("i"))(x)
+        assert torch.equal(got, shard_map(f, VirtualMesh(i=size), P("i"), P("i"))(x))
+
+
+@more
+def axes_of_size_one_are_the_function(rank: int, size: int) -> None:
+    mesh = {"i": torch.distributed.new_group([rank], use_local_synchronization=True)}
+    x = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64)
+    f: Any = lambda x: x * tsfunc.psum(x.sin(), "i") + tsfunc.all_gather(x, "i")[0]  # noqa: E731
+    own: Any = lambda x: x * x.sin() + x  # noqa: E731
+    for spec in (P("i"), P()):
+        mapped = shard_map(f, mesh, spec, spec)
+        close(mapped(x), own(x))
+        close(tsfunc.hessian(scalar(mapped))(x), tsfunc.hessian(scalar(own))(x))
+
+
+@more
+def gradients_of_gathered_parameters_are_scattered_sums(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    w = torch.linspace(-1.0, 2.0, 2 * size, dtype=torch.float64)
+    x = torch.arange(3.0 * size, dtype=torch.float64).view(size, 3).cos()
+
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return (w.sin().sum() * x).square().sum()
+
+    def step(shard: Tensor, x: Tensor) -> Tensor:
+        whole = lambda shard: loss(tsfunc.all_gather(shard, "i", tiled=True), x)  # noqa: E731
+        out: Tensor = tsfunc.grad(whole)(shard)
+        own = tsfunc.grad(loss)(tsfunc.all_gather(shard, "i", tiled=True), x)
+        close(out, tsfunc.psum_scatter(own, "i", tiled=True))
+        return out
+
+    got = shard_map(step, mesh, (P("i"), P("i")), P("i"))(w, x)
+    close(got, tsfunc.grad(lambda w: sum(loss(w, one) for one in x))(w))
+
+
+@more
+def axes_of_a_mesh_and_of_a_vmap_in_one_sum(rank: int, size: int) -> None:
+    x = torch.linspace(-1.0, 2.0, 6 * size, dtype=torch.float64).view(2 * size, 3)
+
+    def body(x: Tensor) -> Tensor:
+        one = lambda v: v * tsfunc.psum(v.sin(), ("i", "b"))  # noqa: E731
+        out: Tensor = tsfunc.vmap(one, axis_name="b")(x)
+        return out
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    want = x * x.sin().sum(0)
+    close(shard_map(body, mesh, P("i"), P("i"))(x), want)
+    close(shard_map(body, VirtualMesh(i=size), P("i"), P("i"))(x), want)
+
+
+@more
+def the_law_for_users_finds_a_difference(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    x = torch.linspace(-1.0, 2.0, 2 * size)
+    f: Any = lambda x: x * tsfunc.psum(x.sin(), "i")  # noqa: E731
+    check_shard_map(f, mesh, P("i"), P("i"), x)
+
+    def sees_its_process(x: Tensor) -> Any:
+        return f(x) * (1.0 + bool(mesh_levels()))
+
+    with pytest.raises(AssertionError, match="over processes and over a VirtualMesh differ"):
+        check_shard_map(sees_its_process, mesh, P("i"), P("i"), x)
+
+
 # A few of each kind in the quick tests; the whole matrix among the slow ones.
-QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 7 == 0}
+QUICK = {name: check for i, (name, check) in enumerate(CHECKS.items()) if i % 7 == 0} | MORE
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +274,6 @@ def test_law_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_all_laws(ranks: int) -> None:
-    found = failures(CHECKS, ranks)
+    found = failures(CHECKS | MORE, ranks, timeout=900.0)
     bad = {name: texts for name, texts in found.items() if texts}
     assert not bad, "\n".join(f"{name}: {texts[0]}" for name, texts in bad.items())

@@ -18,7 +18,7 @@ import tsfunc
 from tests.distributed.checks import Check, failures
 from tsfunc import P, VirtualMesh, shard_map
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
-from tsfunc.errors import MeshError
+from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.testing import simulated_rank, spawn
 
 close = torch.testing.assert_close
@@ -128,6 +128,78 @@ def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
     assert {use.collective: use.times for use in tsfunc.explain(loss, *args).collectives} == {
         "psum": 4, "all_gather": 1,
     }  # fmt: skip
+
+
+@check
+def promises_are_proved_or_refused(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    x, offset = torch.arange(4.0), torch.ones(())
+
+    def mapped(f: Callable[[Tensor], Any], **options: Any) -> Any:
+        return tsfunc.specialize(shard_map(f, mesh, P("i"), P(), **options))
+
+    def steps(total: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = tsfunc.fori_loop(0, 3, lambda _, c: c + tsfunc.psum(x.sum() * c, "i"), total)
+        return out
+
+    broken: list[Callable[[Tensor], Any]] = [
+        lambda x: x.sum(),
+        lambda x: tsfunc.psum(x.sum(), "i") + tsfunc.axis_index("i"),
+        lambda x: tsfunc.ppermute(tsfunc.psum(x, "i"), "i", [(0, 1)]),
+        lambda x: tsfunc.cond(x.sum() > 9, torch.sin, torch.cos, x.sum()),
+    ]
+    for f in broken:
+        with pytest.raises(
+            MeshError, match=r"(?s)equal on all ranks along 'i'.*test_mesh_programs"
+        ):
+            mapped(f)(x)
+        # The eager body, and a body without this check, are the user's promise.
+        mapped(f, check=None)(x)
+    kept: list[Callable[[Tensor], Any]] = [
+        lambda x: tsfunc.psum(x.sum(), "i") * offset,
+        lambda x: tsfunc.all_gather(x, "i")[0],
+        lambda x: tsfunc.pmax(x, "i"),
+        lambda x: steps(tsfunc.psum(x.sum(), "i"), x),
+        lambda x: torch.zeros(2).copy_(tsfunc.psum(x, "i")),
+    ]
+    for f in kept:
+        want = shard_map(f, VirtualMesh(i=size), P("i"), P())(x)
+        close(mapped(f)(x), want)
+        loss = lambda x, f=f: shard_map(f, mesh, P("i"), P())(x).square().sum()  # noqa: E731
+        close(tsfunc.specialize(tsfunc.hessian(loss))(x), tsfunc.hessian(loss)(x))
+    # A proved promise is not compared when the program runs, and one of a loop is.
+    proved = mapped(kept[0], check="values")
+    assert "'leave', [], 'i', 'i=2;unchecked'" in str(proved.lower(x))
+    assert "'leave', [], 'i', 'i=2;values'" in str(mapped(kept[3], check="values").lower(x))
+
+
+@check
+def loops_over_equal_values_are_equal(rank: int, size: int) -> None:
+    """A sum after a loop over equal values needs no collective."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+
+    def body(w: Tensor) -> Tensor:
+        w = tsfunc.fori_loop(0, 2, lambda _, w: w.sin() + tsfunc.psum(w, "i"), w)
+        out: Tensor = tsfunc.psum(w, "i")
+        return out
+
+    f = shard_map(body, mesh, P(), P())
+    program = tsfunc.specialize(f)
+    close(program(torch.ones(3)), f(torch.ones(3)))
+    (use,) = program.properties().collectives
+    assert use.times == 2  # those of the loop's steps
+
+
+@check
+def captured_tensors_are_exchanged_by_name(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    own = torch.ones(2) + rank
+    with tsfunc.mesh_axes(mesh):
+        f = tsfunc.specialize(lambda x: x + tsfunc.psum(own, "i"))
+        close(f(torch.zeros(2)), torch.full((2,), 3.0))
+        own.add_(1)
+        close(f(torch.zeros(2)), torch.full((2,), 5.0))
+        assert "'sum', [], 'i', 'i=2;" in str(f.program)
 
 
 @check
@@ -259,6 +331,33 @@ def test_a_program_says_which_mesh_it_needs(tmp_path: Path) -> None:
     loaded = tsfunc.load(file)
     with pytest.raises(MeshError, match="a mesh with the axes i=2, got a process"):
         loaded(*arguments())
+    with (
+        simulated_rank(0, i=4) as mesh,
+        tsfunc.mesh_axes(mesh),
+        pytest.raises(MeshError, match=r"with the axes i=2, got a process whose meshes are: .*i=4"),
+    ):
+        loaded(*arguments())
+
+
+def saved_by_every_rank(rank: int, size: int, folder: str) -> bytes:
+    for _ in range(3 * rank):
+        dist.new_group([rank], use_local_synchronization=True)
+    gradient = tsfunc.specialize(tsfunc.grad(loss_over(size)))
+    gradient(*arguments())
+    gradient.save(Path(folder) / f"{rank}.ts")
+    return (Path(folder) / f"{rank}.ts").read_bytes()
+
+
+def runs_the_file_of_rank_0(rank: int, size: int, folder: str) -> None:
+    loaded = tsfunc.load(Path(folder) / "0.ts")
+    with tsfunc.mesh_axes(init_device_mesh("cpu", (size,), mesh_dim_names=("i",))):
+        close(loaded(*arguments()), tsfunc.grad(loss_over(size))(*arguments()))
+
+
+def test_a_file_of_one_rank_runs_on_all_ranks_of_another_run(tmp_path: Path) -> None:
+    first, second = spawn(saved_by_every_rank, 2, str(tmp_path))
+    assert first == second
+    spawn(runs_the_file_of_rank_0, 2, str(tmp_path))
 
 
 def parallel_loss(w: Tensor, x: Tensor) -> Tensor:
@@ -303,6 +402,69 @@ def test_a_large_mesh_is_simulated(dp: int, tp: int) -> None:
             ]  # fmt: skip
             texts.add(f"{gradient}{tsfunc.specialize(ring).lower(x)}")
     assert len(texts) == 1
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_large_mesh_have_one_program() -> None:
+    dp, tp = 64, 16
+    w, x = torch.randn(8, 2 * tp), torch.randn(3 * dp, 8)
+    texts = set()
+    for rank in range(dp * tp):
+        with simulated_rank(rank, dp=dp, tp=tp) as mesh:
+            loss = shard_map(parallel_loss, mesh, (P(None, "tp"), P("dp")), P())
+            texts.add(str(tsfunc.specialize(tsfunc.grad(loss)).lower(w, x)))
+    assert len(texts) == 1
+
+
+def draws(rank: int, size: int, state: Tensor) -> Tensor:
+    """Numbers of six examples that are spread over the ranks, from a state of the generator."""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    noisy = tsfunc.vmap(
+        lambda x: torch.nn.functional.dropout(x + torch.randn(3)).sum() + torch.rand(()),
+        randomness="split",
+        mesh_axis="i",
+    )
+    torch.set_rng_state(state)
+    out: Tensor = shard_map(noisy, mesh, P("i"), P("i"))(torch.arange(12.0))
+    return out
+
+
+def test_random_numbers_do_not_depend_on_the_number_of_ranks() -> None:
+    torch.manual_seed(5)
+    torch.randn(3)  # a state in the middle of a stream
+    state = torch.get_rng_state()
+    (whole,) = spawn(draws, 1, state)
+    for found in spawn(draws, 2, state):
+        assert torch.equal(found, whole)
+
+
+@pytest.mark.slow
+def test_random_numbers_on_four_ranks() -> None:
+    state = torch.get_rng_state()
+    (whole,) = spawn(draws, 1, state)
+    for found in spawn(draws, 4, state):
+        assert torch.equal(found, whole)
+
+
+@check
+def modes_of_randomness(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
+    x = torch.zeros(size, 2)
+
+    def drawn(over: Any, mode: str, seed: int = 3) -> Tensor:
+        torch.manual_seed(seed)
+        f = shard_map(lambda x: x + torch.randn(2), over, P("i"), P("i"), randomness=mode)
+        out: Tensor = f(x)
+        return out
+
+    for mode in ("same", "split"):
+        assert torch.equal(drawn(mesh, mode), drawn(VirtualMesh(i=size), mode))
+        with pytest.raises(RanksDisagree, match="torch's generators in the state"):
+            drawn(mesh, mode, rank)
+    assert not torch.equal(*drawn(mesh, "different")[:2])
+    for over in (mesh, VirtualMesh(i=size)):
+        with pytest.raises(RuntimeError, match="random"):
+            drawn(over, "error")
 
 
 def test_a_large_mesh_in_one_process_has_its_values() -> None:

@@ -237,3 +237,98 @@ class TestMistakes:
         either = grad(lambda x: cond(x.sum() > 0, torch.sin, torch.cos, x).sum())
         f = specialize(either, backend=Recording())
         torch.testing.assert_close(f(torch.ones(2)), either(torch.ones(2)))
+
+
+def smooth(x: Tensor) -> Tensor:
+    return (x.sin() * x.roll(1)).square()
+
+
+def smooth_choice(x: Tensor) -> Tensor:
+    return cond(x.sum() > -9, lambda: x.sin() * x.roll(1), lambda: x * 3).square()
+
+
+def smooth_loop(x: Tensor) -> Tensor:
+    return tsfunc.fori_loop(0, 3, lambda i, c: c.sin() * c.roll(1) + x, x)
+
+
+def plain_hessian(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(func(x).sum(), x, create_graph=True)
+    return torch.stack([torch.autograd.grad(e, x, retain_graph=True)[0] for e in first])
+
+
+def gradient(func: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return grad(lambda x: func(x).sum())
+
+
+SECOND: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "grad of grad": lambda f, x: gradient(lambda x: gradient(f)(x).square() / 2)(x),
+    "autograd of grad": lambda f, x: torch.autograd.grad(
+        gradient(f)(y := x.clone().requires_grad_()).square().sum() / 2, y
+    )[0],
+    "autograd of autograd": lambda f, x: plain_hessian(f, x) @ gradient(f)(x),
+    "linearize of grad": lambda f, x: tsfunc.linearize(gradient(f), x)[1](gradient(f)(x)),
+    "jacrev of jacrev": lambda f, x: (
+        tsfunc.jacrev(tsfunc.jacrev(lambda x: f(x).sum()))(x) @ gradient(f)(x)
+    ),
+    "vjp of grad": lambda f, x: tsfunc.vjp(gradient(f), x)[1](gradient(f)(x))[0],
+}
+
+
+@pytest.mark.parametrize("func", [smooth, smooth_choice, smooth_loop])
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_of_a_compiled_program(
+    name: str, func: Callable[[Tensor], Tensor]
+) -> None:
+    """The product of the Hessian and the gradient, by each way to a second derivative."""
+    x = torch.rand(3)
+    (first,) = torch.autograd.grad(func(y := x.clone().requires_grad_()).sum(), y)
+    expected = plain_hessian(func, x) @ first
+    torch.testing.assert_close(SECOND[name](specialize(func, backend="aot_eager"), x), expected)
+
+
+def test_linearize_of_a_compiled_program() -> None:
+    x = torch.rand(3)
+    _, expected = jvp(smooth_choice, (x,), (x,))
+    _, push = tsfunc.linearize(specialize(smooth_choice, backend="aot_eager"), x)
+    torch.testing.assert_close(push(x), expected)
+
+
+@pytest.mark.parametrize("first", ["vjp", "grad"])
+def test_a_compiled_program_keeps_its_graph_where_the_caller_does(first: str) -> None:
+    """AOTAutograd alone refuses a pass that keeps the graph after one that does not."""
+    run = specialize(smooth_choice, backend="aot_eager")
+    x = torch.rand(3)
+    expected = gradient(smooth_choice)(x)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "vjp": lambda: tsfunc.vjp(run, x)[1](torch.ones(3))[0],
+        "grad": lambda: gradient(run)(x),
+    }
+    for name in (first, "grad", "vjp"):
+        torch.testing.assert_close(ways[name](), expected)
+
+
+def drawing(x: Tensor) -> Tensor:
+    return (x * torch.rand(3)).sin()
+
+
+BUFFER = torch.zeros(3)
+
+
+def writing(x: Tensor) -> Tensor:
+    BUFFER.add_(x.detach())
+    return x.sin() * x
+
+
+@pytest.mark.parametrize("func", [drawing, writing])
+def test_a_program_that_can_not_run_again_refuses_a_second_derivative(
+    func: Callable[[Tensor], Tensor],
+) -> None:
+    run = specialize(func, backend="aot_eager")
+    x = torch.rand(3, requires_grad=True)
+    torch.manual_seed(0)
+    (got,) = torch.autograd.grad(run(x).sum(), x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(got, torch.autograd.grad(func(x).sum(), x)[0])
+    with pytest.raises(RuntimeError, match=r"derivative is differentiated\. Leave the backend out"):
+        torch.autograd.grad(run(x).sum(), x, create_graph=True)

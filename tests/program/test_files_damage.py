@@ -238,9 +238,13 @@ class TestContainers:
     @pytest.mark.parametrize(
         ("entry", "change", "match"),
         [
-            (FUNCTION, lambda d: form_of(d)["conditions"].append("print(n) == 1"), "of no sizes"),
-            (FUNCTION, lambda d: form_of(d)["conditions"].append("k == 1"), "of no sizes"),
-            (FUNCTION, lambda d: form_of(d)["conditions"].append("n"), "compares no sizes"),
+            (
+                FUNCTION,
+                lambda d: form_of(d)["conditions"].append("print(n) == 1"),
+                "is not made of sizes",
+            ),
+            (FUNCTION, lambda d: form_of(d)["conditions"].append("k == 1"), "is not made of sizes"),
+            (FUNCTION, lambda d: form_of(d)["conditions"].append("n"), "not a comparison of sizes"),
             (FUNCTION, lambda d: form_of(d)["conditions"].append(3), "expected"),
             (FUNCTION, lambda d: form_of(d).update(conditions={}), "expected"),
             ("format.json", lambda d: d.update(version=2), "conditions"),

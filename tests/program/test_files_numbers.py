@@ -98,7 +98,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "a large number": ({"value": 1 << 63}, "only a number that is finite"),
     "a text": ({"value": "k"}, "only a number that is finite"),
     "more": ({"more": 1}, "there is no 'more' in such an object"),
-    "another name": ({"number": "other"}, "is made of no sizes"),
+    "another name": ({"number": "other"}, "is not made of sizes"),
 }
 
 

@@ -164,12 +164,12 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
 @pytest.mark.parametrize(
     ("annotation", "message"),
     [
-        (list, r"the annotation: list says not what is in it: write List\[X\]"),
-        (List, r"typing\.List says not what is in it: write List\[X\]"),
+        (list, r"the annotation: list does not say what is in it: write List\[X\]"),
+        (List, r"typing\.List does not say what is in it: write List\[X\]"),
         (Dict, r"write Dict\[K, V\]"),
         (Tuple, r"write Tuple\[X, Y\]"),
         (torch.futures.Future, r"write Future\[X\]"),
-        (Tuple[int, ...], "any length, and the length of a tuple is part of its type"),
+        (Tuple[int, ...], "can have any length, and the length of a tuple is part of its type"),
         (Union[int, str], "a union of int and str: the language has no unions but with None"),
         (Dict[Color, int], r"keys of a dict are .*, not tests\.types\.strategies\.Color"),
         (typing.Callable[[int], int], r"is not a type of the language; a type is Any, int, float"),
@@ -197,7 +197,7 @@ def test_errors_say_where() -> None:
     class Wrong(NamedTuple):
         x: list  # type: ignore[type-arg]
 
-    with pytest.raises(AnnotationError, match=r"^the annotation: Wrong\.x: list says not"):
+    with pytest.raises(AnnotationError, match=r"^the annotation: Wrong\.x: list does not say"):
         from_annotation(Wrong)
 
 

@@ -152,5 +152,5 @@ def test_a_method_whose_annotations_are_no_types() -> None:
     class Odd:
         def method(self, x: list) -> Any: ...  # type: ignore[type-arg]
 
-    with pytest.raises(TypeCheckError, match=r"^x\.method: method: parameter x: list says not"):
+    with pytest.raises(TypeCheckError, match=r"^x\.method: method: parameter x: list does not say"):
         attribute_type(TSCustomClass(Odd), "method", of="x")

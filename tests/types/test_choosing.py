@@ -15,7 +15,7 @@ from tsfunc import Descriptors, Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Value
-from tsfunc.types.choosing import exclude_each_other
+from tsfunc.types.compiled import exclude_each_other
 
 F32, F64 = Meta(torch.float32), Meta(torch.float64)
 LISTS = (List[F32], List[F64])  # type: ignore[valid-type]  # noqa: UP006
@@ -85,15 +85,15 @@ def test_the_narrower_set_comes_first(narrow: dict[str, Any], wide: dict[str, An
 @pytest.mark.parametrize(
     ("one", "other", "words"),
     [
-        ({"x": F32}, {"x": F32}, "say the same"),
-        ({"x": Meta(["n"])}, {"x": Meta(["m"])}, "say the same"),
-        ({}, {}, "say the same"),
-        ({"x": Meta(["n", 3])}, {"x": Meta([3, "m"])}, "can both be kept by one call"),
-        ({"x": F32}, {"x": Meta(rank=1)}, "can both be kept by one call"),
-        ({"x": F32}, {"y": F32}, "can both be kept by one call"),
-        ({"x": Meta([Dim("n", max=5)])}, {"x": Meta([Dim("n", min=3)])}, "can both be kept"),
-        ({"x": Meta(["n", "n"])}, {"x": Meta([3, None])}, "can both be kept by one call"),
-        ({"x": int | None}, {"x": float | None}, "can both be kept by one call"),
+        ({"x": F32}, {"x": F32}, "are equivalent"),
+        ({"x": Meta(["n"])}, {"x": Meta(["m"])}, "are equivalent"),
+        ({}, {}, "are equivalent"),
+        ({"x": Meta(["n", 3])}, {"x": Meta([3, "m"])}, "can both fit one call"),
+        ({"x": F32}, {"x": Meta(rank=1)}, "can both fit one call"),
+        ({"x": F32}, {"y": F32}, "can both fit one call"),
+        ({"x": Meta([Dim("n", max=5)])}, {"x": Meta([Dim("n", min=3)])}, "can both fit"),
+        ({"x": Meta(["n", "n"])}, {"x": Meta([3, None])}, "can both fit one call"),
+        ({"x": int | None}, {"x": float | None}, "can both fit one call"),
         ({"x": Meta([Dim("n", multiple_of=4)])}, {"x": Meta([Dim("n", multiple_of=6)])}, "both"),
     ],
 )

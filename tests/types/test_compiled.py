@@ -92,8 +92,8 @@ def test_the_shapes_of_the_proposal() -> None:
     assert sizes == {"i": 4, "i1": 1, "i2": 2, "i3": 3}
     lines = violations({"x": MetaTensorType(["i", "i", 100])}, {"x": torch.ones(4, 5, 99)})
     assert lines == [
+        "x.shape[1]: expected 4 (i is 4 at x.shape[0]), got 5",
         "x.shape[2]: expected 100, got 99",
-        "i is 4 at x.shape[0] but 5 at x.shape[1]",
     ]
 
 
@@ -227,7 +227,9 @@ def test_named_dims_across_parameters_in_the_order_of_the_signature() -> None:
     n = MetaTensorType(["n"])
     contract = {"y": n, "x": n, "params": [n]}  # the order of the dict plays no part
     call = {"params": [torch.ones(3)], "x": torch.ones(3), "y": torch.ones(4)}
-    assert violations(contract, call) == ["n is 3 at params[0].shape[0] but 4 at y.shape[0]"]
+    assert violations(contract, call) == [
+        "y.shape[0]: expected 3 (n is 3 at params[0].shape[0]), got 4"
+    ]
 
 
 def test_bounds_of_one_name_add_up() -> None:
@@ -264,7 +266,7 @@ def test_the_alternative_is_the_one_that_fits_what_is_bound() -> None:
     either = MetaTensorType(["n", "a"]) | int
     assert violations(
         {"params": [MetaTensorType(["n"])], "x": either}, {"params": [torch.ones(3)], "x": X}
-    ) == ["n is 3 at params[0].shape[0] but 2 at x.shape[0]"]
+    ) == ["x.shape[0]: expected 3 (n is 3 at params[0].shape[0]), got 2"]
 
 
 # --- accepted
@@ -373,7 +375,7 @@ class TestTypes:
         assert violations(contract, {"x": wrong, "y": torch.ones(3)}) == [
             "x.x.shape[1]: expected 8, got 7",
             "x.scale: expected float, got 's' (str)",
-            "n is 2 at x.x.shape[0] but 3 at y.shape[0]",
+            "y.shape[0]: expected 2 (n is 2 at x.x.shape[0]), got 3",
         ]
         del wrong.x
         assert violations({"x": Batch}, {"x": wrong})[0] == (
@@ -506,7 +508,7 @@ def test_what_solves_for_no_size(
         ),
         (
             MetaTensorType([..., "n", "n"]), [], torch.ones(5, 2, 3),
-            "n is 2 at x.shape[1] but 3 at x.shape[2]",
+            "x.shape[2]: expected 2 (n is 2 at x.shape[1]), got 3",
         ),
         (
             MetaTensorType([Dim("n", multiple_of=4)]), [torch.ones(8), torch.ones(0)],

@@ -53,7 +53,7 @@ def test_the_type_of_a_module_shows_its_schema() -> None:
     ],
 )
 def test_the_type_of_a_module_composes_with_nothing(compose: Any) -> None:
-    with pytest.raises(AnnotationError, match=r"composes with nothing.*use the class itself"):
+    with pytest.raises(AnnotationError, match=r"be part of another type.*use the class itself"):
         compose(MODULE)
 
 

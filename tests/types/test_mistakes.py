@@ -103,9 +103,9 @@ CALL = "descriptors of f(x, y, rest, train, more): "
         ),
         (
             lambda: {"more": {"train": bool}},
-            [CALL, "more['train']: 'train' is a parameter of its own", "in **more"],
+            [CALL, "more['train']: 'train' is a separate parameter", "in **more"],
         ),
-        (lambda: [{"x": 1}, {"x": 1}], ["specialize(f): its descriptors 1 and 2 say the same"]),
+        (lambda: [{"x": 1}, {"x": 1}], ["specialize(f): its descriptors 1 and 2 are equivalent"]),
     ],
 )
 def test_a_wrong_descriptor_is_refused_where_it_is_written(

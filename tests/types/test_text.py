@@ -35,7 +35,6 @@ from tsfunc.types import (
     TSType,
     parse,
 )
-from tsfunc.types.text import parse_tensor
 
 META = MetaTensorType(["n", 64], dtype=torch.float32, device="cpu")
 
@@ -123,7 +122,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         ("", "'' is not a valid type: expected a type, got 'the end'"),
         ("List[int", r"expected '\]' or ',', got ''"),
         ("List[int]]", r"expected the end of the type, got '\]'"),
-        ("List", r"List says not what is in it: write List\[\.\.\.\]"),
+        ("List", r"List does not say what is in it: write List\[\.\.\.\]"),
         ("List[int, str]", "List has one type, got 2"),
         ("Dict[int]", r"Dict has a key and a value type, got 1 type\(s\)"),
         ("Dict[Tuple[int], int]", "keys of a dict are str, int, float, bool, Tensor or Any, not T"),
@@ -131,7 +130,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         ("nowhere.Model", r"nowhere\.Model is neither a word .*parse\(text, \{'nowhere': \.\.\.\}"),
         ("os.path", "is not a type of the language"),
         ("namedtuple[int]", r"expected '\(' after namedtuple, got '\[int\]'"),
-        ("namedtuple(a: int, a: int)", "a name of its own for each element"),
+        ("namedtuple(a: int, a: int)", "expected a different name for each element"),
         ("namedtuple(int int)", r"expected ',' or '\)', got 'int\)'"),
         ("f32[-1]", "a size can't be negative, got -1|neither a name nor"),
         ("f32[n", r"expected '\]' after the dims"),
@@ -173,10 +172,12 @@ def test_classes_that_can_not_be_found_by_name_keep_theirs() -> None:
 
 @pytest.mark.parametrize("text", ["f32[n, 64] cpu", "tensor[...]", "i64[] no_grad"])
 def test_a_description_of_a_tensor_reads_back(text: str) -> None:
-    assert str(parse_tensor(text)) == text
+    assert str(MetaTensorType.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["int", "torch.nn.Parameter", "List[f32[n]]"])
 def test_what_describes_no_tensor(text: str) -> None:
-    with pytest.raises(AnnotationError, match=r"describes no tensor; write for example f32\[n, 64"):
-        parse_tensor(text)
+    with pytest.raises(
+        AnnotationError, match=r"not describe a tensor; write for example f32\[n, 64"
+    ):
+        MetaTensorType.parse(text)

@@ -171,3 +171,12 @@ def test_arrays_compare_as_a_whole() -> None:
 )
 def test_describe(value: object, text: str) -> None:
     assert describe(value) == text
+
+
+def test_the_order_of_the_keys_of_a_dict_makes_no_other_type() -> None:
+    """This holds for keys that Python can't sort, too."""
+    for a, b in ((1 + 0j, 0), (1, "a"), ("b", "a"), (1, 0)):
+        one, other = Descriptors({"x": [{a: 1, b: 2}]}), Descriptors({"x": [{b: 2, a: 1}]})
+        assert one == other and hash(one) == hash(other) and one <= other <= one
+        assert one != Descriptors({"x": [{b: 1, a: 2}]})
+    assert Descriptors({"x": [{1: 2}]}) != Descriptors({"x": [{True: 2}]})

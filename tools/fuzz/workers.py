@@ -6,6 +6,7 @@ import base64
 import os
 import pickle
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import IO, Any
 from tools.fuzz.running import CRASHES, HANGS, Verdict
 
 _MOST = 400  # programs of one process, whose caches grow
+_WAITING = 4  # times the limit: so long a process may wait for a lock, or for the CPU
 
 
 def serve() -> None:
@@ -32,7 +34,8 @@ def serve() -> None:
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     for line in sys.stdin:
-        mode, program = pickle.loads(base64.b64decode(line))
+        limit, mode, program = pickle.loads(base64.b64decode(line))
+        signal.setitimer(signal.ITIMER_PROF, limit)  # SIGPROF ends the process
         verdict = modes.MODES[mode](program)
         print(base64.b64encode(pickle.dumps(verdict)).decode(), file=out, flush=True)
 
@@ -41,7 +44,7 @@ class Worker:
     """Runs programs elsewhere: whatever they do, there is a verdict."""
 
     def __init__(self, limit: float = 180.0) -> None:
-        self.limit = limit
+        self.limit = limit  # CPU seconds, which do not depend on what else the machine does
         self._process: subprocess.Popen[str] | None = None
         self._ran = 0
 
@@ -54,10 +57,14 @@ class Worker:
         to, back = _pipe(process.stdin), _pipe(process.stdout)
         begin = time.monotonic()
         try:
-            print(base64.b64encode(pickle.dumps((mode, program))).decode(), file=to, flush=True)
+            print(
+                base64.b64encode(pickle.dumps((self.limit, mode, program))).decode(),
+                file=to,
+                flush=True,
+            )
         except BrokenPipeError:
             return self._dead()
-        ready, _, _ = select.select([back], [], [], self.limit)
+        ready, _, _ = select.select([back], [], [], _WAITING * self.limit)
         if not ready:
             self.close()
             return Verdict(HANGS, "time", f"no end after {time.monotonic() - begin:.0f} s")
@@ -74,6 +81,9 @@ class Worker:
         process = self._process
         assert process is not None
         code = process.wait()
+        if code == -signal.SIGPROF:
+            self.close()
+            return Verdict(HANGS, "time", f"no end after {self.limit:.0f} s of CPU time")
         self._said.seek(0)
         said = self._said.read()[-2000:]
         self.close()

@@ -290,8 +290,10 @@ def _torch_function() -> None:
     torch.utils._python_dispatch.TorchDispatchMode
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
     torch.utils._device.DeviceContext torch.overrides._pop_mode
-    torch.utils._python_dispatch._pop_mode""",
-    use="A trace sets the modes of its caller apart, and asks which of torch's modes are active.",
+    torch.utils._python_dispatch._pop_mode torch._C._is_torch_function_mode_enabled
+    torch.overrides._get_current_function_mode_stack""",
+    use="A trace sets the modes of its caller apart, and asks which of torch's modes are active: "
+    "its own mode is active while the traced function's code runs.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
 )
@@ -318,6 +320,11 @@ def _modes() -> None:
         C._push_on_torch_function_stack(function_mode)
         _expect(torch.overrides._pop_mode() is function_mode, "the mode on top")
         C._push_on_torch_function_stack(function_mode)
+        active = torch.overrides._get_current_function_mode_stack()
+        _expect(active[-1] is function_mode, "the mode on top")
+        _expect(C._is_torch_function_mode_enabled(), "function modes in use")
+        with C.DisableTorchFunction():
+            _expect(not C._is_torch_function_mode_enabled(), "no function modes")
 
 
 @_entry(
@@ -800,7 +807,8 @@ def _guards() -> None:
     "Compilers",
     """torch._inductor.aoti_compile_and_package torch._inductor.compile_fx.compile_fx
     torch._inductor.decomposition.select_decomp_table
-    torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend""",
+    torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend
+    torch._functorch.config torch._C._autograd._get_current_graph_task_keep_graph""",
     use='specialize(backend="inductor") and other backends by name, and tsfunc export --to aoti.',
     stand_in="torch.compile of the program's module.",
     risk=Risk.LOW,
@@ -808,8 +816,15 @@ def _guards() -> None:
 def _compilers() -> None:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
+    from torch._functorch import config
     from torch._inductor.decomposition import select_decomp_table
 
+    with config.patch(donated_buffer=False):
+        _expect(config.donated_buffer is False, "a setting for donated buffers")
+    _expect(
+        torch._C._autograd._get_current_graph_task_keep_graph() is True,
+        "True outside of a backward pass",
+    )
     _expect(torch.ops.aten.lerp.Scalar in select_decomp_table(), "a table of decompositions")
     _expect(callable(lookup_backend("aot_eager")), "the backend aot_eager")
     try:

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _STEPS = 200  # the most instructions between a test and its raise
 _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", "SETUP_", "RERAISE")
@@ -65,13 +68,25 @@ def may_be_caught(frame: FrameType) -> bool:
     own: FrameType | None = frame
     while own is not None:
         name = own.f_globals.get("__name__", "")
-        if own is frame or not name.startswith(("torch.", "tsfunc.")):
-            if _catches(own.f_code, own.f_lasti):
-                return True
-        elif name.startswith("tsfunc.program."):
-            return False  # the frame that began the trace
+        passes_on = own is not frame and name.startswith(("torch.", "tsfunc."))
+        if not passes_on and _catches(own.f_code, own.f_lasti):
+            return True
+        if own.f_code in _STARTS:
+            return False
         own = own.f_back
     return False
+
+
+_STARTS: set[CodeType] = set()
+
+
+def starts_trace(func: F) -> F:
+    """Mark a function that runs the user's function in a trace; used as a decorator.
+
+    An exception that reaches it leaves the traced function.
+    """
+    _STARTS.add(func.__code__)
+    return func
 
 
 @functools.lru_cache(maxsize=2048)

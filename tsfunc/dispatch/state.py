@@ -349,6 +349,7 @@ class Level:
         name: the name of the level in error messages.
         binding: for a level without values, the text of the name that it binds; a program that is
             made inside of the level is valid for this binding only.
+        forbids_random: True if random operators that reach the level raise an error.
     """
 
     __slots__ = ("_entered", "_inner", "_kernel_states", "_modal", "_restores", "_site", "alive",
@@ -356,6 +357,7 @@ class Level:
 
     autograd: int = 0
     binding: str = ""
+    forbids_random: bool = False
     depth: int
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from tsfunc.bridge.mesh.simulation import simulated_rank
 from tsfunc.testing.laws import check_compose, check_grads, check_specialize, check_vmap
+from tsfunc.testing.mesh_laws import check_shard_map
 from tsfunc.testing.ranks import spawn
 from tsfunc.testing.rules import check_custom_rule
 
@@ -17,6 +18,7 @@ __all__ = [
     "check_compose",
     "check_custom_rule",
     "check_grads",
+    "check_shard_map",
     "check_specialize",
     "check_vmap",
     "simulated_rank",

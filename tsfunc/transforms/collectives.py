@@ -45,6 +45,9 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     Corresponds to ``jax.lax.psum``.
     """
     for level in _levels(axis_name, "psum"):
+        if type(x) is torch.Tensor:
+            x = physical.total(level, x)
+            continue
         of = functools.partial(physical.total, level)
         x = _each("psum", x, of, functools.partial(mul, level.batch_size))
     return x

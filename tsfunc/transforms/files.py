@@ -117,7 +117,7 @@ def load(
         tensor([6., 6.])
 
     Similar to ``torch.export.load``, which uses pickle for Python objects; the format is described
-    in ``docs/saving.md``.
+    in ``docs/files.md``.
     """
     target = None if device is None else torch.device(device)
     with Path(path).open("rb") as file:

@@ -17,12 +17,13 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_as_seen_by_current_level
+from tsfunc.errors import MissingRuleError
 from tsfunc.transforms.arguments import (
     flatten_output,
     level_of,
@@ -115,6 +116,13 @@ def jvp(
     except NotImplementedError as error:
         if not _lacks_formula(str(error)):
             raise
+        if converts_to_dtensor(error):
+            raise MissingRuleError(
+                "jvp: expected operators with a rule for forward mode or a pullback that can be "
+                "differentiated, got a conversion between plain tensors and DTensors, which has "
+                "neither. Use grad or vjp, pass DTensors to jvp, or write the computation with "
+                "shard_map."
+            ) from error
     except RuntimeError as error:
         if "Nested forward mode AD is not supported" not in str(error):
             raise

@@ -254,6 +254,18 @@ def _check_scalar(api: str, out: Any) -> torch.Tensor:
     return out
 
 
+@overload
+def grad(
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: Literal[False] = False
+) -> Callable[..., Any]: ...
+@overload
+def grad(
+    func: Callable[..., tuple[Any, _Aux]], argnums: Argnums = 0, *, has_aux: Literal[True]
+) -> Callable[..., tuple[Any, _Aux]]: ...
+@overload
+def grad(
+    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., Any]: ...
 @in_dynamo(TORCH_FUNC["grad"])
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
@@ -343,8 +355,8 @@ def _value_and_grad_in_dynamo(
 
 @in_dynamo(_value_and_grad_in_dynamo)
 def value_and_grad(
-    func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
-) -> Callable[..., Any]:
+    func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
+) -> Callable[..., tuple[_Result, Any]]:
     """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
 
     Example:

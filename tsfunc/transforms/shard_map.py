@@ -9,9 +9,10 @@ nested vmaps.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,11 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
-from tsfunc.bridge.mesh.levels import MeshLevel, in_trace, mesh_levels
+from tsfunc.bridge.mesh.failures import describe, report
+from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
+from tsfunc.bridge.mesh.operators import in_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.dispatch.places import place_of
+from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
@@ -58,9 +62,10 @@ def shard_map(
         out_specs: the specs of the results. An axis that a spec does not name is a promise: the
             ranks along it return equal tensors.
         axis_names: the axes that the function sees; by default all axes of the mesh.
-        randomness: the mode of random operators: "error", "same" (equal numbers on every rank,
-            given equal seeds), "different", or "split" (the numbers that ``vmap`` would give each
-            index).
+        randomness: the mode of random operators: "error", "same" (equal numbers on every rank),
+            "different" (other numbers on every rank), or "split" (the numbers that ``vmap`` gives
+            each index). "same" and "split" need equal states of torch's generators on all ranks,
+            which are compared where calls are checked.
         inputs: "global" for whole tensors, equal on every rank, which are sliced without
             communication; "local" for tensors that are shards already. DTensors are passed as
             their shards, and their placements must match the spec.
@@ -116,12 +121,16 @@ def shard_map(
         known = mesh_of(mesh)
         axes = bound_axes(known.sizes, axis_names)
         _refuse_hidden(axes)
-        with bound(known, axes, check) as levels:
+        with bound(known, axes, check, randomness == "error") as levels:
             shards = _shards(args, plans[0], levels, inputs, mesh)
-            body = func
-            if randomness == "split":
-                body = spread_once(func, axes)
-            out = body(*shards)
+            if randomness == "error":
+                with watching_random():
+                    out = func(*shards)
+            else:
+                if randomness != "different":
+                    agree_on_generators(list(levels.values()))
+                body = func if randomness == "same" else spread_once(func, axes)
+                out = body(*shards)
             return _put_together(out, plans[1], levels, outputs, mesh)
 
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
@@ -192,33 +201,70 @@ def mesh_of(mesh: Any) -> Mesh:
 _of_device_meshes: dict[int, tuple[weakref.ref[DeviceMesh], Mesh]] = {}
 
 
-@contextmanager
-def bound(mesh: Mesh, axes: Sequence[str], check: str | None) -> Iterator[dict[str, MeshLevel]]:
-    """Context manager: activate levels that bind the names of the axes.
+class bound:
+    """Context manager: activate levels that bind the names of axes, and return them by name.
 
     If calls are checked, the ranks agree at the end on the outcome of the block, so that a rank
     that raises does not leave others waiting.
+
+    Args:
+        mesh: the mesh.
+        axes: the names of the axes.
+        check: as for ``shard_map``.
+        forbids_random: True if random operators in the block raise an error.
     """
-    with ExitStack() as stack:
-        levels = {name: stack.enter_context(MeshLevel(mesh, name, check)) for name in axes}
-        checked = [level for level in levels.values() if level.checks_calls and not in_trace()]
+
+    __slots__ = ("_check", "_levels", "_mesh")
+
+    def __init__(
+        self, mesh: Mesh, axes: Sequence[str], check: str | None, forbids_random: bool = False
+    ) -> None:
+        self._mesh, self._check = mesh, check
+        self._levels: dict[str, MeshLevel] = {}
+        for axis in axes:
+            previous = list(self._levels.values())
+            with using(previous[-1].inner if previous else tls.state):
+                self._levels[axis] = MeshLevel(mesh, axis, check, forbids_random)
+
+    def __enter__(self) -> dict[str, MeshLevel]:
+        for level in self._levels.values():
+            level.__enter__()
+        return self._levels
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        levels = list(self._levels.values())
         try:
-            yield levels
-        except BaseException as error:
-            _tell(checked, error)
-            raise
-        for level in checked:
-            agree(mesh, level.axis_name, "the end of the body")
+            if in_trace():
+                return
+            if error is not None:
+                _tell(self._mesh, levels, error)
+            elif self._check is not None:
+                for level in levels:
+                    agree(self._mesh, level.axis_name, "the end of the body")
+        finally:
+            for level in reversed(levels):
+                level.__exit__(None, None, None)
 
 
-def _tell(levels: Sequence[MeshLevel], error: BaseException) -> None:
-    """Tell the other ranks that this rank's body has raised."""
+def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None:
+    """Tell the other ranks that this rank's body has raised.
+
+    If each collective along an axis is preceded by an agreement, the error is exchanged in one.
+    Along other axes, ranks may wait in a collective that this rank does not join, and read a
+    report. Along the axis of a failed agreement, they raise the same error.
+    """
     known = error.axis_name if isinstance(error, RanksDisagree) else None
-    text = f"raised {type(error).__name__}: {error} at {place_of(error)}"
-    for level in levels:
-        if level.axis_name != known:  # along a known axis, the other ranks raise the same error
+    told = [
+        level.axis_name
+        for level in levels
+        if level.check in ("calls", "values")
+        or (level.check == "programs" and not mesh.has_programs(level.axis_name))
+    ]
+    report(mesh, error, told)
+    for axis in told:
+        if axis != known:
             with suppress(RuntimeError):  # the group can't be reached any more
-                exchanged_texts(level.mesh, level.axis_name, text)
+                exchanged_texts(mesh, axis, describe(error))
 
 
 def _refuse_hidden(axes: Sequence[Hashable]) -> None:
@@ -245,11 +291,18 @@ class _LeafPlan(NamedTuple):
         spec: the spec.
         spread: a pair (dim, axis) for each axis of a sharded dim, the slowest axis of a dim first.
         same: the axes that the spec does not name.
+        parts: a pair (dim, number of parts) for each sharded dim.
     """
 
     spec: P
     spread: tuple[tuple[int, str], ...]
     same: tuple[str, ...]
+    parts: tuple[tuple[int, int], ...]
+
+    def divides(self, x: torch.Tensor) -> bool:
+        """True if each sharded dim can be split into equal parts."""
+        shape = x.shape
+        return all(dim < len(shape) and not shape[dim] % parts for dim, parts in self.parts)
 
 
 class _Plans:
@@ -284,6 +337,10 @@ class _Plans:
                     spec,
                     tuple((dim, name) for dim, names in spec.dims() for name in names),
                     tuple(name for name in levels if name not in spec.names),
+                    tuple(
+                        (dim, math.prod(sizes[name] for name in names))
+                        for dim, names in spec.dims()
+                    ),
                 )
                 for spec in specs
             ]
@@ -303,15 +360,16 @@ def _shards(
     shards = []
     for x, plan in zip(flat, plans.of(tree, args, levels), strict=True):
         if isinstance(x, torch.Tensor):
-            if is_dtensor(x):
+            if type(x) is not torch.Tensor and is_dtensor(x):
                 x = _local(x, plan.spec, mesh)
             elif inputs == "global" and plan.spread:
-                sizes = {name: level.batch_size for name, level in levels.items()}
-                check_divides(plans.name, x, plan.spec, sizes)
+                if not plan.divides(x):
+                    sizes = {name: level.batch_size for name, level in levels.items()}
+                    check_divides(plans.name, x, plan.spec, sizes)
                 for dim, name in plan.spread:
                     x = levels[name].exchanged("slice", (dim,), x)
-            for name in plan.same:
-                x = levels[name].exchanged("enter", (), x)
+            if plan.same:
+                x = copied([levels[name] for name in plan.same], "enter", x)
         shards.append(x)
     return pytrees.unflatten(tree, shards)
 
@@ -330,8 +388,8 @@ def _put_together(
                         f"{plans.name}: expected a result with a dim {dim} for {plan.spec!r}, got "
                         f"one of shape {tuple(x.shape)}."
                     )
-            for name in plan.same:
-                x = levels[name].exchanged("leave", (), x)
+            if plan.same:
+                x = copied([levels[name] for name in plan.same], "leave", x)
             if outputs == "dtensor":
                 x = _distributed(x, plan.spec, mesh)
             elif outputs == "global":

@@ -49,7 +49,7 @@ from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
-from tsfunc.types.choosing import in_order
+from tsfunc.types.compiled import in_order
 from tsfunc.types.signatures import signature_of
 
 _Params = ParamSpec("_Params")
@@ -60,7 +60,11 @@ register_all()  # so that files know the values that programs may hold
 
 
 class Specialized(Generic[_Params, _Result]):
-    """A function that runs as programs; made by :func:`specialize`."""
+    """A function that runs as programs; made by :func:`specialize`.
+
+    ``Specialized[P, R]`` is its type in annotations, with the parameters and the result of the
+    function.
+    """
 
     __name__: str  # unless the function has none, as an nn.Module
     func: Any

@@ -2,33 +2,30 @@
 
 The descriptor of a function's parameter is a type. The modules, in the order of their imports:
 
-    polynomials  expressions over sizes: equality, and solutions for a name
-    dims         sizes: numbers, names with bounds, expressions
-    meta         MetaTensorType: a tensor's dtype, shape, device, requires_grad, layout
-    class_names  the names of classes in texts, and the lookup of a class by its name
-    values       Python values as literals: equality, and their text
-    grammar      the types: frozen dataclasses under one union
-    classes      nominal types: enums, interfaces, torch's own classes, any class
-    descriptors  the class, the tensors and the parts that a type describes
-    sizes        comparison of the sizes of two types, whose names hold across a type
-    lattice      the subtype relation, and the least type above two types
-    inference    the types of values
-    text         the parser of types and descriptors
-    annotation   the types of typing objects, classes and strings
-    reading      the conversion of users' values into descriptors
-    conformance  the check of a value against a type, with every mismatch
-    generated    the same check as generated code, which is fast for values that fit
-    interfaces   the check of a class against an interface
-    signatures   the types of parameters and results, and the check of a call
-    attributes   the type of an attribute of a type
-    control_flow the types of branches, and of values that loops carry
+    sizes            expressions over named sizes: their normal form, and facts as text
+    dims             the sizes in a shape: numbers, names with bounds, expressions
+    size_matching    comparison of the sizes of two types, whose names hold across a type
+    tensor_text      tensors as text, printed and parsed
+    meta             MetaTensorType: the metadata of a tensor, its order and joins
+    meta_arguments   the arguments of MetaTensorType, checked and normalized
+    values           Python values as literals, and classes by name: equality, and their text
+    grammar          the types: frozen dataclasses under one union
+    classes          nominal types: enums, interfaces, torch's own classes, any class
+    descriptors      the class, the tensors and the parts that a type describes
+    lattice          the subtype relation, and the least type above two types
+    inference        the types of values
+    text             the parser of types and descriptors
+    annotation       the types of typing objects, classes and strings
+    reading          the conversion of users' values into descriptors
+    codegen          the check of values as generated code, which is fast for values that fit
+    checker          the check of values against types, with every mismatch
+    signatures       the types of parameters, results and attributes, and the check of a call
+    control_flow     the types of branches, and of values that loops carry
 
 The descriptors of a call:
 
-    descriptor_sets the record of all parameters: from examples, widened, split, as text
-    checks       a descriptor as a function that finds the mismatches of a value
-    choosing     the choice among several sets of descriptors for a call
-    compiled     the descriptors of a whole function, ready for its calls
+    descriptor_sets  the record of all parameters: from examples, widened, split, as text
+    compiled         the descriptors of a function, ready for its calls, and their order
 """
 
 from __future__ import annotations
@@ -39,13 +36,12 @@ from tsfunc._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tsfunc.types.annotation import from_annotation, parse
-    from tsfunc.types.attributes import attribute_type
+    from tsfunc.types.checker import Mismatch, check
     from tsfunc.types.classes import interface
     from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
-    from tsfunc.types.conformance import Mismatch, check
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
-    from tsfunc.types.dims import Dim, DimExpr, DimForm, DimSpec
+    from tsfunc.types.dims import Dim, DimForm, DimSpec
     from tsfunc.types.grammar import (
         ANY,
         BOOL,
@@ -88,19 +84,19 @@ if TYPE_CHECKING:
     from tsfunc.types.lattice import is_subtype, join
     from tsfunc.types.meta import MetaTensorType
     from tsfunc.types.reading import as_descriptor, parse_descriptor
-    from tsfunc.types.signatures import Signature, signature
+    from tsfunc.types.signatures import Signature, attribute_type, signature
+    from tsfunc.types.sizes import DimExpr
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "annotation": "from_annotation parse",
-            "attributes": "attribute_type",
             "classes": "interface",
             "compiled": "Bindings CompiledDescriptors compile_descriptors",
-            "conformance": "Mismatch check",
+            "checker": "Mismatch check",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
-            "dims": "Dim DimExpr DimForm DimSpec",
+            "dims": "Dim DimForm DimSpec",
             "grammar": """
                 ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR Descriptor TSAllType TSBuiltinClass
                 TSCallType TSCustomClass TSDict TSEnum TSFields TSFuture TSInstanceClass TSList
@@ -112,7 +108,8 @@ else:
             "lattice": "is_subtype join",
             "meta": "MetaTensorType",
             "reading": "as_descriptor parse_descriptor",
-            "signatures": "Signature signature",
+            "signatures": "Signature attribute_type signature",
+            "sizes": "DimExpr",
         },
     )
 

@@ -1,4 +1,8 @@
-"""Annotations: conversion of typing objects, classes and strings to types."""
+"""Annotations: conversion of typing objects, classes and strings to types.
+
+A typing object in a descriptor is read here too: descriptors have all of the language's types, and
+literals, unions, and tuples of any length. `reading` reads the other descriptors.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,17 @@ import sys
 import types
 import typing
 import weakref
-from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections import ChainMap, abc
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, Union
 
 import optree
 import torch
 
-from tsfunc.errors import AnnotationError
+from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.classes import is_future_class, is_rref_class, nominal_type
+from tsfunc.types.descriptors import literal, tensor_leaves
 from tsfunc.types.grammar import (
     ANY,
     BOOL,
@@ -27,13 +32,19 @@ from tsfunc.types.grammar import (
     STR,
     TENSOR,
     TS_TYPES,
+    TSDict,
+    TSList,
     TSModuleType,
     TSNamedTuple,
     TSTensor,
+    TSTuple,
+    TSTupleOf,
     TSType,
+    TSUnion,
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.text import compose, read_type
+from tsfunc.types.values import describe
 
 Scope: TypeAlias = Mapping[str, object]
 
@@ -56,6 +67,13 @@ _ADVICE = (
 )
 
 
+SUPPORTED = (
+    "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
+    "Literal[...], Any, a type of tsfunc.types, a container of descriptors, or a value"
+)
+"""The descriptors that there are, for error messages."""
+
+
 @dataclass(frozen=True)
 class _Reading:
     """The context in which an annotation is read.
@@ -64,14 +82,28 @@ class _Reading:
         where: the place, for error messages.
         scope: the objects that names in strings refer to; None for the words of the grammar only.
         inside: the enclosing named tuples.
+        descriptor: reads a part of a descriptor at a place; None for an annotation.
     """
 
     where: str
     scope: Scope | None
     inside: tuple[type, ...] = ()
+    descriptor: Callable[[Any, str], TSType] | None = None
 
     def error(self, what: str) -> AnnotationError:
         return AnnotationError(f"{self.where}: {what}")
+
+    def unknown(self, annotation: object) -> AnnotationError:
+        """Return the error of an object that is not a type."""
+        if self.descriptor is not None:
+            return self.error(f"{annotation!r} can't be checked at a call; give {SUPPORTED}")
+        return self.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
+
+    def part(self, annotation: Any, step: str = "") -> TSType:
+        """Return the type of a part, which is a step further from `where`."""
+        if self.descriptor is not None:
+            return self.descriptor(annotation, self.where + step)
+        return _read(annotation, self)
 
 
 def from_annotation(
@@ -111,8 +143,8 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return annotation
     if isinstance(annotation, TSModuleType):
         raise reading.error(
-            f"{annotation.cls.__name__} stands here for the type of one module, which is not "
-            f"an annotation; write the class"
+            f"{annotation.cls.__name__} is the type of one module, which is not an annotation; "
+            f"write the class"
         )
     if isinstance(annotation, MetaTensorType):
         return TSTensor(meta=annotation)
@@ -134,7 +166,18 @@ def _read(annotation: Any, reading: _Reading) -> TSType:
         return _read(annotation.__supertype__, reading)
     if type(annotation).__name__ == "TypeAliasType":  # Python 3.12's `type X = ...`
         return _read(annotation.__value__, reading)
-    raise reading.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
+    raise reading.unknown(annotation)
+
+
+def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TSType]) -> TSType:
+    """Return the descriptor that a typing object with an origin stands for.
+
+    Args:
+        annotation: the typing object, such as ``List[X]``.
+        where: the place of the descriptor, for error messages.
+        descriptor: reads the descriptor of a part at a place.
+    """
+    return _from_generic(annotation, _Reading(where, None, descriptor=descriptor))
 
 
 def _from_string(text: str, reading: _Reading) -> TSType:
@@ -200,28 +243,77 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
     if origin is typing.Annotated:
         return _from_annotated(args, reading)
     if origin in (typing.Final, typing.ClassVar):
-        return _read(args[0], reading)
+        return reading.part(args[0])
+    if args == ((),):  # Tuple[()] on Python 3.10
+        args = ()
+    if reading.descriptor is not None:
+        found = _only_in_descriptors(annotation, args, reading)
+        if found is not None:
+            return found
     name = _constructor(origin)
     if name is None:
         if isinstance(origin, type) and typing.Generic in origin.__bases__:
-            return _from_class(
-                origin, reading
-            )  # a user's class, whose parameters are not part of the language
-        raise reading.error(f"{annotation!r} is not a type of the language; {_ADVICE}")
+            return reading.part(origin)  # the parameters of a user's class are not in the language
+        raise reading.unknown(annotation)
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
-        raise reading.error(f"{annotation!r} says not what is in it: write {_BARE[origin]}")
+        raise reading.error(f"{annotation!r} does not say what is in it: write {_BARE[origin]}")
     if Ellipsis in args:
         raise reading.error(
-            f"{annotation!r} has any length, and the length of a tuple is part of its type; "
+            f"{annotation!r} can have any length, and the length of a tuple is part of its type; "
             f"write List[X] for any length"
         )
-    if args == ((),):  # Tuple[()] on Python 3.10
-        args = ()
+    inner = replace(reading, descriptor=None)
     try:
-        return compose(name, [_read(arg, reading) for arg in args])
+        return compose(name, [inner.part(arg) for arg in args])
     except AnnotationError as error:
         text = str(error)
         raise error if text.startswith(reading.where) else reading.error(text) from None
+
+
+def _only_in_descriptors(
+    annotation: Any, args: tuple[Any, ...], reading: _Reading
+) -> TSType | None:
+    """Convert a typing object of a descriptor; None for a future, an RRef, or an unknown one."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        for value in args:
+            require_hashable(value, reading.where)
+        return TSUnion(tuple(map(literal, args)))
+    if origin in (Union, types.UnionType):
+        return TSUnion(tuple(map(reading.part, args)))
+    if origin in (list, abc.MutableSequence, abc.Sequence):
+        element = reading.part(args[0], "[...]") if args else ANY
+        many = TSList(element)
+        return TSUnion((many, TSTupleOf(element))) if origin is abc.Sequence else many
+    if origin in (dict, abc.Mapping, abc.MutableMapping):
+        key, item = args or (Any, Any)
+        keys = reading.part(key)
+        if any(tensor_leaves(keys, reading.where)):
+            raise reading.error(f"the keys of a dict cannot be tensors, got {keys}")
+        return TSDict(keys, reading.part(item, "[...]"))
+    if origin is not tuple:
+        return None
+    if annotation is typing.Tuple:  # noqa: UP006
+        return TSTupleOf(ANY)
+    if args[1:] == (Ellipsis,):
+        return TSTupleOf(reading.part(args[0], "[...]"))
+    if Ellipsis in args:
+        raise reading.error(
+            f"{annotation!r} can't be checked at a call; a tuple of any length is Tuple[X, ...]"
+        )
+    return TSTuple(tuple(reading.part(arg, f"[{i}]") for i, arg in enumerate(args)))
+
+
+def require_hashable(value: Any, where: str) -> None:
+    """Raise for a literal that can't be hashed, because it may change."""
+    try:
+        hash(value)
+    except TypeError:
+        raise DescriptorError(
+            f"{where}: {describe(value)} can't be hashed, so it could change after the "
+            f"definition; give a hashable value (a frozenset for a set, a tuple for an array), the "
+            f"class {type(value).__name__}, or Value(...) to compare the argument with this object"
+        ) from None
 
 
 def _constructor(origin: Any) -> str | None:
@@ -239,7 +331,7 @@ def _constructor(origin: Any) -> str | None:
 
 def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
     """Convert ``Annotated[Tensor, MetaTensorType(...)]``, a tensor with metadata."""
-    base = _read(args[0], reading)
+    base = reading.part(args[0])
     for extra in args[1:]:
         if isinstance(extra, MetaTensorType):
             if not isinstance(base, TSTensor):
@@ -253,11 +345,11 @@ def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
 
 def _from_class(cls: type, reading: _Reading) -> TSType:
     if cls in _BARE:
-        raise reading.error(f"{cls.__name__} says not what is in it: write {_BARE[cls]}")
+        raise reading.error(f"{cls.__name__} does not say what is in it: write {_BARE[cls]}")
     if is_future_class(cls):
-        raise reading.error("Future says not what is in it: write Future[X]")
+        raise reading.error("Future does not say what is in it: write Future[X]")
     if is_rref_class(cls):
-        raise reading.error("RRef says not what is in it: write RRef[X]")
+        raise reading.error("RRef does not say what is in it: write RRef[X]")
     if optree.is_namedtuple_class(cls):
         return _from_named_tuple(cls, reading)
     if optree.is_structseq_class(cls):  # torch.return_types
@@ -278,8 +370,8 @@ def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
     """
     if cls in reading.inside:
         raise reading.error(
-            f"{cls.__name__} has itself among its elements; a named tuple is its elements, so "
-            f"that such a type has no end: make it a class"
+            f"{cls.__name__} has itself among its elements; the type of a named tuple consists of "
+            f"the types of its elements, so it would have no end; make it a class"
         )
     names = optree.namedtuple_fields(cls)
     inner = replace(reading, inside=(*reading.inside, cls))

@@ -132,7 +132,7 @@ def check_enum(cls: type[enum.Enum]) -> None:
     kinds = sorted({type(value).__name__ for value in values.values()})
     if not values:
         raise AnnotationError(
-            f"enum {cls.__name__} has no members, so nothing is of this type; annotate with an "
+            f"enum {cls.__name__} has no members, so no value has this type; annotate with an "
             f"enum derived from it"
         )
     if len(kinds) > 1 or kinds[0] not in ("int", "float", "str"):

@@ -1,23 +1,48 @@
-"""The descriptors of a function, compiled to the check that runs at every call."""
+"""The descriptors of a function, compiled to the check that runs at every call.
+
+A function can have several sets of descriptors. The narrower of two sets comes first, so that a
+call takes the most specific set. If a call can fit two sets and neither is narrower, the definition
+raises an error. An empty list fits lists of any element type, and takes the first such set.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types.check_context import Check, CheckContext, Path
-from tsfunc.types.checks import compile_check
-from tsfunc.types.descriptors import class_of, entries_of, governing, meta_of, tensor_leaves
-from tsfunc.types.dims import Dim, DimExpr, DimForm
-from tsfunc.types.generated import CallCheck, generate_check
-from tsfunc.types.grammar import Descriptor, TSMetaType, TSOptional, TSUnion
-from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.polynomials import most, solved_for
+from tsfunc.types.checker import CheckContext, Mismatch, Path
+from tsfunc.types.codegen import CallCheck, generate_check
+from tsfunc.types.descriptor_sets import Descriptors
+from tsfunc.types.descriptors import (
+    class_of,
+    elements_of,
+    entries_of,
+    fits_class,
+    governing,
+    items_of,
+    meta_of,
+    tensor_leaves,
+)
+from tsfunc.types.dims import Dim, DimForm
+from tsfunc.types.grammar import (
+    ANY,
+    Descriptor,
+    TSDict,
+    TSFields,
+    TSMetaType,
+    TSOptional,
+    TSPytree,
+    TSTuple,
+    TSUnion,
+    Value,
+    alternatives_of,
+)
+from tsfunc.types.meta import MetaTensorType, on_device
 from tsfunc.types.reading import as_descriptor
-from tsfunc.types.tensor_checks import check_expressions
+from tsfunc.types.sizes import DimExpr, solved_for
 
 _ABSENT = object()
 
@@ -82,7 +107,7 @@ class CompiledDescriptors:
     call: str
     descriptors: Mapping[str, Descriptor]
     dims: Mapping[str, Dim]
-    _checks: tuple[tuple[str, Path, object, Check], ...] = field(repr=False)
+    _defaults: Mapping[str, object] = field(repr=False)
     _quick: CallCheck | None = field(repr=False, default=None)
 
     def check(self, arguments: Mapping[str, object]) -> Bindings:
@@ -118,19 +143,17 @@ class CompiledDescriptors:
         Raises:
             DescriptorViolation: there is a mismatch.
         """
-        context = CheckContext(arguments)
-        for name, path, default, check in self._checks:
-            value = arguments.get(name, default)
-            if value is _ABSENT:
-                context.fail(
-                    path, "", "expected an argument, which its descriptor describes, got none"
-                )
-            else:
-                check(value, path, context)
-        if context.pending:
-            check_expressions(context)
-        if context.failures:
-            raise self._violation(context)
+        context = CheckContext(arguments, self.dims)
+        for name, descriptor in self.descriptors.items():
+            value = arguments.get(name, self._defaults.get(name, _ABSENT))
+            if value is not _ABSENT:
+                context.check(value, descriptor, (name,))
+            elif ANY not in alternatives_of(descriptor):
+                expected = "an argument, which its descriptor describes"
+                context.fail((name,), "", expected, "none")
+        found = context.finish()
+        if found:
+            raise self._violation(found)
         return context
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
@@ -148,11 +171,10 @@ class CompiledDescriptors:
         found = governing(self.descriptors[path[0]], tuple(path[1:]))
         return found.pop() if len(found) == 1 else None
 
-    def _violation(self, context: CheckContext) -> DescriptorViolation:
-        lines = dict.fromkeys(failure.line for failure in context.failures)
+    def _violation(self, found: Sequence[Mismatch]) -> DescriptorViolation:
         return DescriptorViolation(
             f"{self.call}: the call breaks its descriptors:\n"
-            + "".join(f"  {line}\n" for line in lines)
+            + "".join(f"  {mismatch}\n" for mismatch in found)
             + "Pass arguments that fit, or give descriptors that these arguments fit "
             "(None leaves an attribute open)."
         )
@@ -196,12 +218,12 @@ attribute open).
         read, dims = _read(descriptors, signature)
     except DescriptorError as error:
         raise DescriptorError(f"descriptors of {call}: {error}") from None
-    checks = (
-        (parameter, (parameter,), _default(signature.parameters[parameter]), check)
-        for parameter, descriptor in read.items()
-        if (check := compile_check(descriptor, dims)) is not None
-    )
-    return CompiledDescriptors(call, read, dims, tuple(checks), generate_check(read, signature))
+    defaults = {
+        parameter: default
+        for parameter in read
+        if (default := _default(signature.parameters[parameter])) is not _ABSENT
+    }
+    return CompiledDescriptors(call, read, dims, defaults, generate_check(read, signature))
 
 
 def _read(
@@ -253,8 +275,8 @@ def _require_kind(
     cls = class_of(descriptor)
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
-            f"{parameter.name}: {stars}{parameter.name} is {words} of what comes, got "
-            f"{meta_of(descriptor) or descriptor}; describe all of it, for example by {spelling}"
+            f"{parameter.name}: {stars}{parameter.name} is {words}; expected a descriptor of all "
+            f"of it, such as {spelling}, got {meta_of(descriptor) or descriptor}"
         )
     by_name = {
         each.name
@@ -264,8 +286,8 @@ def _require_kind(
     for name in entries_of(descriptor, kind):
         if name in by_name:
             raise DescriptorError(
-                f"{parameter.name}[{name!r}]: {name!r} is a parameter of its own, and never comes "
-                f"in {stars}{parameter.name}; describe it by its name"
+                f"{parameter.name}[{name!r}]: {name!r} is a separate parameter, and is never in "
+                f"{stars}{parameter.name}; describe it by its name"
             )
 
 
@@ -333,8 +355,8 @@ def _solve(leaves: list[tuple[str, MetaTensorType]], dims: dict[str, Dim]) -> No
     for at, form in pending:
         name = next(name for name in form.names if name not in dims)
         raise DescriptorError(
-            f"{at} is {form.text!r}, but no shape has {name!r} as a dim of its own, so that "
-            f"nothing gives it a size"
+            f"{at} is {form.text!r}, but no shape has {name!r} as a dim of its own, so its "
+            f"size is unknown"
         )
 
 
@@ -345,8 +367,205 @@ def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, 
             if not isinstance(form, DimExpr):
                 continue
             ranges = {name: (dims[name].min or 0, dims[name].max) for name in form.names}
-            if most(form.text, ranges) < 0:
+            if form.sum.most(ranges) < 0:
                 known = ", ".join(repr(dims[name]) for name in form.names)
                 raise DescriptorError(
                     f"{where}{part} is {form.text!r}, which is negative for every size of {known}"
                 )
+
+
+# --- several sets of descriptors for one function
+
+
+_SizeKey = tuple[int, str]
+"""A named size, and the index of its set of descriptors."""
+
+
+def in_order(
+    contracts: Sequence[CompiledDescriptors], what: str
+) -> tuple[CompiledDescriptors, ...]:
+    """Return sets of descriptors in the order in which a call is checked against them.
+
+    Args:
+        contracts: the sets, in the given order.
+        what: the function, for errors.
+
+    Raises:
+        DescriptorError: a call can fit two sets, neither of which is narrower.
+    """
+    all_ = [Descriptors(each.descriptors) for each in contracts]
+    for j, right in enumerate(all_):
+        for i, left in enumerate(all_[:j]):
+            _require_order(left, right, (i + 1, j + 1), what)
+    below = [sum(other < each for other in all_) for each in all_]
+    return tuple(contracts[i] for i in sorted(range(len(all_)), key=below.__getitem__))
+
+
+def _require_order(
+    left: Descriptors, right: Descriptors, numbers: tuple[int, int], what: str
+) -> None:
+    below, above = left <= right, right <= left
+    if below != above or (not below and exclude_each_other(left, right)):
+        return
+    fault = "are equivalent" if below else "can both fit one call, and neither is narrower"
+    shown = "".join(
+        f"  {number}: {', '.join(str(each).splitlines()) or 'nothing'}\n"
+        for number, each in zip(numbers, (left, right), strict=True)
+    )
+    raise DescriptorError(
+        f"{what}: its descriptors {numbers[0]} and {numbers[1]} {fault}:\n{shown}Make one of them "
+        f"narrower than the other, or let them differ in a dtype, a rank, a size, a class or a "
+        f"value."
+    )
+
+
+def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
+    """Return True if no call can fit both sets; False if that can't be shown."""
+    sizes: list[tuple[DimForm, DimForm]] = []
+    apart = any(_apart(left[name], right[name], sizes) for name in left if name in right)
+    return apart or _contradict(sizes)
+
+
+def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
+    """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
+    if ANY in (left, right):
+        return False
+    unions = TSUnion | TSOptional
+    if isinstance(left, unions) or isinstance(right, unions):
+        ones, others = alternatives_of(left), alternatives_of(right)
+        return all(_all_apart(one, other) for one in ones for other in others)
+    one, other = meta_of(left), meta_of(right)
+    if one is not None and other is not None:
+        return _tensors_apart(one, other, sizes)
+    if isinstance(left, Value) and isinstance(right, Value):
+        return left != right
+    return _classes_apart(left, right) or _children_apart(left, right, sizes)
+
+
+def _all_apart(left: Descriptor, right: Descriptor) -> bool:
+    sizes: list[tuple[DimForm, DimForm]] = []
+    return _apart(left, right, sizes) or _contradict(sizes)
+
+
+def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
+    one, other = class_of(left), class_of(right)
+    if one is None or other is None:
+        return False
+    return not fits_class(left, other) and not fits_class(right, one)
+
+
+def _children_apart(
+    left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]
+) -> bool:
+    if isinstance(left, TSFields) and isinstance(right, TSFields):
+        others = dict(zip(right.names, right.children, strict=True))
+        pairs = zip(left.names, left.children, strict=True)
+        return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
+    if TSDict in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
+        return _elements_apart(items_of(left), items_of(right))
+    if isinstance(left, TSTuple) and isinstance(right, TSTuple):
+        if len(left.elements) != len(right.elements):
+            return True
+        elements = zip(left.elements, right.elements, strict=True)
+        return any(_apart(*each, sizes) for each in elements)
+    if isinstance(left, TSPytree) and isinstance(right, TSPytree) and left.kind is right.kind:
+        if set(left.entries) != set(right.entries):
+            return True
+        by_entry = dict(zip(right.entries, right.children, strict=True))
+        both = zip(left.entries, left.children, strict=True)
+        return any(_apart(child, by_entry[entry], sizes) for entry, child in both)
+    for kind in (list, tuple):
+        ones, others_ = elements_of(left, kind), elements_of(right, kind)
+        if ones is not None and others_ is not None:
+            return _elements_apart(ones, others_)
+    return False
+
+
+def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
+    """Return True if elements of the two containers can't have a common type."""
+    return any(_all_apart(one, other) for one in ones or () for other in others or ())
+
+
+def _tensors_apart(
+    left: MetaTensorType, right: MetaTensorType, sizes: list[tuple[DimForm, DimForm]]
+) -> bool:
+    for name in ("dtype", "requires_grad", "layout"):
+        one, other = getattr(left, name), getattr(right, name)
+        if one is not None and other is not None and one != other:
+            return True
+    if left.device is not None and right.device is not None:
+        near = on_device(left.device, right.device) or on_device(right.device, left.device)
+        if not near:
+            return True
+    if left.dims is not None:
+        others = right.dims_of_rank(len(left.dims))
+        ones: Any = left.dims
+    else:
+        rank = len(right.trailing) if right.dims is None else len(right.dims)
+        rank = max(rank, len(left.trailing)) if right.dims is None else rank
+        ones, others = left.dims_of_rank(rank), right.dims_of_rank(rank)
+    if ones is None or others is None:
+        return True
+    sizes.extend(zip(ones, others, strict=True))
+    return False
+
+
+def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
+    """Return True if the sizes of all pairs can't be equal at once."""
+    group: dict[_SizeKey, _SizeKey] = {}
+    allowed: dict[_SizeKey, Dim] = {}
+
+    def root(place: _SizeKey) -> _SizeKey:
+        while place in group:
+            place = group[place]
+        return place
+
+    def narrowed(place: _SizeKey, dim: Dim) -> bool:
+        try:
+            allowed[place] = dim.meet(allowed.get(place, dim))
+        except DescriptorError:
+            return False
+        return True
+
+    for pair in pairs:
+        roots = []
+        for side, form in enumerate(pair):
+            if isinstance(form, Dim):
+                at = root((side, form.name))
+                if not narrowed(at, Dim("n", form.min, form.max, form.multiple_of, form.one_of)):
+                    return True
+                roots.append(at)
+        numbers = [form for form in pair if isinstance(form, int)]
+        if len(set(numbers)) > 1:
+            return True
+        if numbers and roots and not narrowed(roots[0], Dim("n", numbers[0], numbers[0])):
+            return True
+        if len(roots) == 2 and roots[0] != roots[1]:
+            group[roots[1]] = roots[0]
+            if roots[1] in allowed and not narrowed(roots[0], allowed.pop(roots[1])):
+                return True
+    known = {
+        place: dim.max
+        for place in [*group, *allowed]
+        if (dim := allowed.get(root(place))) is not None and (dim.min or 0) == dim.max
+    }
+    return any(_differ(pair, known) for pair in pairs)
+
+
+def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
+    """Return True if both sizes are known and differ."""
+    found: list[int | None] = []
+    for side, form in enumerate(pair):
+        if isinstance(form, DimExpr):
+            sizes = {name: known.get((side, name)) for name in form.names}
+            if any(size is None for size in sizes.values()):
+                return False
+            try:
+                found.append(form.evaluate({name: size or 0 for name, size in sizes.items()}))
+            except ZeroDivisionError:
+                return True
+        elif isinstance(form, Dim):
+            found.append(known.get((side, form.name)))
+        else:
+            found.append(form)
+    return None not in found and found[0] != found[1]

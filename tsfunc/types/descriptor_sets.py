@@ -6,9 +6,10 @@ narrower ones, printed, and parsed.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,24 @@ import torch
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
 from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
-from tsfunc.types.dims import Dim, DimExpr, DimForm, parse_dim, spell_dim
-from tsfunc.types.grammar import ANY, Descriptor, TSTensor, map_tensors
+from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
+from tsfunc.types.grammar import (
+    ANY,
+    Descriptor,
+    TSDict,
+    TSList,
+    TSPytree,
+    TSTensor,
+    TSTuple,
+    TSTupleOf,
+    TSUnion,
+    Value,
+    map_tensors,
+)
 from tsfunc.types.lattice import common_order, is_below, join_pairs
-from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
 from tsfunc.types.reading import as_descriptor, parse_descriptor
-from tsfunc.types.sizes import substituted
+from tsfunc.types.sizes import DimExpr
 
 
 class Descriptors(Mapping[str, Descriptor]):
@@ -176,7 +189,7 @@ class Descriptors(Mapping[str, Descriptor]):
         """
         found = [self]
         for name, several in alternatives.items():
-            choices = list(_choices(name, several))
+            choices = list(choices_of(name, several))
             found = [each._narrowed(name, choice) for each in found for choice in choices]
         return tuple(found)
 
@@ -201,7 +214,7 @@ class Descriptors(Mapping[str, Descriptor]):
             raise DescriptorError(
                 f"split({name}=...): there is no parameter and no size {name!r}; there are: {known}"
             )
-        form = _size_of(name, size)
+        form = narrower_size(name, size)
         return Descriptors(
             {
                 parameter: map_tensors(each, lambda meta: substitute(meta, name, form))
@@ -238,49 +251,6 @@ def _parameters(line: str) -> Iterator[tuple[str, str]]:
 
 def _as_set(written: Mapping[str, object]) -> Descriptors:
     return written if isinstance(written, Descriptors) else Descriptors(written)
-
-
-def _choices(name: str, several: Iterable[Any]) -> Iterable[Any]:
-    if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
-        raise DescriptorError(
-            f"split({name}=...): expected a list of alternatives, got {several!r} of type "
-            f"{type(several).__name__}"
-        )
-    return several
-
-
-def _size_of(name: str, size: Any) -> DimForm:
-    try:
-        form = parse_dim(size)
-    except DescriptorError as error:
-        raise DescriptorError(f"split({name}=...): {error}") from None
-    if not isinstance(form, int) and not (isinstance(form, Dim) and form.name == name):
-        raise DescriptorError(
-            f"split({name}=...): expected a size, or a Dim({name!r}, ...) with bounds, got {size!r}"
-        )
-    return form
-
-
-def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType:
-    """Return metadata with a named size narrowed to bounds or to a number."""
-
-    def replaced(dim: DimForm) -> DimForm:
-        if isinstance(dim, Dim) and dim.name == name:
-            return dim.meet(form) if isinstance(form, Dim) else form
-        if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
-            meant = {each: form if each == name else each for each in dim.names}
-            return parse_dim(DimExpr(substituted(dim.text, meant)).normal)
-        return dim
-
-    shape: Any = None
-    if meta.shape is not None:
-        sizes = [spell_dim(replaced(dim)) for dim in meta.dims or meta.trailing]
-        shape = [..., *sizes] if meta.dims is None else sizes
-    strides: Any = [spell_dim(replaced(each)) for each in meta.stride_forms] or None
-    return MetaTensorType(
-        meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
-        layout=meta.layout, strides=strides, memory_format=meta.memory_format,
-    )  # fmt: skip
 
 
 # --- from examples
@@ -343,35 +313,85 @@ def descriptor_of(value: Any) -> Descriptor:
     return as_descriptor(pytrees.tree_map(leaf, value))
 
 
-def split_meta(meta: MetaTensorType, alternatives: Mapping[str, Sequence[Any]]) -> tuple[Any, ...]:
-    """Implement `MetaTensorType.split`."""
-    found = [meta]
-    for name, several in alternatives.items():
-        choices = list(_choices(name, several))
-        found = [_split_one(each, name, choice) for each in found for choice in choices]
-    return tuple(found)
+# --- with other sizes, and as Python code
 
 
-_ATTRIBUTES = (
-    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
-)  # fmt: skip
+def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor:
+    """Return a descriptor with some named sizes replaced.
 
+    Args:
+        descriptor: the descriptor of one parameter.
+        dims: name to the new size; None makes the size open, and all sizes computed from it.
 
-def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
-    names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
-    if name in _ATTRIBUTES:
-        known = {each: getattr(meta, each) for each in _ATTRIBUTES if each != "rank"}
-        if name in ("rank", "shape"):
-            del known["shape"]
-        narrower = MetaTensorType(**{**known, name: choice})
-    elif name in names:
-        narrower = substitute(meta, name, _size_of(name, choice))
-    else:
-        known_sizes = ", ".join(sorted(names)) or "none"
-        raise DescriptorError(
-            f"split({name}=...): {meta} has no attribute and no size {name!r}; its sizes are: "
-            f"{known_sizes}"
+    Example:
+        >>> from tsfunc import Dim, MetaTensorType
+        >>> from tsfunc.types import as_descriptor
+        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "2*n", 3])), {"n": Dim("n", min=5)}))
+        tensor[n>=5, 2 * n, 3]
+        >>> print(with_dims(as_descriptor(MetaTensorType(["n", "n+1"])), {"n": "2*m"}))
+        tensor[2 * m, 2 * m + 1]
+    """
+
+    def named(meta: MetaTensorType) -> MetaTensorType:
+        if meta.shape is None:
+            return meta
+        shape = tuple(
+            each if each is ... else spell_dim(_size(parse_dim(each), dims)) for each in meta.shape
         )
-    if not narrower <= meta:
-        raise DescriptorError(f"split({name}=...): {narrower} is not narrower than {meta}")
-    return narrower
+        return dataclasses.replace(meta, shape=shape)
+
+    return map_tensors(descriptor, named)
+
+
+def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
+    match form:
+        case Dim(name):
+            return parse_dim(dims[name]) if name in dims else form
+        case DimExpr():
+            found = {name: parse_dim(dims.get(name, name)) for name in form.names}
+            if None in found.values():
+                return None
+            texts = {
+                name: each.name if isinstance(each, Dim) else str(each)
+                for name, each in found.items()
+            }
+            return parse_dim(form.substitute(texts))
+        case _:
+            return form
+
+
+def as_python(descriptor: Descriptor) -> str:
+    """Return a descriptor as Python code, for a scope that has imported its names.
+
+    Example:
+        >>> from tsfunc.types import as_descriptor
+        >>> as_python(as_descriptor([MetaTensorType(["n", 3]), int, "relu"]))
+        "[MetaTensorType(shape=['n', 3]), int, 'relu']"
+    """
+    match descriptor:
+        case TSTensor(torch.Tensor, meta):
+            text = repr(meta)
+            if meta.shape is None:
+                return text
+            # A list is easier to read, and is the form in the documentation.
+            return text.replace(f"shape={meta.shape!r}", f"shape={[*meta.shape]!r}")
+        case Value(value):
+            return repr(value)
+        case TSList(element):
+            return f"List[{as_python(element)}]"
+        case TSTupleOf(element):
+            return f"Tuple[{as_python(element)}, ...]"
+        case TSDict(key, item):
+            return f"Dict[{as_python(key)}, {as_python(item)}]"
+        case TSUnion(alternatives):
+            return f"Union[{', '.join(map(as_python, alternatives))}]"
+        case TSTuple(elements):
+            items = ", ".join(map(as_python, elements))
+            return f"({items},)" if len(elements) == 1 else f"({items})"
+        case TSPytree(kind, entries, children) if kind is dict:
+            pairs = zip(entries, children, strict=True)
+            return f"{{{', '.join(f'{key!r}: {as_python(child)}' for key, child in pairs)}}}"
+        case TSPytree(kind, _, children) if kind is list:
+            return f"[{', '.join(map(as_python, children))}]"
+        case _:
+            return str(descriptor)

@@ -8,39 +8,14 @@ which all later stages match on::
 
 from __future__ import annotations
 
-import ast
-import functools
-import keyword
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.polynomials import is_never_positive, normal_text, solved_for
-
-_Evaluator = Callable[[Mapping[str, int]], int]
-
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-
-_LONGEST_EXPRESSION = 200
-"""The maximum length of an expression in characters; deep nesting would exhaust the parser."""
-
-
-def is_dim_name(name: object) -> bool:
-    """Return True if `name` can name a dim: a Python identifier that is not a keyword."""
-    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+from tsfunc.types.sizes import DimExpr, is_dim_name, is_int
 
 
 @dataclass(frozen=True, repr=False)
@@ -88,12 +63,12 @@ class Dim:
                 f"{self!r}: a dim is named by a Python identifier, got {self.name!r}"
             )
         for word, bound in (("min", self.min), ("max", self.max)):
-            if bound is not None and (not _is_int(bound) or bound < 0):
+            if bound is not None and (not is_int(bound) or bound < 0):
                 raise DescriptorError(
                     f"{self!r}: {word} must be a non-negative int or None, got {bound!r}"
                 )
         step = self.multiple_of
-        if step is not None and (not _is_int(step) or step < 1):
+        if step is not None and (not is_int(step) or step < 1):
             raise DescriptorError(
                 f"{self!r}: multiple_of must be a positive int or None, got {step!r}"
             )
@@ -218,7 +193,7 @@ def _step(dim: Dim) -> int:
 
 
 def _are_sizes(sizes: object) -> bool:
-    return isinstance(sizes, Iterable) and all(_is_int(size) and size >= 0 for size in sizes)
+    return isinstance(sizes, Iterable) and all(is_int(size) and size >= 0 for size in sizes)
 
 
 def _normal_bounds(dim: Dim) -> dict[str, Any]:
@@ -250,79 +225,6 @@ def _said(dim: Dim) -> list[str]:
         "one of": dim.one_of,
     }
     return [f"{words} {bound}" for words, bound in said.items() if bound is not None]
-
-
-@dataclass(frozen=True, repr=False)
-class DimExpr:
-    """A size computed from named sizes with ``+ - * // **`` and integers.
-
-    Args:
-        text: the expression; it is normalized.
-
-    Raises:
-        DescriptorError: the text is not such an expression.
-
-    Example:
-        >>> odd = DimExpr("2*n+1")
-        >>> odd, odd.names, odd.evaluate({"n": 3})
-        (DimExpr('2 * n + 1'), ('n',), 7)
-    """
-
-    text: str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "text", _parse_expression(self.text)[0])
-
-    def __repr__(self) -> str:
-        return f"DimExpr({self.text!r})"
-
-    def __str__(self) -> str:
-        return self.text
-
-    def solve(self, size: int, sizes: Mapping[str, int]) -> tuple[str, int | None] | None:
-        """Solve for the only name without a size.
-
-        Args:
-            size: the value of the expression.
-            sizes: the known sizes, by name.
-
-        Returns:
-            The name and its size. The size is None if no size, or every size, gives the value. The
-            result is None if several names are unknown, or if the expression is not linear in the
-            name.
-
-        Example:
-            >>> DimExpr("2*n+1").solve(7, {}), DimExpr("2*n+1").solve(6, {})
-            (('n', 3), ('n', None))
-            >>> DimExpr("a*b").solve(6, {"a": 2}), DimExpr("a*b").solve(6, {})
-            (('b', 3), None)
-        """
-        unknown = [name for name in self.names if name not in sizes]
-        factors = solved_for(self.text, unknown[0]) if len(unknown) == 1 else None
-        if factors is None:
-            return None
-        slope, rest = (DimExpr(text).evaluate(sizes) for text in factors)
-        solution, remainder = divmod(size - rest, slope) if slope else (-1, 0)
-        return unknown[0], None if remainder or solution < 0 else solution
-
-    @property
-    def normal(self) -> str:
-        """A text that is equal for all expressions of the same polynomial."""
-        return normal_text(self.text)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names in the expression, each once, in order of appearance."""
-        return _parse_expression(self.text)[1]
-
-    def evaluate(self, sizes: Mapping[str, int]) -> int:
-        """Return the size for given sizes of the names; it can be negative.
-
-        Raises:
-            KeyError: a name is not among `sizes`.
-            ZeroDivisionError: a divisor is zero.
-        """
-        return _parse_expression(self.text)[2](sizes)
 
 
 DimSpec: TypeAlias = int | str | Dim | DimExpr | None
@@ -388,70 +290,9 @@ def _simplify(expression: DimExpr) -> DimForm:
     if is_dim_name(expression.text):
         return Dim(expression.text)
     if expression.names:
-        if is_never_positive(expression.text):
+        if expression.sum.most({}) <= 0:
             raise DescriptorError(
                 f"{expression.text!r} is never more than 0, and a size can't be negative"
             )
         return expression
     return _size(expression.evaluate({}))
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_expression(text: str) -> tuple[str, tuple[str, ...], _Evaluator]:
-    """Return the normal spelling of an expression, its names, and a function that computes it."""
-    if len(text) > _LONGEST_EXPRESSION:
-        raise DescriptorError(
-            f"{text[:20]!r}...: an expression has at most {_LONGEST_EXPRESSION} characters, "
-            f"got {len(text)}"
-        )
-    names: dict[str, None] = {}
-    try:
-        root = ast.parse(text.strip(), mode="eval").body
-        evaluate = _build(root, names, text)
-        return ast.unparse(root), tuple(names), evaluate
-    except DescriptorError:
-        raise
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DescriptorError(
-            f"{text!r} is neither a name nor an expression; write a Python identifier, or "
-            "integers and names joined by +, -, *, // and **"
-        ) from None
-
-
-def _build(node: ast.expr, names: dict[str, None], text: str) -> _Evaluator:
-    """Return a function that computes `node`; add the names in `node` to `names`."""
-    match node:
-        case ast.Constant(value=int(value)) if _is_int(value):
-            return lambda sizes: value
-        case ast.Name(id=name) if is_dim_name(name):
-            names[name] = None
-            return operator.itemgetter(name)
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _build(operand, names, text)
-            return lambda sizes: -inner(sizes)
-        case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if (
-            _is_int(power) and power <= _HIGHEST_POWER and not _has_power(base)
-        ):
-            inner = _build(base, names, text)
-            return lambda sizes: inner(sizes) ** power
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            apply = _OPERATORS[type(op)]
-            divisor: dict[str, None] = {}
-            first, second = _build(left, names, text), _build(right, divisor, text)
-            if isinstance(op, ast.FloorDiv) and not divisor and second({}) == 0:
-                raise DescriptorError(f"{text!r} divides by zero")
-            names.update(divisor)
-            return lambda sizes: apply(first(sizes), second(sizes))
-        case _:
-            raise DescriptorError(
-                f"{text!r}: an expression joins integers and names by +, -, * and //, and raises "
-                f"them to powers up to {_HIGHEST_POWER}; {ast.unparse(node)!r} is none of these"
-            )
-
-
-_HIGHEST_POWER = 8
-
-
-def _has_power(node: ast.expr) -> bool:
-    """True if an expression contains a power; powers of powers could be huge."""
-    return any(isinstance(each, ast.Pow) for each in ast.walk(node))

@@ -34,9 +34,8 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.class_names import class_name
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import describe, field_text, key_text, literal_text, same_value
+from tsfunc.types.values import class_name, describe, field_text, key_text, literal_text, same_value
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class TSNamedTuple:
         _require_types(self, self.elements)
         if len(self.names) != len(self.elements) or len(set(self.names)) != len(self.names):
             raise AnnotationError(
-                f"TSNamedTuple has a name of its own for each element, got names "
+                f"TSNamedTuple: expected a different name for each element, got names "
                 f"{list(self.names)} for {len(self.elements)} element(s)"
             )
 
@@ -298,14 +297,24 @@ class TSPytree:
         _require_types(self, self.children)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TSPytree)
-            and self.kind is other.kind
-            and same_value(self.entries, other.entries)
-            and self.children == other.children
+        if not isinstance(other, TSPytree) or self.kind is not other.kind:
+            return False
+        if self.kind is dict and not same_value(self.entries, other.entries):
+            return self._same_items(other)
+        return same_value(self.entries, other.entries) and self.children == other.children
+
+    def _same_items(self, other: TSPytree) -> bool:
+        """True if both have the same keys, in any order, with the same types."""
+        pairs = zip(other.entries, other.children, strict=True)
+        theirs = {entry: (entry, child) for entry, child in pairs}
+        return len(self.entries) == len(other.entries) and all(
+            entry in theirs and same_value(entry, theirs[entry][0]) and child == theirs[entry][1]
+            for entry, child in zip(self.entries, self.children, strict=True)
         )
 
     def __hash__(self) -> int:
+        if self.kind is dict:
+            return hash((dict, frozenset(zip(self.entries, self.children, strict=True))))
         return hash((self.kind, self.entries, self.children))
 
     def __str__(self) -> str:
@@ -491,9 +500,9 @@ def _require_types(composed: object, children: tuple[object, ...]) -> None:
     for child in children:
         if isinstance(child, TSModuleType):
             raise AnnotationError(
-                f"{type(composed).__name__}: {class_name(child.cls)} stands here for the type of "
-                f"one module, which composes with nothing, because another module of that class "
-                f"may have other attributes; use the class itself: TSCustomClass(cls)"
+                f"{type(composed).__name__}: {class_name(child.cls)} is the type of one "
+                f"module, which can't be part of another type, because another module of that "
+                f"class can have other attributes; use the class itself: TSCustomClass(cls)"
             )
         if not isinstance(child, TS_TYPES):
             raise AnnotationError(

@@ -54,12 +54,11 @@ import functools
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import EllipsisType
 from typing import Any, TypeAlias, overload
 
 import torch
 
-from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.errors import AnnotationError
 from tsfunc.types.classes import nominal_type, primitive_of
 from tsfunc.types.descriptors import (
     SINGLE,
@@ -73,7 +72,7 @@ from tsfunc.types.descriptors import (
     meta_of,
     names_of,
 )
-from tsfunc.types.dims import DimExpr, DimForm, DimSpec, spell_dim
+from tsfunc.types.dims import DimForm
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
@@ -109,8 +108,8 @@ from tsfunc.types.grammar import (
     optional,
     with_children,
 )
-from tsfunc.types.meta import MetaTensorType, on_device
-from tsfunc.types.sizes import ABSENT, Absent, Generalization, SideForm, SizeMatch
+from tsfunc.types.meta import JoinSizes, MetaTensorType, describes_less, join_descriptions
+from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.values import same_keys
 
 
@@ -172,7 +171,7 @@ def _below(narrower: TSType, wider: TSType, sizes: SizeMatch, *, of_call: bool) 
             return narrower == wider
         case TSTensor(cls, meta):
             known = meta_of(narrower)
-            described = known is not None and _describes_less(known, meta, sizes)
+            described = known is not None and describes_less(known, meta, sizes)
             return described and cls in (class_of(narrower) or object).__mro__
         case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
             return fits_class(narrower, cls)
@@ -260,40 +259,6 @@ def plain(type_: TSType) -> TSType:
     return map_tensors(type_, lambda meta: MetaTensorType())
 
 
-def _describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
-    """Return True if every property in `wider` follows from `narrower`."""
-    for name in _EXACT:
-        known = getattr(wider, name)
-        if known is not None and getattr(narrower, name) != known:
-            return False
-    if wider.device is not None and (
-        narrower.device is None or not on_device(narrower.device, wider.device)
-    ):
-        return False
-    if wider.strides is not None:
-        ones, others = narrower.stride_forms, wider.stride_forms
-        if len(ones) != len(others) or not all(map(sizes.fits, ones, others)):
-            return False
-    return _shapes_below(narrower, wider, sizes)
-
-
-_EXACT = ("dtype", "requires_grad", "layout", "memory_format")
-
-
-def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
-    if wider.shape is None:
-        return True
-    if narrower.dims is not None:
-        others = wider.dims_of_rank(len(narrower.dims))
-        return others is not None and all(map(sizes.fits, narrower.dims, others))
-    count = len(wider.trailing)
-    return (
-        wider.dims is None
-        and 0 < count <= len(narrower.trailing)
-        and all(map(sizes.fits, narrower.trailing[-count:], wider.trailing))
-    )
-
-
 # --- join
 
 
@@ -331,22 +296,6 @@ def join_pairs(pairs: Sequence[tuple[TSType, TSType]]) -> list[TSType]:
     return _generalized(pairs, of_call=True)
 
 
-def join_metas(left: MetaTensorType, right: MetaTensorType) -> MetaTensorType:
-    """Return the join of the metadata of two tensors."""
-    if not isinstance(right, MetaTensorType):
-        raise DescriptorError(
-            f"join: expected a MetaTensorType, got {right!r} of type {type(right).__name__}"
-        )
-    below, above = left <= right, right <= left
-    if below and above:
-        return min(left, right, key=str)
-    if below or above:
-        return right if below else left
-    (joined,) = join_pairs([(TSTensor(meta=left), TSTensor(meta=right))])
-    assert isinstance(joined, TSTensor)
-    return joined.meta
-
-
 def join_parts(left: TSType, right: TSType) -> TSType:
     """Return the least type above the types of two parts of one value.
 
@@ -372,10 +321,6 @@ def _generalized(pairs: Sequence[tuple[TSType, TSType]], *, of_call: bool) -> li
         counting.of(*pair)
     naming = _Join(sizes.size, of_call)
     return [naming.of(*pair) for pair in pairs]
-
-
-JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
-"""A function that joins two sizes, one of which may be `ABSENT`."""
 
 
 def _same_size(left: SideForm, right: SideForm) -> DimForm:
@@ -543,48 +488,6 @@ def common_order(ones: Iterable[Any], others: Iterable[Any]) -> tuple[Any, ...]:
 
 def _same_entries(kind: type, ones: Sequence[Any], others: Sequence[Any]) -> bool:
     return same_keys(ones, others) if kind is dict else tuple(ones) == tuple(others)
-
-
-# --- metadata of tensors
-
-
-def join_descriptions(
-    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
-) -> MetaTensorType:
-    """Return the metadata common to both tensors; if the ranks differ, the last dims are kept."""
-    known = {
-        name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
-    }
-    one, other = left.device, right.device
-    if one is not None and other is not None and one.type == other.type:
-        known["device"] = one if one == other else one.type
-    known["shape"] = _join_shapes(left, right, size)
-    if len(left.stride_forms) == len(right.stride_forms):
-        pairs = zip(left.stride_forms, right.stride_forms, strict=True)
-        known["strides"] = [_join_strides(*pair, size) for pair in pairs]
-    return MetaTensorType(**known)
-
-
-def _join_shapes(
-    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
-) -> list[DimSpec | EllipsisType] | None:
-    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
-        return [spell_dim(size(*pair)) for pair in zip(left.dims, right.dims, strict=True)]
-    if left.shape is None or right.shape is None:
-        return None
-    ones, others = (x.trailing if x.dims is None else x.dims for x in (left, right))
-    count = min(len(ones), len(others))
-    pairs = zip(ones[len(ones) - count :], others[len(others) - count :], strict=True)
-    return [..., *(spell_dim(size(*pair)) for pair in pairs)]
-
-
-def _join_strides(
-    left: int | DimExpr | None, right: int | DimExpr | None, size: JoinSizes
-) -> int | str | None:
-    if isinstance(left, int) and isinstance(right, int):
-        return left if left == right else None
-    joined = size(left, right)
-    return joined.text if isinstance(joined, DimExpr) else None
 
 
 # Bases that do not characterize a class, and classes whose instances have separate types.

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Union, overload
+from types import EllipsisType
+from typing import Any, NoReturn, TypeAlias, Union, overload
 
 import torch
 
-from tsfunc.errors import DescriptorError
-from tsfunc.types.dims import DimExpr, DimForm, ShapeSpec, parse_dim
+from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.types.dims import Dim, DimForm, DimSpec, ShapeSpec, parse_dim, spell_dim
 from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
-
-SHORT_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.complex128: "c128",
-    torch.complex64: "c64",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
+from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
+from tsfunc.types.sizes import DimExpr, SizeSum
+from tsfunc.types.tensor_text import parse_fields, plain_name, size_text, tensor_text
 
 _UNION: Any = Union  # type checkers accept it only with constant arguments
 
@@ -142,9 +132,11 @@ class MetaTensorType:
             >>> MetaTensorType.parse("f32[n, 64] cpu")
             MetaTensorType(dtype=torch.float32, shape=('n', 64), device='cpu')
         """
-        from tsfunc.types.text import parse_tensor  # a circular import
-
-        return parse_tensor(text)
+        fields = parse_fields(text)
+        try:
+            return cls(**fields)
+        except DescriptorError as error:
+            raise AnnotationError(f"{text!r} does not describe a tensor: {error}") from None
 
     def __le__(self, other: object) -> bool:
         """Return True if `other` describes every tensor that this describes.
@@ -155,10 +147,8 @@ class MetaTensorType:
         """
         if not isinstance(other, MetaTensorType):
             return NotImplemented
-        from tsfunc.types.grammar import TSTensor
-        from tsfunc.types.lattice import is_below  # circular imports
-
-        return is_below([TSTensor(meta=self)], [TSTensor(meta=other)])
+        sizes = SizeMatch(self.sizes)
+        return describes_less(self, other, sizes) and sizes.settled()
 
     def __ge__(self, other: object) -> bool:
         return other <= self if isinstance(other, MetaTensorType) else NotImplemented
@@ -181,9 +171,18 @@ class MetaTensorType:
             >>> print(MetaTensorType([2, 64]).join(MetaTensorType([64])))
             tensor[..., 64]
         """
-        from tsfunc.types.lattice import join_metas
-
-        return join_metas(self, other)
+        if not isinstance(other, MetaTensorType):
+            raise DescriptorError(
+                f"join: expected a MetaTensorType, got {other!r} of type {type(other).__name__}"
+            )
+        below, above = self <= other, other <= self
+        if below and above:
+            return min(self, other, key=str)
+        if below or above:
+            return other if below else self
+        sizes = Generalization(self.sizes, other.sizes, always_named=True)
+        join_descriptions(self, other, sizes.count)
+        return join_descriptions(self, other, sizes.size)
 
     def widen(self, example: torch.Tensor) -> MetaTensorType:
         """Return the least metadata that describes all tensors of this one, and `example`.
@@ -213,9 +212,11 @@ class MetaTensorType:
             f32[1, 3]
             f32[n>=2, 3]
         """
-        from tsfunc.types.descriptor_sets import split_meta
-
-        return split_meta(self, alternatives)
+        found = [self]
+        for name, several in alternatives.items():
+            choices = list(choices_of(name, several))
+            found = [_split_one(each, name, choice) for each in found for choice in choices]
+        return tuple(found)
 
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:
@@ -285,9 +286,9 @@ class MetaTensorType:
         shape = self.dims if self.shape is None or self.dims is not None else (..., *self.trailing)
         words = [tensor_text(self.dtype, shape, self.device, self.requires_grad, self.layout)]
         if self.strides is not None:
-            words.append(f"strides[{', '.join(_size_text(each) for each in self.strides)}]")
+            words.append(f"strides[{', '.join(size_text(each) for each in self.strides)}]")
         if self.memory_format is not None:
-            words.append(_plain(self.memory_format))
+            words.append(plain_name(self.memory_format))
         return " ".join(words)
 
     def __or__(self, other: object) -> Any:
@@ -326,36 +327,159 @@ def _forms(shape: Iterable[Any]) -> tuple[DimForm, ...]:
     return tuple(map(parse_dim, shape))
 
 
-def _size_text(size: object) -> str:
-    if size is None:
-        return "?"
-    return "..." if size is ... else str(size)
-
-
 def on_device(got: torch.device, expected: torch.device) -> bool:
     """Return True if a device is the expected one; without an index any device of its type is."""
     return got == expected or (expected.index is None and got.type == expected.type)
 
 
-def tensor_text(
-    dtype: torch.dtype | None,
-    dims: Iterable[object] | None,
-    device: torch.device | None = None,
-    requires_grad: bool | None = None,
-    layout: torch.layout | None = None,
-) -> str:
-    """Return a description of a tensor in one line; None is left out or shown as ``?``."""
-    kind = "tensor" if dtype is None else SHORT_DTYPES.get(dtype, _plain(dtype))
-    shape = "..." if dims is None else ", ".join(map(_size_text, dims))
-    words = [f"{kind}[{shape}]"]
-    if device is not None:
-        words.append(str(device))
-    if requires_grad is not None:
-        words.append("requires_grad" if requires_grad else "no_grad")
-    if layout is not None:
-        words.append(_plain(layout))
-    return " ".join(words)
+# --- the order
 
 
-def _plain(name: object) -> str:
-    return str(name).removeprefix("torch.")
+def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
+    """Return True if every property in `wider` follows from `narrower`."""
+    for name in _EXACT:
+        known = getattr(wider, name)
+        if known is not None and getattr(narrower, name) != known:
+            return False
+    if wider.device is not None and (
+        narrower.device is None or not on_device(narrower.device, wider.device)
+    ):
+        return False
+    if wider.strides is not None:
+        ones, others = narrower.stride_forms, wider.stride_forms
+        if len(ones) != len(others) or not all(map(sizes.fits, ones, others)):
+            return False
+    return _shapes_below(narrower, wider, sizes)
+
+
+_EXACT = ("dtype", "requires_grad", "layout", "memory_format")
+
+
+def _shapes_below(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
+    if wider.shape is None:
+        return True
+    if narrower.dims is not None:
+        others = wider.dims_of_rank(len(narrower.dims))
+        return others is not None and all(map(sizes.fits, narrower.dims, others))
+    count = len(wider.trailing)
+    return (
+        wider.dims is None
+        and 0 < count <= len(narrower.trailing)
+        and all(map(sizes.fits, narrower.trailing[-count:], wider.trailing))
+    )
+
+
+# --- joins
+
+
+JoinSizes: TypeAlias = Callable[[SideForm, SideForm], DimForm]
+"""A function that joins two sizes, one of which may be `ABSENT`."""
+
+
+def join_descriptions(
+    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
+) -> MetaTensorType:
+    """Return the metadata common to both tensors; if the ranks differ, the last dims are kept."""
+    known = {
+        name: value for name in _EXACT if (value := getattr(left, name)) == getattr(right, name)
+    }
+    one, other = left.device, right.device
+    if one is not None and other is not None and one.type == other.type:
+        known["device"] = one if one == other else one.type
+    known["shape"] = _join_shapes(left, right, size)
+    if len(left.stride_forms) == len(right.stride_forms):
+        pairs = zip(left.stride_forms, right.stride_forms, strict=True)
+        known["strides"] = [_join_strides(*pair, size) for pair in pairs]
+    return MetaTensorType(**known)
+
+
+def _join_shapes(
+    left: MetaTensorType, right: MetaTensorType, size: JoinSizes
+) -> list[DimSpec | EllipsisType] | None:
+    if left.dims is not None and right.dims is not None and len(left.dims) == len(right.dims):
+        return [spell_dim(size(*pair)) for pair in zip(left.dims, right.dims, strict=True)]
+    if left.shape is None or right.shape is None:
+        return None
+    ones, others = (x.trailing if x.dims is None else x.dims for x in (left, right))
+    count = min(len(ones), len(others))
+    pairs = zip(ones[len(ones) - count :], others[len(others) - count :], strict=True)
+    return [..., *(spell_dim(size(*pair)) for pair in pairs)]
+
+
+def _join_strides(
+    left: int | DimExpr | None, right: int | DimExpr | None, size: JoinSizes
+) -> int | str | None:
+    if isinstance(left, int) and isinstance(right, int):
+        return left if left == right else None
+    joined = size(left, right)
+    return joined.text if isinstance(joined, DimExpr) else None
+
+
+# --- narrower metadata
+
+
+_ATTRIBUTES = (
+    "dtype", "rank", "shape", "device", "requires_grad", "layout", "strides", "memory_format",
+)  # fmt: skip
+
+
+def _split_one(meta: MetaTensorType, name: str, choice: Any) -> MetaTensorType:
+    names = {dim.name for dim in meta.sizes if isinstance(dim, Dim)}
+    if name in _ATTRIBUTES:
+        known = {each: getattr(meta, each) for each in _ATTRIBUTES if each != "rank"}
+        if name in ("rank", "shape"):
+            del known["shape"]
+        narrower = MetaTensorType(**{**known, name: choice})
+    elif name in names:
+        narrower = substitute(meta, name, narrower_size(name, choice))
+    else:
+        known_sizes = ", ".join(sorted(names)) or "none"
+        raise DescriptorError(
+            f"split({name}=...): {meta} has no attribute and no size {name!r}; its sizes are: "
+            f"{known_sizes}"
+        )
+    if not narrower <= meta:
+        raise DescriptorError(f"split({name}=...): {narrower} is not narrower than {meta}")
+    return narrower
+
+
+def choices_of(name: str, several: Iterable[Any]) -> Iterable[Any]:
+    if isinstance(several, str | Mapping) or not isinstance(several, Iterable):
+        raise DescriptorError(
+            f"split({name}=...): expected a list of alternatives, got {several!r} of type "
+            f"{type(several).__name__}"
+        )
+    return several
+
+
+def narrower_size(name: str, size: Any) -> DimForm:
+    try:
+        form = parse_dim(size)
+    except DescriptorError as error:
+        raise DescriptorError(f"split({name}=...): {error}") from None
+    if not isinstance(form, int) and not (isinstance(form, Dim) and form.name == name):
+        raise DescriptorError(
+            f"split({name}=...): expected a size, or a Dim({name!r}, ...) with bounds, got {size!r}"
+        )
+    return form
+
+
+def substitute(meta: MetaTensorType, name: str, form: DimForm) -> MetaTensorType:
+    """Return metadata with a named size narrowed to bounds or to a number."""
+
+    def replaced(dim: DimForm) -> DimForm:
+        if isinstance(dim, Dim) and dim.name == name:
+            return dim.meet(form) if isinstance(form, Dim) else form
+        if isinstance(dim, DimExpr) and name in dim.names and isinstance(form, int):
+            return parse_dim(str(dim.sum.substitute({name: SizeSum.of_int(form)})))
+        return dim
+
+    shape: Any = None
+    if meta.shape is not None:
+        sizes = [spell_dim(replaced(dim)) for dim in meta.dims or meta.trailing]
+        shape = [..., *sizes] if meta.dims is None else sizes
+    strides: Any = [spell_dim(replaced(each)) for each in meta.stride_forms] or None
+    return MetaTensorType(
+        meta.dtype, shape=shape, device=meta.device, requires_grad=meta.requires_grad,
+        layout=meta.layout, strides=strides, memory_format=meta.memory_format,
+    )  # fmt: skip

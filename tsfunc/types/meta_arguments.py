@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.dims import Dim, DimExpr, DimSpec, parse_dim, spell_dim
+from tsfunc.types.dims import Dim, DimSpec, parse_dim, spell_dim
+from tsfunc.types.sizes import DimExpr
 
 _PYTHON_DTYPES: dict[object, torch.dtype] = {
     float: torch.float64,

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
-from collections import abc
 from collections.abc import Mapping
-from typing import Any, Union
+from typing import Any
 
 import optree
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.annotation import attribute_types, from_annotation
-from tsfunc.types.class_names import class_name
-from tsfunc.types.classes import check_interface, is_future_class, is_interface, is_rref_class
-from tsfunc.types.descriptors import children_of, class_type, literal, tensor_leaves
-from tsfunc.types.dims import Dim, DimExpr
+from tsfunc.types.annotation import (
+    SUPPORTED,
+    attribute_types,
+    from_annotation,
+    from_typing,
+    require_hashable,
+)
+from tsfunc.types.classes import check_interface, is_interface
+from tsfunc.types.descriptors import children_of, class_type, literal
+from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
     FLOAT,
@@ -28,11 +31,9 @@ from tsfunc.types.grammar import (
     Descriptor,
     TSBuiltinClass,
     TSCustomClass,
-    TSDict,
     TSEnum,
     TSFields,
     TSFuture,
-    TSList,
     TSModuleInterface,
     TSNamedTuple,
     TSOptional,
@@ -41,7 +42,6 @@ from tsfunc.types.grammar import (
     TSRRef,
     TSTensor,
     TSTuple,
-    TSTupleOf,
     TSType,
     TSUnion,
     Value,
@@ -49,13 +49,9 @@ from tsfunc.types.grammar import (
     with_children,
 )
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
-from tsfunc.types.values import describe, entry_text
-
-_SUPPORTED = (
-    "a MetaTensorType, a class, List[X], Tuple[X, ...], Dict[K, V], Optional[X], Union[X, Y], "
-    "Literal[...], Any, a type of tsfunc.types, a container of descriptors, or a value"
-)
+from tsfunc.types.values import class_name, entry_text
 
 
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
@@ -81,7 +77,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     except RecursionError:
         raise DescriptorError(
             f"{where}: a {type(written).__name__} that contains itself, or is nested too deeply, "
-            f"describes nothing; give a type such as Any for a part of it"
+            f"can't be a descriptor; give a type such as Any for a part of it"
         ) from None
 
 
@@ -118,11 +114,11 @@ def _descriptor(written: Any, where: str) -> Descriptor:
         return TSTensor(meta=written)
     if isinstance(written, Dim | DimExpr):
         raise DescriptorError(
-            f"{where}: {written!r} is a size in the shape of a tensor, and no descriptor; write "
+            f"{where}: {written!r} is a size in the shape of a tensor, not a descriptor; write "
             f"MetaTensorType([{written!r}]), or int for a number"
         )
     if typing.get_origin(written) is not None:
-        return _from_generic(written, where)
+        return from_typing(written, where, _descriptor)
     if written is typing.Any:
         return ANY
     if isinstance(written, typing.NewType):
@@ -130,7 +126,7 @@ def _descriptor(written: Any, where: str) -> Descriptor:
     if isinstance(written, type):
         return _from_class(written, where)
     if type(written).__module__ in ("typing", "typing_extensions"):
-        raise DescriptorError(f"{where}: {written!r} can't be checked at a call; give {_SUPPORTED}")
+        raise DescriptorError(f"{where}: {written!r} can't be checked at a call; give {SUPPORTED}")
     if not optree.tree_is_leaf(written, none_is_leaf=True):
         return _from_container(written, where)
     if dataclasses.is_dataclass(written):
@@ -149,19 +145,8 @@ def _from_value(value: Any, where: str) -> Descriptor:
             f"{where}: {value!r} is a string, but reads as the description of a tensor; write "
             f"MetaTensorType.parse({value!r}), or Value({value!r}) if the argument is that string"
         )
-    _require_hashable(value, where)
+    require_hashable(value, where)
     return literal(value)
-
-
-def _require_hashable(value: Any, where: str) -> None:
-    try:
-        hash(value)
-    except TypeError:
-        raise DescriptorError(
-            f"{where}: {describe(value)} can't be hashed, so that it may change and be another "
-            f"value; give a value that can (a frozenset for a set, a tuple for an array), the "
-            f"class {type(value).__name__}, or Value(...) to have calls compared with it as it is"
-        ) from None
 
 
 def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
@@ -234,62 +219,6 @@ def _annotated(
     """Return the types of some attributes of a class; `Any` for one without annotation."""
     types_, inside = attribute_types(cls), (*inside, cls)
     return tuple(_from_type(types_.get(name, ANY), inside) for name in names)
-
-
-def _from_generic(written: object, where: str) -> Descriptor:
-    """Convert a typing object with arguments, or one that lacks them (``List``)."""
-    origin, args = typing.get_origin(written), typing.get_args(written)
-    if origin is typing.Annotated:
-        return _from_annotated(args, where)
-    if origin is typing.Literal:
-        for value in args:
-            _require_hashable(value, where)
-        return TSUnion(tuple(map(literal, args)))
-    if origin in (Union, types.UnionType):
-        return TSUnion(tuple(_descriptor(arg, where) for arg in args))
-    if origin is list:
-        return TSList(_descriptor(args[0], f"{where}[...]") if args else ANY)
-    if origin in (abc.Sequence, abc.MutableSequence):
-        element = _descriptor(args[0], f"{where}[...]") if args else ANY
-        is_list = origin is abc.MutableSequence
-        return TSList(element) if is_list else TSUnion((TSList(element), TSTupleOf(element)))
-    if origin in (dict, abc.Mapping, abc.MutableMapping):
-        key, item = args or (Any, Any)
-        return _dict_of(_descriptor(key, where), _descriptor(item, f"{where}[...]"), where)
-    if origin is tuple:
-        return _from_tuple(written, args, where)
-    if isinstance(origin, type) and (is_future_class(origin) or is_rref_class(origin)):
-        return _from_type(from_annotation(written, where=where))
-    raise DescriptorError(f"{where}: {written!r} can't be checked at a call; give {_SUPPORTED}")
-
-
-def _from_annotated(args: tuple[Any, ...], where: str) -> Descriptor:
-    """Convert ``Annotated[Tensor, MetaTensorType(...)]``, which describes a tensor."""
-    if any(isinstance(extra, MetaTensorType) for extra in args[1:]):
-        return _from_type(from_annotation(typing.Annotated[args], where=where))
-    return _descriptor(args[0], where)
-
-
-def _dict_of(key: Descriptor, item: Descriptor, where: str) -> TSDict:
-    if any(tensor_leaves(key, where)):
-        raise DescriptorError(f"{where}: the keys of a dict cannot be tensors, got {key}")
-    return TSDict(key, item)
-
-
-def _from_tuple(written: object, args: tuple[Any, ...], where: str) -> Descriptor:
-    if written is typing.Tuple:  # noqa: UP006
-        return TSTupleOf(ANY)
-    if len(args) == 2 and args[1] is Ellipsis:
-        return TSTupleOf(_descriptor(args[0], f"{where}[...]"))
-    if args == ((),):  # Tuple[()] on Python 3.10
-        args = ()
-    if Ellipsis in args:
-        raise DescriptorError(
-            f"{where}: {written!r} can't be checked at a call; a tuple of any length is "
-            f"Tuple[X, ...]"
-        )
-    children = (_descriptor(arg, f"{where}[{i}]") for i, arg in enumerate(args))
-    return TSTuple(tuple(children))
 
 
 def _from_container(written: object, where: str) -> Descriptor:

@@ -11,14 +11,13 @@ Descriptors have these terms too::
 
     Tuple[X, ...]   Literal[3]   [X, Y]   {'key': X}   module.Class(field: X)
 
-Other names refer to classes: see `tsfunc.types.class_names`.
+Other names refer to classes: see `tsfunc.types.values`.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,9 +26,7 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.class_names import NAME, find
 from tsfunc.types.classes import names_of_class
-from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
@@ -54,37 +51,17 @@ from tsfunc.types.grammar import (
     key_error,
     optional,
 )
-from tsfunc.types.meta import SHORT_DTYPES, MetaTensorType
-from tsfunc.types.values import Attribute
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.tensor_text import TENSOR_KINDS, TENSOR_NAMES, TENSOR_WORD, tensor_fields
+from tsfunc.types.values import NAME, Attribute, find
 
 Resolve = Callable[[Any], TSType]
 """Returns the type of an object that a name stands for."""
 
-TENSOR_NAMES = ("Tensor", "TensorType", "torch.Tensor", "torch.tensor")
 _COMPOSED = (
     "List", "list", "Optional", "Future", "torch.futures.Future", "torch.jit.Future", "RRef",
     "torch.distributed.rpc.RRef", "Tuple", "tuple", "Dict", "dict", "Union", "Annotated",
 )  # fmt: skip
-
-_DTYPES = {short: dtype for dtype, short in SHORT_DTYPES.items()} | {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype) and dtype not in SHORT_DTYPES
-}
-_LAYOUTS = {
-    str(layout).removeprefix("torch."): layout
-    for layout in vars(torch).values()
-    if isinstance(layout, torch.layout)
-}
-_MEMORY_FORMATS = {
-    str(each).removeprefix("torch."): each
-    for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
-}
-_TENSOR_WORD = re.compile(r"strides\[[^\[\]]*\]|[a-z_]\w*(?::\d+)?")
-_BOUNDED = re.compile(r"(?:(\d+)\s*<=)?\s*([^\W\d]\w*)\s*(?:([<>])=\s*(\d+))?")
-_STEPPED = re.compile(r"([^\W\d]\w*)\s*%\s*(\d+)\s*==\s*0")
-_CHOSEN = re.compile(r"([^\W\d]\w*)\s+in\s*\{([\d\s,]*)\}")
-
 
 WORDS: dict[str, TSType] = {
     **{type_.name: type_ for type_ in PRIMITIVES},
@@ -126,14 +103,6 @@ def read_type(
         AnnotationError: the text is not a type, or not a descriptor.
     """
     return _Reader(text, scope, resolve, of_call).read()
-
-
-def parse_tensor(text: str) -> MetaTensorType:
-    """Return the metadata that a text from ``str`` of a `MetaTensorType` describes."""
-    found = read_type(text, {}, lambda found: ANY)
-    if not isinstance(found, TSTensor) or found.cls is not torch.Tensor:
-        raise AnnotationError(f"{text!r} describes no tensor; write for example f32[n, 64] cpu")
-    return found.meta
 
 
 class _Reader:
@@ -208,7 +177,7 @@ class _Reader:
         name = self.take(NAME)
         if name is None:
             raise self.error(f"expected a {self.what}, got {self.rest()[:20] or 'the end'!r}")
-        if (name in _DTYPES or name == "tensor") and self.take(r"\["):
+        if name in TENSOR_KINDS and self.take(r"\["):
             return TSTensor(meta=self.tensor(name))
         name = name.removeprefix("typing.").removeprefix("typing_extensions.")
         if name == "namedtuple":
@@ -239,7 +208,7 @@ class _Reader:
 
     def composed(self, name: str) -> TSType:
         if self.take(r"\[") is None:
-            raise self.error(f"{name} says not what is in it: write {name}[...]")
+            raise self.error(f"{name} does not say what is in it: write {name}[...]")
         if self.of_call is not None and name.split(".")[-1] in ("Future", "RRef"):
             return self.of_types(name)
         if self.of_call is not None and name in ("Tuple", "tuple"):
@@ -395,72 +364,13 @@ class _Reader:
 
     def tensor(self, name: str) -> MetaTensorType:
         """After ``f32[``: parse the dims and the words of a tensor."""
-        dims = self.take(r"[^\[\]]*")
+        dims = self.take(r"[^\[\]]*") or ""
         self.need("]", "after the dims")
-        known: dict[str, Any] = {"dtype": _DTYPES.get(name)}
+        words = list(iter(lambda: self.take(TENSOR_WORD), None))
         try:
-            if dims is not None and dims.strip() != "...":
-                known["shape"] = [_dim(dim.strip()) for dim in _split(dims)]
-            while (word := self.take(_TENSOR_WORD)) is not None:
-                _add_word(word, known)
-            return MetaTensorType(**known)
+            return MetaTensorType(**tensor_fields(name, dims, words))
         except DescriptorError as error:
             raise self.error(str(error)) from None
-
-
-def _split(dims: str) -> list[str]:
-    """Split the dims of a shape at commas outside of braces."""
-    return re.split(r",(?![^{]*\})", dims) if dims.strip() else []
-
-
-def _dim(text: str) -> Any:
-    if text in ("?", "..."):
-        return None if text == "?" else ...
-    if text.isdecimal():
-        return int(text)
-    said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
-    if len(said) == 1 and said[0] is None:
-        return text  # a name or an expression, or invalid
-    dims = [dim for dim in said if dim is not None]
-    if len(dims) < len(said) or len({dim.name for dim in dims}) > 1:
-        raise DescriptorError(f"{text!r} says nothing that can be said of one named size")
-    return functools.reduce(Dim.meet, dims)
-
-
-def _said_of_dim(text: str) -> Dim | None:
-    """Parse ``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; return None for other texts."""
-    stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
-    if stepped is not None:
-        return Dim(stepped[1], multiple_of=int(stepped[2]))
-    if chosen is not None:
-        return Dim(chosen[1], one_of=tuple(int(size) for size in _split(chosen[2])))
-    bounded = _BOUNDED.fullmatch(text)
-    if bounded is None:
-        return None
-    low, name, sign, limit = bounded.groups()
-    least = limit if sign == ">" else low
-    most = limit if sign == "<" else None
-    return Dim(name, None if least is None else int(least), None if most is None else int(most))
-
-
-def _add_word(word: str, known: dict[str, Any]) -> None:
-    """Add a word after the dims: requires_grad, strides, a layout, a memory format or a device."""
-    key: str
-    value: object
-    if word in ("requires_grad", "no_grad"):
-        key, value = "requires_grad", word == "requires_grad"
-    elif word in _LAYOUTS:
-        key, value = "layout", _LAYOUTS[word]
-    elif word in _MEMORY_FORMATS:
-        key, value = "memory_format", _MEMORY_FORMATS[word]
-    elif word.startswith("strides["):
-        strides = word.removeprefix("strides[").removesuffix("]")
-        key, value = "strides", [_dim(each.strip()) for each in _split(strides)]
-    else:
-        key, value = "device", word
-    if key in known:
-        raise DescriptorError(f"{word} is the second {key} of one tensor")
-    known[key] = value
 
 
 def _literal(text: str) -> Any:

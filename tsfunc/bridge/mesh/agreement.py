@@ -6,30 +6,43 @@ a collective of a process group gives wrong numbers or waits until the group's t
 is one small collective before it: the maximum of a hash and of its negative. If the ranks' hashes
 differ, all ranks detect it, exchange their texts, and raise an error with all texts. A rank whose
 body raises reports the error in an agreement too, which stops the other ranks at their next one.
+
+Private names used here (torch 2.11 to 2.14): ``ProcessGroup._allgather_base`` gathers one tensor.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import RanksDisagree
 
 _LENGTH = 400  # bytes of a rank's text
+_LARGEST = dist.AllreduceOptions()
+_LARGEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 
-def agree(mesh: Mesh, axis: str, text: str) -> None:
+def agree(mesh: Mesh, axis: str, text: str, note: str = "") -> None:
     """Return after all ranks along an axis have called this function with the same text.
+
+    Args:
+        mesh: the mesh.
+        axis: the axis.
+        text: the text.
+        note: an addition to this rank's text in the message, which is not compared.
 
     Raises:
         RanksDisagree: the texts differ; the message has a line for each rank.
     """
-    texts = exchanged_texts(mesh, axis, text)
+    if mesh.reported is not None:
+        withdraw_report(mesh)
+    texts = exchanged_texts(mesh, axis, text, note)
     if texts is None:
         return
     lines = [f"  rank {rank}: {said}" for rank, said in zip(mesh.ranks[axis], texts, strict=True)]
@@ -57,33 +70,34 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
     text, _, mark = mesh.partition(";")
     known = mesh_named(text)
     if mark.startswith("program:") and (axis, mark) not in known.agreed:
-        agree(known, axis, f"{mark.replace(':', ' ')}, {call or 'compiled'} at {users_place()}")
+        text = f"{mark.replace(':', ' ')}, {call or 'compiled'}"
+        agree(known, axis, text, f" at {users_place()}")
         known.agreed.add((axis, mark))
 
 
-def exchanged_texts(mesh: Mesh, axis: str, text: str) -> list[str] | None:
-    """Return every rank's text, or None if all texts are equal."""
-    group = mesh.groups[axis]
-    device = _device_of(group)
-    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    number = int.from_bytes(digest, "big")
+def exchanged_texts(mesh: Mesh, axis: str, text: str, note: str = "") -> list[str] | None:
+    """Return every rank's text with its note, or None if all texts are equal.
+
+    Raises:
+        RanksDisagree: another rank has raised: NOTE [reports of failures] in ``failures``.
+    """
+    group, device = mesh.groups[axis], mesh.devices[axis]
+    number = _number_of(text)
     both = torch.tensor([number, -number], device=device)
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-    group.allreduce([both], options).wait()
+    wait_for(group.allreduce([both], _LARGEST), mesh, axis, both)
     most, least = both.tolist()
     if most == -least:
         return None
     own = torch.zeros(_LENGTH, dtype=torch.uint8)
-    encoded = text.encode()[:_LENGTH]
+    encoded = f"{text}{note}".encode()[:_LENGTH]
     own[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     every = torch.zeros(group.size() * _LENGTH, dtype=torch.uint8, device=device)
-    group._allgather_base(every, own.to(device)).wait()
+    wait_for(group._allgather_base(every, own.to(device)), mesh, axis, every)
     rows = every.cpu().view(group.size(), _LENGTH)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in rows]
 
 
-def _device_of(group: Any) -> torch.device:
-    """Return a device whose tensors the group can exchange."""
-    kinds = [kind.type for kind in group._device_types]
-    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
+@functools.lru_cache(maxsize=1024)
+def _number_of(text: str) -> int:
+    """Return a hash of a text, which fits an int64 with either sign."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

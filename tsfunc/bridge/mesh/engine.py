@@ -13,21 +13,39 @@ import torch
 from torch import Tensor
 
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
+from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import tls
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
-    """Return the result of an exchange along an axis, a contiguous tensor with its own memory."""
+    """Return the result of an exchange along an axis, a contiguous tensor with its own memory.
+
+    Args:
+        x: a plain tensor.
+        kind, ints: the exchange: NOTE [exchanges] in ``operators``.
+        axis: the axis.
+        mesh: the mesh's text, followed by ``;`` and the check of the exchange, if it has one.
+    """
     text, _, check = mesh.partition(";")
-    found = mesh_named(text)
-    if check:
-        _agree(check, x, kind, ints, found, axis)
+    return exchange_over(mesh_named(text), check, x, kind, ints, axis)
+
+
+def exchange_over(
+    mesh: Mesh, check: str, x: Tensor, kind: str, ints: Sequence[int], axis: str
+) -> Tensor:
+    """Return the result of :func:`exchange` over a mesh that is known."""
+    if mesh.reported is not None:
+        withdraw_report(mesh)
+    if check and check != "unchecked":
+        _agree(check, x, kind, ints, mesh, axis)
     recorder = tls.state.recorder
     if recorder is not None and kind in COLLECTIVES:
         recorder.exchanged(axis, COLLECTIVES[kind], x.numel() * x.element_size())
-    return _KINDS[kind](x.resolve_conj().resolve_neg(), ints, found, axis)
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    return _KINDS[kind](x, ints, mesh, axis)
 
 
 # The kinds that communicate, with the collective of each; the other kinds are local to a rank.
@@ -41,7 +59,7 @@ COLLECTIVES = {
 }
 
 # The kinds whose argument must be equal on all ranks, by the caller's promise.
-_PROMISED = frozenset({"slice", "enter", "leave", "share"})
+_PROMISED = frozenset({"slice", "enter", "leave", "share", "join"})
 
 
 def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
@@ -50,19 +68,28 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
     Raises:
         RanksDisagree: the ranks make different exchanges, or promised values differ.
     """
-    call = f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)}"
     if check.startswith("program:"):
-        agree_on_program(axis, f"{mesh.text};{check}", call)
+        if (axis, check) not in mesh.agreed:
+            agree_on_program(axis, f"{mesh.text};{check}", _call(x, kind, ints))
     elif check == "values" and kind in _PROMISED:
         digest = _checksum(x.resolve_conj().resolve_neg())
-        where = "a result whose spec" if kind in ("leave", "share") else "an argument whose spec"
+        where = (
+            "a result whose spec"
+            if kind in ("leave", "share", "join")
+            else "an argument whose spec"
+        )
         agree(
             mesh,
             axis,
             f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
-        agree(mesh, axis, f"{call} at {users_place()}")
+        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_place()}")
+
+
+def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:
+    """Return a description of an exchange, equal on all ranks that make it."""
+    return f"{kind}{list(ints)} of {x.dtype} {tuple(x.shape)}"
 
 
 def _checksum(x: Tensor) -> int:
@@ -81,6 +108,8 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
 
 def _in_reals(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can sum."""
+    if x.is_floating_point():
+        return x
     return torch.view_as_real(x) if x.is_complex() else x.to(result_dtype("sum", x.dtype))
 
 
@@ -103,7 +132,7 @@ def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
 
 def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     out = _in_reals(x).clone(memory_format=torch.contiguous_format)
-    mesh.groups[axis].allreduce([out]).wait()
+    wait_for(mesh.groups[axis].allreduce([out]), mesh, axis, out)
     return _as_before(out, x)
 
 
@@ -112,7 +141,7 @@ def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     sent = _in_bytes(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
-    mesh.groups[axis]._allgather_base(out, sent.view(-1)).wait()
+    wait_for(mesh.groups[axis]._allgather_base(out, sent.view(-1)), mesh, axis, out)
     return _from_bytes(out.view(size, *sent.shape), x)
 
 
@@ -128,14 +157,15 @@ def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     sent = _in_reals(x.movedim(ints[0], 0)).contiguous()
     out = sent.new_empty(sent.shape[1:])
-    mesh.groups[axis]._reduce_scatter_base(out.view(-1), sent.view(-1)).wait()
+    work = mesh.groups[axis]._reduce_scatter_base(out.view(-1), sent.view(-1))
+    wait_for(work, mesh, axis, out)
     return _as_before(out, x)
 
 
 def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     sent = _in_bytes(x.movedim(ints[0], 0).contiguous())
     out = torch.empty_like(sent)
-    mesh.groups[axis].alltoall_base(out, sent, [], []).wait()
+    wait_for(mesh.groups[axis].alltoall_base(out, sent, [], []), mesh, axis, out)
     return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
 
 
@@ -152,7 +182,8 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
         if destination == me:
             receives[source] = elements
     out = sent.new_zeros(sum(receives))
-    mesh.groups[axis].alltoall_base(out, sent[: sum(sends)], receives, sends).wait()
+    work = mesh.groups[axis].alltoall_base(out, sent[: sum(sends)], receives, sends)
+    wait_for(work, mesh, axis, out)
     if not any(receives):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     shape = torch.view_as_real(x).shape if x.is_complex() else x.shape
@@ -184,5 +215,6 @@ _KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
     "tile": _tile,
     "enter": _same,
     "leave": _same,
+    "join": _same,
     "share": _share,
 }

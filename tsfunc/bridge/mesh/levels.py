@@ -8,16 +8,18 @@ function again (checkpoints, the user's rules in a backward pass).
 
 from __future__ import annotations
 
+import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from tsfunc.bridge.mesh.agreement import agree
+from tsfunc.bridge.mesh.engine import exchange_over
 from tsfunc.bridge.mesh.meshes import Mesh
-from tsfunc.bridge.mesh.operators import axis_index, mapped
-from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.mesh.operators import axis_index, in_trace, mapped, runs_now
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using
 
@@ -54,14 +56,22 @@ class MeshLevel(Level):
         batch_size: the number of ranks along the axis.
         check: "calls", "values", None, or "programs", which is the same as "calls" outside of
             programs.
+        forbids_random: True if random operators in the body raise an error.
     """
 
-    __slots__ = ("axis_name", "batch_size", "binding", "check", "mesh")
+    __slots__ = ("axis_name", "batch_size", "binding", "check", "forbids_random", "mesh")
 
     batch_size: int
 
-    def __init__(self, mesh: Mesh, axis_name: str, check: str | None = "programs") -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        axis_name: str,
+        check: str | None = "programs",
+        forbids_random: bool = False,
+    ) -> None:
         super().__init__(DispatchKey.BackendSelect, f"mesh axis {axis_name!r}")
+        self.forbids_random = forbids_random
         self.mesh = mesh
         self.axis_name = axis_name
         self.batch_size = mesh.sizes[axis_name]
@@ -72,28 +82,63 @@ class MeshLevel(Level):
         """Return a collective of a value (``operators`` has the kinds)."""
         if _observed.axes is not None:
             _observed.axes.add(self.axis_name)
-        mesh = self.mesh.text
-        if self.check is None:
-            mesh += ";unchecked"
-        elif self.checks_calls:
-            mesh += ";values" if self.check == "values" else ";calls"
-        return mapped(value, kind, list(ints), self.axis_name, mesh)
+        if runs_now(value):
+            check = self.check_of_calls(traced=False)
+            return exchange_over(self.mesh, check, value, kind, ints, self.axis_name)
+        check = self.check_of_calls(in_trace())
+        text = f"{self.mesh.text};{check}" if check else self.mesh.text
+        return mapped(value, kind, list(ints), self.axis_name, text)
 
-    @property
-    def checks_calls(self) -> bool:
-        """True if ranks agree before each collective: NOTE [agreements] in ``agreement``."""
-        if self.check != "programs":
-            return self.check is not None
-        return not in_trace()
+    def check_of_calls(self, traced: bool) -> str:
+        """Return the check of a collective, as exchanges have it.
+
+        Args:
+            traced: True if the collective is being recorded in a program.
+
+        Returns:
+            "calls" or "values" if the ranks agree before each collective (NOTE [agreements] in
+            ``agreement``), "unchecked", or an empty string for a collective that gets the mark of
+            its program.
+        """
+        check = self.check
+        if check == "programs":
+            return "" if traced else "calls"
+        return check or "unchecked"
 
     def index(self, device: torch.device | None) -> torch.Tensor:
         """Return this rank's index along the axis."""
         return axis_index(self.axis_name, self.mesh.text, device)
 
 
-def in_trace() -> bool:
-    """True if a program is being traced, whose exchanges run later."""
-    return any(isinstance(level, TraceLevel) for level in tls.state.levels)
+def copied(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> torch.Tensor:
+    """Return a value that all ranks along the axes have, as one per rank or as one of all.
+
+    Args:
+        levels: the axes.
+        kind: "enter" or "leave".
+        x: the value.
+    """
+    if all(level.check != "values" for level in levels) and _observed.axes is None and runs_now(x):
+        return x.clone(memory_format=torch.contiguous_format)
+    for level in levels:
+        x = level.exchanged(kind, (), x)
+    return x
+
+
+def agree_on_generators(levels: Sequence[MeshLevel]) -> None:
+    """Return after the ranks have compared the states of torch's generators, if calls are checked.
+
+    Raises:
+        RanksDisagree: the states differ, so the ranks would draw unrelated numbers.
+    """
+    checked = [level for level in levels if level.check is not None]
+    if not checked or in_trace():
+        return
+    digest = hashlib.blake2b(bytes(torch.get_rng_state().tolist()), digest_size=8)
+    if torch.cuda.is_initialized():
+        digest.update(bytes(torch.cuda.get_rng_state().tolist()))
+    for level in checked:
+        agree(level.mesh, level.axis_name, f"torch's generators in the state {digest.hexdigest()}")
 
 
 def mesh_levels() -> list[MeshLevel]:

@@ -58,7 +58,7 @@ def _of_reals(x: Tensor, kind: str, ints: list[int], group: str, size: int, me: 
         return _own(x.narrow(ints[0], me * length, length))
     if kind == "share":
         return _own(x / size)
-    return _own(x)  # enter, leave
+    return _own(x)  # enter, leave, join
 
 
 def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:

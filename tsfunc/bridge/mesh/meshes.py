@@ -5,6 +5,9 @@ A program must be the same on every rank and may run in a process other than the
 It can't hold process groups, whose names are counters. Instead it holds the axis and the mesh as
 texts (``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second
 mesh with the same text over other ranks is refused.
+
+Private names used here (torch 2.11 to 2.14): ``ProcessGroup._device_types`` are the devices whose
+tensors a group can exchange.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tsfunc.errors import MeshError
@@ -25,7 +29,10 @@ class Mesh:
         sizes: the number of ranks along each axis, by name, the outermost axis first.
         groups: for each axis, the process group that contains this rank.
         text: the names and sizes, in the form that programs contain.
+        devices: for each axis, a device whose tensors its group can exchange.
         agreed: the programs, by axis and mark, that the ranks have agreed on.
+        reports: the number of errors that this rank has reported.
+        reported: the identity of the last of them; None if the rank has made an exchange since.
     """
 
     def __init__(self, groups: Mapping[str, Any]) -> None:
@@ -35,12 +42,24 @@ class Mesh:
             name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()
         }
         self.text = mesh_text(self.sizes)
+        self.devices = {name: _device_of(group) for name, group in groups.items()}
         self.agreed: set[tuple[str, str]] = set()
+        self.reports = 0
+        self.reported: int | None = None
 
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis."""
         index: int = self.groups[axis].rank()
         return index
+
+    def has_programs(self, axis: str) -> bool:
+        """True if the ranks have agreed on a program along the axis, which they may run now."""
+        return any(each == axis for each, _ in self.agreed)
+
+
+def _device_of(group: Any) -> torch.device:
+    kinds = [kind.type for kind in group._device_types]
+    return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

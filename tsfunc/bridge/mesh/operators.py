@@ -17,10 +17,11 @@ slice      dim     a rank's own part of a value that all ranks have    (tile)
 tile       dim     the concatenated parts, on all ranks                (slice)
 enter              an equal value of all ranks, as one value per rank  (sum)
 leave              equal values, one per rank, as one value of all     (share)
-share              an equal value of all, divided by the rank count    (leave)
+share              an equal value of all, divided by the rank count    (join)
+join               as leave, but of cotangents of a shared value       (share)
 ========== ======= ==================================================================
 
-The last five are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
+The last six are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
 ``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
 similar operators, which involve one process only.
 
@@ -113,7 +114,8 @@ _TRANSPOSED = {
     "tile": "slice",
     "enter": "sum",
     "leave": "share",
-    "share": "leave",
+    "share": "join",
+    "join": "share",
 }
 
 
@@ -174,15 +176,29 @@ _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
     """Return an exchange of a tensor at any level."""
-    if type(x) is Tensor and not _is_observed(x):
+    if runs_now(x):
         return exchange(x, kind, ints, axis, mesh)
     out: Tensor = MAP(x, kind, ints, axis, mesh)
     return out
 
 
-def _is_observed(x: Tensor) -> bool:
-    """True if autograd, a dual level or a dispatch mode may handle a call on a plain tensor."""
-    return x.requires_grad or forward_ad._current_level >= 0 or in_dispatch_modes()
+def runs_now(x: Tensor) -> bool:
+    """True if an exchange of the tensor concerns neither autograd nor a transform or a trace."""
+    return (
+        type(x) is Tensor
+        and not x.requires_grad
+        and forward_ad._current_level < 0
+        and not in_dispatch_modes()
+        and not in_trace()
+    )
+
+
+def in_trace() -> bool:
+    """True if a program is being traced, whose exchanges run later."""
+    for level in tls.state.levels:  # noqa: SIM110 - every exchange asks, and a generator is slow
+        if isinstance(level, TraceLevel):
+            return True
+    return False
 
 
 def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:

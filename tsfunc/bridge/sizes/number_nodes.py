@@ -10,7 +10,6 @@ and similar functions dispatch on the nodes of a graph.
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +18,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.dispatch.places import is_users
-from tsfunc.types.dims import DimExpr
-from tsfunc.types.polynomials import solved_for
+from tsfunc.bridge.tracers.user_code import in_user_code
+from tsfunc.types.sizes import DimExpr, solved_for
 
 
 def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr: Any) -> Any:
@@ -151,10 +149,7 @@ def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     @functools.wraps(own)
     def text(number: Any) -> str:
         symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
-        frame = inspect.currentframe()
-        asking = frame and frame.f_back
-        in_user_code = asking is not None and is_users(asking)
-        if symbols is None or not in_user_code or not symbols.reads_as_number(number):
+        if symbols is None or not in_user_code() or not symbols.reads_as_number(number):
             return str(own(number))
         return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
-from tsfunc.dispatch.places import Place, is_users, users_place
+from tsfunc.bridge.tracers.user_code import in_user_code
+from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 
 
@@ -69,7 +69,9 @@ def environment_class() -> Any:
                     raise SignedZeroError(f"{expr} is 0.0 or -0.0")
                 return answer
             except GuardOnDataDependentSymNode:
-                refused = refused_value(asking_frame()) if isinstance(expr, Boolean) else None
+                asking, _ = _asking_frame(inspect.currentframe())
+                tests = asking if isinstance(expr, Boolean) else None
+                refused = None if tests is None else refused_value(tests)
                 if refused is None:
                     answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
                     if answer is None:
@@ -81,14 +83,13 @@ def environment_class() -> Any:
             finally:
                 new = len(self.guards) - len(self.guard_origins)
                 if new > 0:
-                    frame, through = _way_to_asking()
-                    in_user_code = is_users(frame)
-                    is_check = refused_value(frame) is not None or (
-                        not _CHECKS.isdisjoint(through)
-                        and in_user_code
-                        and not may_be_caught(frame)
+                    asking, called = _asking_frame(inspect.currentframe())
+                    users = asking is not None and in_user_code()
+                    by_user = users and not _PYTHONS_QUESTIONS.isdisjoint(called)
+                    is_check = asking is not None and (
+                        refused_value(asking) is not None
+                        or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(asking))
                     )
-                    by_user = in_user_code and not _PYTHONS_QUESTIONS.isdisjoint(through)
                     self.guard_origins += [(users_place(), by_user or self.counts, is_check)] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,25 +152,35 @@ def count_of(size: Any) -> int:
         env.counts = False
 
 
-def asking_frame() -> FrameType:
-    """Return the frame that asks a symbolic number for its value, by a test or in a call."""
-    return _way_to_asking()[0]
+def _asking_frame(answering: FrameType | None) -> tuple[FrameType | None, set[CodeType]]:
+    """Return the frame of the Python code that asks a question, and the functions that it calls.
 
+    The frame is None if torch's C++ asks. Python asks by a method of a symbolic number, as
+    ``if n > 2`` and ``range(n)`` do, or by one of torch's checks.
 
-def _way_to_asking() -> tuple[FrameType, set[CodeType]]:
-    """Return the asking frame, and the code of the functions below it."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    through = set()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_ANSWERING):
-        through.add(frame.f_code)
+    Args:
+        answering: the frame of ``evaluate_expr``; a further one belongs to another question.
+    """
+    asks = _PYTHONS_QUESTIONS | _CHECKS
+    called: set[CodeType] = set()
+    frame = answering and answering.f_back
+    while frame is not None and frame.f_code not in asks:
+        if answering is not None and frame.f_code is answering.f_code:
+            return None, called
         frame = frame.f_back
-    return frame, through
+    while frame is not None and frame.f_code in asks:
+        called.add(frame.f_code)
+        frame = frame.f_back
+    return frame, called
 
 
-# Functions that raise for the answer "no". If torch's own code calls them, they check the
-# arguments of operators, which ``equalities`` handles.
-_CHECKS = {torch._check_with.__code__, torch._assert.__code__}
+# Functions of torch that raise for the answer "no". Inside of operators they check arguments, which
+# ``equalities`` handles.
+_CHECKS = {
+    check.__code__
+    for name, check in vars(torch).items()
+    if name.startswith("_check") and isinstance(check, FunctionType)
+} | {torch._assert.__code__}
 
 
 # The methods by which Python asks. Other questions come from torch's C++, which is called from the
@@ -180,25 +191,6 @@ _PYTHONS_QUESTIONS = {
     for name in ("__bool__", "__int__", "__index__", "__float__")
     if isinstance(method := getattr(kind, name, None), FunctionType)
 }
-
-
-# Files whose frames compute the answers: torch's symbolic numbers and this package's tracers.
-_BRIDGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-_ROOT = os.path.dirname(torch.__file__) + os.sep
-
-
-_ASKED = (
-    "sizes/symbols", "sizes/shape_environment", "trace/tracing", "tracers/tracer",
-    "tracers/attributes", "tracers/guard_suppression", "control/bodies",
-)  # fmt: skip
-
-
-_ANSWERING = (
-    *(f"{_BRIDGE}{name.replace('/', os.sep)}.py" for name in _ASKED),
-    *(_ROOT + name for name in ("__init__.py", "fx", "utils", "_tensor.py", "overrides.py")),
-)
 
 
 def source_called(text: str) -> Any:

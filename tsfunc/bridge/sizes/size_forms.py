@@ -1,5 +1,8 @@
 """Symbolic sizes as plain data and back: ``["+", ["*", 2, "n"], 1]`` for ``2 * n + 1``.
 
+This is the only conversion of sympy's expressions of sizes. ``SizeSum.of_form`` in
+``types/sizes.py`` computes with the data.
+
 Private names used here (torch 2.11 to 2.13): ``SymInt.node.expr`` is the sympy expression of a
 size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
 """
@@ -62,7 +65,7 @@ def form_of_size(size: Any, names: Mapping[Any, Any]) -> Any:
     if isinstance(size, torch.SymBool | torch.SymFloat):  # a number that is not a size
         symbol = symbol_of(size)
         return None if symbol is None else names.get(symbol)
-    form = _form(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
+    form = form_of_expr(size.node.expr, names) if isinstance(size, torch.SymInt) else int(size)
     return form if is_small(form) else None
 
 
@@ -88,7 +91,8 @@ def _extent(form: Any) -> tuple[int, int, int]:
     return max(terms), divisions + by_size, depth + 1
 
 
-def _form(expr: Any, names: Mapping[Any, Any]) -> Any:
+def form_of_expr(expr: Any, names: Mapping[Any, Any]) -> Any:
+    """Return an expression of sympy's as plain data, see `form_of_size`."""
     if expr.is_Integer:
         return int(expr)
     if expr.is_symbol:
@@ -99,7 +103,7 @@ def _form(expr: Any, names: Mapping[Any, Any]) -> Any:
         kind = "Mul"
     else:
         parts = list(expr.args)
-    forms = [_form(part, names) for part in parts]
+    forms = [form_of_expr(part, names) for part in parts]
     return None if kind not in _OPERATORS or None in forms else [_OPERATORS[kind], *forms]
 
 

@@ -76,7 +76,7 @@ class Condition(NamedTuple):
         text: the text for people, in the user's names.
         dims: the named dims in the condition.
         fact: the condition in the names of dims and numbers, as files store it
-            (``types/facts.py``).
+            (``types/sizes.py``).
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.

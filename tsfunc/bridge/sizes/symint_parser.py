@@ -26,8 +26,8 @@ from tsfunc.bridge.tracers.operators import operator_of, overload_for
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 
-_NUMBERS = torch.SymInt | torch.SymFloat | torch.SymBool
-_LISTS = (list, tuple, torch.Size)
+_NUMBERS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
+_LISTS = frozenset({list, tuple, torch.Size})
 
 
 def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -36,9 +36,11 @@ def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _any(values: Any) -> bool:
-    return any(
-        isinstance(value, _NUMBERS) or (type(value) in _LISTS and _any(value)) for value in values
-    )
+    for value in values:
+        kind = type(value)  # isinstance would read the property __class__ of a tracer
+        if kind in _NUMBERS or (kind in _LISTS and _any(value)):
+            return True
+    return False
 
 
 def call_past_parser(
@@ -105,7 +107,7 @@ def _hinted(values: Sequence[Any]) -> list[Any]:
     """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
     return [
         type(value)(_hinted(value)) if type(value) in _LISTS
-        else _hint(value) if isinstance(value, _NUMBERS)
+        else _hint(value) if type(value) in _NUMBERS
         else value
         for value in values
     ]  # fmt: skip
@@ -147,7 +149,7 @@ def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> 
         parts = [_tensor(part, dtype, device) for part in data]
         return NotImplemented if NotImplemented in parts else torch.stack(parts)
     if dtype is None:
-        if not isinstance(data, bool | int | float | _NUMBERS):
+        if type(data) not in _NUMBERS and not isinstance(data, bool | int | float):
             return NotImplemented
         dtype = _dtype_of(data)
     return torch.full((), data, dtype=dtype, device=device)

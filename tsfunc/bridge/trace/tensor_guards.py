@@ -34,6 +34,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.attributes import of_the_value
 from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
+from tsfunc.bridge.tracers.user_code import in_user_code
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
@@ -263,7 +264,15 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _guards_of(value: Any) -> TensorGuards | None:
-    """Return the tensor guards of a tensor's trace, if it is traced and the user asks."""
+    """Return the tensor guards of a tensor's trace, if it is traced and the user asks.
+
+    A kernel's questions are the most frequent ones and no guards: NOTE [questions of the user's
+    code].
+    """
+    return _guards_if_asked(value) if in_user_code() else None
+
+
+def _guards_if_asked(value: Any) -> TensorGuards | None:
     if not isinstance(value, Tracer):
         return None
     found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
@@ -449,7 +458,7 @@ ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
 def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
     """Return the answer to a question about a traced tensor, else NotImplemented."""
     answer = ANSWERS.get(func)
-    guards = None if answer is None else _guards_of(args[0])
+    guards = None if answer is None else _guards_if_asked(args[0])
     return NotImplemented if answer is None or guards is None else answer(guards, args[0])
 
 

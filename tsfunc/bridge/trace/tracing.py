@@ -29,12 +29,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
-from tsfunc.bridge.sizes.shape_environment import asking_frame
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
@@ -74,6 +72,7 @@ from tsfunc.bridge.tracers.tracer import (
     metadata,
     written,
 )
+from tsfunc.bridge.tracers.user_code import UserCode, caller_of_handlers
 from tsfunc.bridge.tracers.watching import Lines
 from tsfunc.dispatch import (
     DispatchKey,
@@ -297,7 +296,7 @@ class TraceTracer(Tracer):
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_value(asking_frame())
+            refused = refused_value(caller_of_handlers())
             if refused is not None:
                 return self._assume(not refused)
             answer = self.dispatch_level.tensor_guards.answer(self.node)
@@ -559,7 +558,7 @@ _GRAD = vars(torch.Tensor.__base__)["grad"]
 _SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 
 
-class Lifting(TorchFunctionMode):
+class Lifting(UserCode):
     """A function mode that also records the function's own calls on tensors from outside.
 
     Without the mode, results of such tensors alone would be computed at trace time, and be stale
@@ -583,6 +582,9 @@ class Lifting(TorchFunctionMode):
         kwargs, given = kwargs or {}, args
         if OpaqueValue in types:
             return OpaqueValue.__torch_function__(func, types, args, kwargs)
+        if func is torch._assert and isinstance(args[0], torch.SymBool):
+            with self:  # the function's code asks, not the code of an operator
+                return torch._check_with(AssertionError, args[0], lambda: args[1])
         passes = self.level.passes
         if passes is not None and not is_traced(args[0] if args else None):
             if func == _GRAD.__get__:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import traceback
 from typing import Any
 
 import torch
@@ -17,6 +19,16 @@ def is_dtensor(value: Any) -> bool:
 def _dtensor() -> Any:
     """Return the class, or None before the module that defines it is loaded."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
+def converts_to_dtensor(error: BaseException) -> bool:
+    """True if a conversion between plain tensors and DTensors raised the error.
+
+    Such a conversion has no rule for forward mode, and its pullback cuts the graph of a cotangent.
+    """
+    folder = os.path.join("torch", "distributed", "tensor", "_")
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(folder in frame.f_code.co_filename for frame, _ in frames)
 
 
 def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:

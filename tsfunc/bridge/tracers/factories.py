@@ -29,7 +29,8 @@ from tsfunc.bridge.tracers.torch_state import (
     without_factory_keys,
 )
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
-from tsfunc.dispatch import current_levels
+from tsfunc.dispatch import Level, current_levels
+from tsfunc.dispatch.state import tls
 
 RANDOM = (
     "rand rand.generator randn randn.generator randint randint.generator randint.low "
@@ -96,6 +97,8 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
             return overload.redispatch(keys & rest, *args, **kwargs)
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):
+            if random and level.forbids_random and not _spreads_over(level):
+                raise RuntimeError(_forbidden(level, overload))
             if isinstance(level, TracerLevel) and level.sees_factory(name, random):
                 if given is not None and given.depth >= level.depth:
                     break  # the tracers lead to the level through their autograd
@@ -111,6 +114,19 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
         return overload.redispatch(keys & rest, *args, **kwargs)
 
     return factory
+
+
+def _spreads_over(level: Level) -> bool:
+    """True if the call is made by a vmap over the level's axis, which has a mode of its own."""
+    return level in getattr(tls.state.running, "spread_over", ())
+
+
+def _forbidden(level: Level, overload: Any) -> str:
+    return (
+        f"{level.name}: expected a body without random operators, because of randomness='error', "
+        f"got a call of {overload}. Pass randomness='split' to shard_map, so that each rank draws "
+        f"the numbers of its own index, or 'same' for equal numbers."
+    )
 
 
 def _out_variants() -> Iterator[Any]:
@@ -133,6 +149,8 @@ def _into(overload: Any, key: str) -> Callable[..., Any]:
 
     def into(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for level in reversed(current_levels()):
+            if level.forbids_random and not _spreads_over(level):
+                raise RuntimeError(_forbidden(level, overload))
             if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
                 if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
                     break  # the out tensors lead to the level

@@ -31,7 +31,7 @@ from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import CallSpec
 from tsfunc.program.guarding.inputs import InputSpec, short_text
 from tsfunc.types import Dim
-from tsfunc.types.check_context import place_text
+from tsfunc.types.checker import place_text
 from tsfunc.types.values import describe, same_value
 
 # --- reasons for a new program: the differences of a call from the calls that have a program

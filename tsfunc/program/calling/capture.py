@@ -43,6 +43,7 @@ from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of, users_place
+from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
@@ -373,6 +374,7 @@ class _Trace:
         self._numbers.append(number.position)
         return symbol
 
+    @starts_trace
     def _call(self, traced: list[Any]) -> Any:
         request = self.request
         args, kwargs = pytrees.unflatten(request.tree, traced)

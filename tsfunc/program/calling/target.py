@@ -13,6 +13,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.backends import Backend
+from tsfunc.bridge.tracers.user_code import implementation
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.program.guarding.inputs import InputSpec
@@ -149,8 +150,9 @@ class Target:
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
-        if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
-            return True
+        with implementation():
+            if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
+                return True
         try:
             self.contract(arguments)
         except DescriptorViolation:
@@ -168,7 +170,8 @@ class Target:
         errors = []
         for contract in self.contracts:
             try:
-                return contract, contract.check(arguments)
+                with implementation():
+                    return contract, contract.check(arguments)
             except DescriptorViolation as error:
                 errors.append(error)
         if len(errors) == 1:

@@ -43,7 +43,8 @@ from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.check_context import place_text
+from tsfunc.types.checker import place_text
+from tsfunc.types.descriptor_sets import as_python
 from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
@@ -53,7 +54,6 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
 )
-from tsfunc.types.suggestions import as_python
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 

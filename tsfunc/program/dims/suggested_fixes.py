@@ -21,9 +21,9 @@ from tsfunc.bridge.sizes.size_texts import divisions, moduli, python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr
+from tsfunc.types.descriptor_sets import as_python, with_dims
 from tsfunc.types.dims import DimSpec
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.suggestions import as_python, with_dims
 
 # --- descriptions of one named dim for which a fact holds: bounds, or an expression of other dims
 

@@ -45,8 +45,8 @@ from tsfunc.program.guarding.guards import CallSpec, Watched, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.facts import fact_code
 from tsfunc.types.grammar import Descriptor
+from tsfunc.types.sizes import fact_code
 
 # --- the kinds of calls that programs answer, as JSON and back
 

@@ -32,7 +32,7 @@ from tsfunc.program.files.state import is_current
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.types.class_names import class_name
+from tsfunc.types.values import class_name
 
 # --- calls that a loaded function answers in addition to those that were made before it was saved
 

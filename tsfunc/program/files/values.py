@@ -39,7 +39,7 @@ from safetensors.torch import load, save
 from tsfunc import pytrees
 from tsfunc.errors import FileFormatError
 from tsfunc.program.files.archive import Field
-from tsfunc.types.class_names import class_name, find
+from tsfunc.types.values import class_name, find
 
 # --- values as JSON: arguments of operators, and arguments of a function that are constants
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ from tsfunc.bridge.trace.backends import (
     runs_plainly,
     stand_for_others,
 )
+from tsfunc.bridge.trace.compiled_derivatives import (
+    call_differentiably,
+    refuse_second_derivative,
+    without_donated_buffers,
+)
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
@@ -50,7 +56,7 @@ from tsfunc.program.graphs.torch_operators import (
     no_operator,
 )
 from tsfunc.program.guarding.guards import CallSpec
-from tsfunc.program.passes.effects import Aliases, writes
+from tsfunc.program.passes.effects import Aliases, is_random, writes
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
@@ -102,6 +108,7 @@ class Compiled:
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
         self._sizes = _named_sizes(program.form)
         self._separate = _writes_outside(program.graph)
+        self._repeatable = not self._separate and not any(map(is_random, program.graph.nodes))
         self._lock = threading.Lock()
         self._variants: list[tuple[Any, Callable[..., Any]]] = []
         self._module, self._outputs = _module(program)
@@ -120,11 +127,36 @@ class Compiled:
             return self._program.run(values)
         for holds, call in self._variants:
             if holds is None or holds(self._sizes_of(values)):
-                return self._results(call(*given), values)
+                return self._results(self._run(call, given, values), values)
         if len(self._variants) >= _MOST:
             return self._program.run(values)
         with self._lock:
-            return self._results(self._compile(values)(*given), values)
+            return self._results(self._run(self._compile(values), given, values), values)
+
+    def _run(
+        self, call: Callable[..., Any], given: Sequence[torch.Tensor], values: Sequence[Any]
+    ) -> Sequence[Any]:
+        if not self._separate:
+            again = self._uncompiled if self._repeatable else self._refuse
+            return call_differentiably(call, again, given)
+        results: Sequence[Any] = call(*given)
+        refuse_second_derivative(results, self._refuse)
+        return results
+
+    def _refuse(self, *_: Any) -> Sequence[Any]:
+        raise RuntimeError(
+            f"{self._program.name}: expected a program that draws no random numbers and writes "
+            f"into no tensor from outside, since backend {self._name!r} has compiled it and its "
+            f"derivative is differentiated. Leave the backend out, and the program runs as Python."
+        )
+
+    @functools.cached_property
+    def _uncompiled(self) -> Callable[..., Sequence[Any]]:
+        """The graph as it was traced, with the inputs and results of the compiled module."""
+        graph = self._program.graph
+        module = graph_module(self._program.name, graph, self._program.lifted, as_inputs=True)
+        _keep_computed(module)
+        return module
 
     def _given(self, values: Sequence[Any]) -> list[torch.Tensor]:
         return [values[i] for i in self._program.inputs]
@@ -155,7 +187,8 @@ class Compiled:
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
         if bounds:
             examples = [_fake(x, x.shape, symbols) for x in examples]
-        with torch_state.outside_all_levels(), state.outside_all_levels():
+        donated = nullcontext() if self._separate else without_donated_buffers()
+        with torch_state.outside_all_levels(), state.outside_all_levels(), donated:
             try:
                 call = self._backend(self._module, examples)
             except CompilerFailed as error:
@@ -212,6 +245,11 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
     )
+    return module, _keep_computed(module)
+
+
+def _keep_computed(module: torch.fx.GraphModule) -> list[Any]:
+    """Let a module return only the results that it computes; return all results."""
     output = next(node for node in module.graph.nodes if node.op == "output")
     results: Any = output.args[0]
     computed: list[torch.fx.Node] = []
@@ -224,7 +262,7 @@ def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
             outputs.append(result)
     output.args = (tuple(computed),)
     module.recompile()
-    return module, outputs
+    return outputs
 
 
 def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any] | None:

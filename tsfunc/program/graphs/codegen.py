@@ -21,6 +21,8 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.mesh.failures import reporting
+from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.tracers.tracebacks import PLACES
 from tsfunc.bridge.writing.buffer_writes import note_buffer_write
@@ -234,7 +236,8 @@ def generate(
     scope = {**names.scope, PLACES: places}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
-    return source, function
+    meshes = {str(node.args[4]).partition(";")[0] for node in graph.nodes if node.target is MAP}
+    return source, reporting(function, sorted(meshes)) if meshes else function
 
 
 def _ending(

@@ -43,10 +43,10 @@ from tsfunc.program.guarding.inputs import (
     solving_order,
 )
 from tsfunc.types import Dim, DimExpr
-from tsfunc.types.check_context import place_text
-from tsfunc.types.generated import refused_sizes
-from tsfunc.types.meta import tensor_text
-from tsfunc.types.polynomials import solved_for
+from tsfunc.types.checker import place_text
+from tsfunc.types.codegen import refused_sizes
+from tsfunc.types.sizes import solved_for
+from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe, same_value
 
 # --- arguments that are the same tensor, or a tensor that the function also has from elsewhere

@@ -50,9 +50,9 @@ from tsfunc.types.grammar import (
     TSUnion,
     Value,
 )
-from tsfunc.types.polynomials import solved_for
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.signatures import annotated_types
+from tsfunc.types.sizes import solved_for
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
 

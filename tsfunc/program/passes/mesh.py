@@ -20,11 +20,15 @@ from tsfunc.bridge.control.control_flow import ControlFlow, every_node
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.bridge.mesh.operators import INDEX, MAP
 from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.dispatch.places import source_of
+from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import Aliases, communicates, is_pure
 
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the
 # ranks' cotangents, so each rank may keep its own part of a cotangent until then.
 _MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
+# The kinds of exchange after which each rank has a value of its own.
+_MAKES_PARTS = frozenset({"slice", "scatter", "all_to_all", "permute"})
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
@@ -32,10 +36,15 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
 
     The sum of such a value is a multiple of it, and its gathered values are copies. If a promise
     of ``out_specs`` follows from the program, it is not checked when the program runs.
+
+    Raises:
+        MeshError: a promise of ``out_specs`` is made for a value that differs between ranks.
     """
     if not any(node.target is MAP for node in graph.nodes):
         return
-    varying = _varying_axes(graph)
+    aliases = Aliases(graph)
+    _refuse_broken_promises(graph, aliases)
+    varying = _varying_axes(graph, aliases)
     for node in list(graph.nodes):
         if node.target is not MAP:
             continue
@@ -49,9 +58,56 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
                 varying[made] = varying[x]
 
 
-def _varying_axes(graph: torch.fx.Graph) -> dict[torch.fx.Node, frozenset[str]]:
+def _refuse_broken_promises(graph: torch.fx.Graph, aliases: Aliases) -> None:
+    """Raise if a result is promised to be equal along an axis and is computed from parts.
+
+    Values that the analysis can't follow are not refused: inputs of the program, writes, and
+    choices and loops that exchange values.
+
+    Raises:
+        MeshError: there is such a result. The message has the line that computes it.
+    """
+    differing: dict[torch.fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        found = frozenset[str]().union(*(differing[each] for each in node.all_input_nodes))
+        if node.op != "call_function" or aliases.is_written(node):
+            found = frozenset()
+        elif node.target is INDEX:
+            found = frozenset({str(node.args[0])})
+        elif isinstance(node.target, ControlFlow):
+            found -= {
+                str(each.args[3])
+                for body in node.target.bodies
+                for each in every_node(body.graph)
+                if each.target is MAP
+            }
+        elif node.target is MAP:
+            x, kind, _, axis, mesh = node.args
+            checked = str(mesh).partition(";")[2] not in ("values", "unchecked")
+            if kind == "leave" and axis in found and checked:
+                _refuse_promise(x, str(axis))
+            found = found - {axis} if kind in _MAKES_EQUAL else found
+            found = found | {axis} if kind in _MAKES_PARTS else found
+        differing[node] = found
+
+
+def _refuse_promise(node: Any, axis: str) -> None:
+    while node.meta.get("place") is None or (node.target is MAP and node.args[1] == "leave"):
+        if not node.all_input_nodes:
+            break
+        node = node.all_input_nodes[0]
+    place = node.meta.get("place")
+    where = "" if place is None else f", at {place}{source_of(place, ': ')}"
+    raise MeshError(
+        f"shard_map: out_specs: expected a result that is equal on all ranks along {axis!r}, which "
+        f"its spec does not name, got one that is computed from different values on each "
+        f"rank{where}. Combine the values over the axis (psum, pmean, all_gather), name the axis "
+        f"in the spec, or pass check='values' to compare the results when the program runs."
+    )
+
+
+def _varying_axes(graph: torch.fx.Graph, aliases: Aliases) -> dict[torch.fx.Node, frozenset[str]]:
     """Return the axes along which each value may differ among the ranks."""
-    aliases = Aliases(graph)
     every = frozenset(
         axis
         for node in graph.nodes
@@ -72,7 +128,10 @@ def _varying_axes(graph: torch.fx.Graph) -> dict[torch.fx.Node, frozenset[str]]:
             varying[node] = of_inputs - axis if equal else of_inputs | axis
         elif node.target is INDEX:
             varying[node] = frozenset({str(node.args[0])})
-        elif _reaches_other_ranks(node):
+        elif isinstance(node.target, ControlFlow):
+            # Of values that are equal, bodies without a part of a rank compute equal values.
+            varying[node] = of_inputs | _axes_of_parts(node.target, every)
+        elif communicates(node):
             varying[node] = every
         else:
             varying[node] = of_inputs
@@ -85,15 +144,25 @@ def _varying_axes(graph: torch.fx.Graph) -> dict[torch.fx.Node, frozenset[str]]:
     return varying
 
 
-def _reaches_other_ranks(node: torch.fx.Node) -> bool:
-    """Return True if the node, or a body of it, exchanges values or reads the rank's index."""
-    if isinstance(node.target, ControlFlow):
-        return any(
-            _reaches_other_ranks(inner) or (inner.op == "call_function" and not is_pure(inner))
-            for body in node.target.bodies
-            for inner in body.graph.nodes
-        )
-    return communicates(node)
+def _axes_of_parts(op: ControlFlow, every: frozenset[str]) -> frozenset[str]:
+    """Return the axes along which bodies make values that differ between ranks."""
+    found = frozenset[str]()
+    for body in op.bodies:
+        for node in body.graph.nodes:
+            if node.target is INDEX:
+                found |= {str(node.args[0])}
+            elif node.target is MAP:
+                if node.args[1] not in _MAKES_EQUAL:
+                    found |= {str(node.args[3])}
+            elif isinstance(node.target, ControlFlow):
+                found |= _axes_of_parts(node.target, every)
+            elif (
+                node.op == "get_attr"
+                or communicates(node)
+                or (node.op == "call_function" and not is_pure(node))
+            ):
+                return every
+    return found
 
 
 def _make_local(graph: torch.fx.Graph, node: torch.fx.Node) -> list[torch.fx.Node]:

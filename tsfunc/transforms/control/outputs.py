@@ -24,7 +24,8 @@ from tsfunc.types import (
     of_value,
 )
 from tsfunc.types.control_flow import branch_faults, carry_faults
-from tsfunc.types.dims import DimExpr, parse_dim, spell_dim
+from tsfunc.types.dims import parse_dim, spell_dim
+from tsfunc.types.sizes import DimExpr
 
 BRANCH_ADVICE = (
     "Make the branches return the same structure of the same types, for example with x.to(dtype), "

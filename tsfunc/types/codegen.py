@@ -1,7 +1,7 @@
 """Types as straight-line Python: fast checks of values, of calls, and of descriptors.
 
 Most values fit their types, and arguments are checked at every call. Generated code therefore
-runs first, and returns at the first mismatch; `check` and ``checks.py`` then find all mismatches.
+runs first, and returns at the first mismatch; ``checker.py`` then finds all mismatches.
 The code can reject a value that fits, but never accepts one that does not fit.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 from tsfunc.types.annotation import attribute_types
 from tsfunc.types.classes import names_of_class, primitive_of
-from tsfunc.types.dims import Dim, DimExpr, DimForm
+from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     Descriptor,
     TSAllType,
@@ -48,6 +48,7 @@ from tsfunc.types.grammar import (
     children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import same_keys, same_value
 
 Fits = Callable[..., bool]
