@@ -51,7 +51,16 @@ INNER_ROOMS = {
         "control",
         "private_names",
     ),
-    "program": ("passes", "dims", "closure", "guarding", "graphs", "calling", "files"),
+    "program": (
+        "assumptions",
+        "passes",
+        "dims",
+        "closure",
+        "guarding",
+        "graphs",
+        "calling",
+        "files",
+    ),
 }
 # Imports against that order, inside of functions: methods by which a user goes on from an object.
 ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tsfunc import specialize
-from tsfunc.program.closure.collecting import collecting_seldom
+from tsfunc.program.calling.capture import collecting_seldom
 
 
 def test_it_runs_less_often_and_then_as_before() -> None:

@@ -1,4 +1,4 @@
-"""Sizes that make a derived size 0 or 1: NOTE [small sizes] in ``program/dims/small_sizes``."""
+"""Sizes that make a derived size 0 or 1: NOTE [small sizes] in ``program/dims/constraints``."""
 
 from __future__ import annotations
 

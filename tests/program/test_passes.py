@@ -16,7 +16,7 @@ from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.program import Program
-from tsfunc.program.passes.aliases import Aliases, sources
+from tsfunc.program.passes.effects import Aliases, sources
 
 X = torch.arange(6.0).view(2, 3) - 2.5
 W = torch.arange(3.0)

@@ -10,11 +10,11 @@ import torch
 import torch.fx
 from torch import Tensor
 
-import tsfunc.program.passes as passes
 from tsfunc import MetaTensorType as Meta
 from tsfunc import cond, specialize
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program import Program
+from tsfunc.program.passes import simplify as passes
 from tsfunc.program.passes import verify
 
 

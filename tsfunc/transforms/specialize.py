@@ -38,14 +38,13 @@ from tsfunc.errors import (
 )
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
-from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.target import Target
-from tsfunc.program.calling.user_assertions import raise_user_assertion
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
-from tsfunc.program.guarding.guard_texts import Guards
+from tsfunc.program.guarding.guards import Guards
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of

@@ -10,7 +10,7 @@ the pass runs formulas that the trace records like any other operator.
 The ``.grad`` of a tensor from outside is that of its tracer. The first use of it in the trace
 reads it from the tensor, and the program has it as an input; ``backward()`` writes into it in
 place, or makes a new one, as it does in eager mode. If the function ends with another ``.grad``
-than it found, the program assigns it (NOTE [updates] in ``program/reading/updates.py``). The
+than it found, the program assigns it (NOTE [updates] in ``program/closure/results.py``). The
 tensor outside keeps its own throughout the trace.
 
 A pass frees its graph, and no result whose graph was freed can be differentiated again. If only
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
@@ -30,10 +30,6 @@ from torch._C import DisableTorchFunctionSubclass
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.tracer import BackwardPass
-
-
-class RetraceForBackward(BaseException):
-    """Internal: a traced function runs a backward pass itself: trace it again, recording."""
 
 
 @dataclass
@@ -64,6 +60,10 @@ class BackwardPasses:
         level: the trace.
         read: reads and guards the ``.grad`` of a tensor from outside.
         check: refuses a tensor that a pass can't add a gradient to.
+        record: has the function traced again, with autograd recording.
+
+    Attributes:
+        needed: whether the function needs a trace in which autograd records.
     """
 
     def __init__(
@@ -71,18 +71,15 @@ class BackwardPasses:
         level: TraceLevel,
         read: Callable[[torch.Tensor], torch.Tensor | None],
         check: Callable[[torch.Tensor], None],
+        record: Callable[[], NoReturn],
     ) -> None:
-        self.level, self._read, self._check = level, read, check
+        self.level, self._read, self._check, self._record = level, read, check, record
         self.needed = False
         self.slots: dict[int, Slot] = {}
         self._freed: set[Any] = set()
 
     def serve(self, call: BackwardPass) -> bool:
-        """See ``TracerLevel.serves_backward``.
-
-        Raises:
-            RetraceForBackward: the trace does not record autograd.
-        """
+        """See ``TracerLevel.serves_backward``."""
         given = (*call.results, *(call.inputs or ()))
         if not all(self._is_here(x) for x in given):
             return False
@@ -98,10 +95,10 @@ class BackwardPasses:
         return True
 
     def require(self) -> None:
-        """Raise ``RetraceForBackward`` if the trace does not record autograd."""
+        """Have the function traced again if autograd does not record in this trace."""
+        self.needed = True
         if not self.level.records:
-            self.needed = True
-            raise RetraceForBackward
+            self._record()
 
     def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside, as the function sees it."""

@@ -4,7 +4,7 @@ A training loop under vmap clones its parameters with gradients, and calls ``los
 an optimizer. Each of these leaves is a tracer, and so is its ``.grad``; both end with the
 function. A leaf that outlives the function would keep a tracer as its gradient, so such a call is
 refused, unless the level accepts it: a trace records the pass, and its program assigns the
-``.grad`` (``program/closure/gradients.py``).
+``.grad`` (``program/calling/capture.py``).
 """
 
 from __future__ import annotations

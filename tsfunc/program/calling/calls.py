@@ -1,55 +1,72 @@
-"""The first call of its kind: the check of its descriptors, and its trace."""
+"""The first call of its kind: the check of its descriptors, and its trace.
+
+NOTE [user assertions]
+For ``if (x < 0).any(): raise ValueError(...)`` and for
+``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
+exception or the message (NOTE [checks of arguments] in ``dispatch/refusals.py``). If such a check
+fails, the function itself is called with the arguments of the call. A test of a tensor raises the
+function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
+message added. The function is not called if the program has written before the check, for example
+into an argument, since the function would write again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import optree
 
 from tsfunc import rage
 from tsfunc.bridge.sizes.bounds import any_number, any_size
-from tsfunc.bridge.trace.backward_passes import RetraceForBackward
+from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.tracers.settings import settings
+from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.places import users_place
-from tsfunc.errors import DataDependentError, TsfuncError
-from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
+from tsfunc.program.assumptions import Assumptions, Retrace, settle
+from tsfunc.program.calling.cache import (
+    UNSEEN,
+    Cache,
+    CachedProgram,
+    facts_of_call,
+    passed_text,
+    reason_for,
+)
 from tsfunc.program.calling.capture import TraceRequest, capture
-from tsfunc.program.calling.leaves import described, places_of, spelled
 from tsfunc.program.calling.reporting import log_program, progress
-from tsfunc.program.calling.target import Target
+from tsfunc.program.calling.target import Target, described, places_of, spelled
 from tsfunc.program.calling.variation import Variation
-from tsfunc.program.closure.arg_codegen import key_orders, opening_lines
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import is_container, is_instance
-from tsfunc.program.closure.instances import Instances, RetraceForStoredTensors
-from tsfunc.program.closure.module_state import state_of
-from tsfunc.program.closure.numbers import Earlier, Read
-from tsfunc.program.closure.variables import CODE
-from tsfunc.program.dims.small_sizes import RetraceForSmallSizes
+from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.numbers import Earlier, Read, Varying
+from tsfunc.program.closure.results import state_of
+from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
-from tsfunc.program.graphs.equal import same_program
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.cache_miss import UNSEEN, facts_of_call, passed_text, reason_for
-from tsfunc.program.guarding.call_spec import form_of_call
-from tsfunc.program.guarding.guard_texts import Guards, guard_texts
-from tsfunc.program.guarding.guards import guard_lines
+from tsfunc.program.graphs.program import Program, same_program
+from tsfunc.program.guarding.guards import Guards, form_of_call, guard_lines, guard_texts
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
     call_signature,
     describe_inputs,
     describe_scalars,
+    opaque_arguments,
     with_dims_raised,
     with_sizes_fixed,
 )
-from tsfunc.program.guarding.opaque_arguments import opaque_arguments
-from tsfunc.program.guarding.tensor_aliasing import RetraceForAliasing
+from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim
+
+# --- the first call of its kind: the check of its descriptors, and its trace
+
+
+Made = tuple[CachedProgram, Sequence[Any]]
 
 
 class FirstCall:
@@ -84,6 +101,7 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
+        self.outside_inputs: Mapping[str, Varying] = {}
 
     @protected
     def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
@@ -99,8 +117,7 @@ class FirstCall:
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
-        scalars = self.scalars(inputs, bounds)
-        signatures = {self.signature(inputs, each) for each in (scalars, ())}
+        signatures = {self.signature(inputs, x) for x in (self.scalars(inputs, bounds), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
         if (
@@ -109,33 +126,58 @@ class FirstCall:
             and all(each.signature not in signatures for each in cache.entries)
         ):
             self.reason = dropped
-        sizes = self.sizes
-        known = cache.known(signatures, self.flat, sizes)
-        small = {name: size for name, size in sizes.items() if size < 2 and name in bounds}
-        variation = Variation(self, cache, inputs, bounds, facts)
-        made = known or variation.program() or self._traced(inputs, bounds, small)
+        self.small = {
+            name: size for name, size in self.sizes.items() if size < 2 and name in bounds
+        }
+        self.variation = variation = Variation(self, cache, inputs, bounds, facts)
+        known = cache.known(signatures, self.flat, self.sizes)
+        self.is_known = known is not None or self.reason in (UNSEEN, dropped)
+        held = Assumptions(records=cache.records, recalled=cache.records)
         if known is None:
+            made, held = self._settled(variation.assumed(held))
+            variation.conclude(held)
             cache.history.appendleft(facts)
-            if made is not None:
+            if not held.fixed:
                 self.warning = variation.remember(made[0], called=reason is None)
-        if made is not None:
-            small = {name: size for name, size in sizes.items() if _is_small(made[0], name, size)}
-            if not small and made[0].form.unmet(self.flat, sizes):
-                # It was traced with other sizes: with its own sizes, the function raises its
-                # error.
-                small = {name: size for name, size in sizes.items() if name in bounds}
-        if small:
-            # NOTE [sizes 0 and 1] in program/graphs/equal, NOTE [small sizes] in
-            # program/dims/small_sizes
-            if known is None and made is not None:
-                cache.keep(made[0])
-            if known is not None or self.reason in (UNSEEN, dropped):
-                self.reason = "; ".join(f"{name} is {size}" for name, size in small.items())
-            made = self._with_fixed(made, small, inputs, bounds, scalars)
-        assert made is not None
+        else:
+            made = known
+        if not held.fixed:
+            small = self._sizes_apart(made[0], bounds)
+            if small:
+                if known is None:
+                    cache.keep(made[0])
+                fixed, held = settle(self.trace, held.moved(fixed=frozenset(small)), self.after)
+                made = self._one_of(made, fixed)
+        cache.records = held.records
         entry, reached = made
         cache.keep(entry)
         return entry.program, reached
+
+    def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
+        """Return the named dims whose sizes in the call the general program may not serve.
+
+        See NOTE [sizes 0 and 1] in ``program/graphs/program``, and NOTE [small sizes] in
+        ``program/dims/constraints``.
+        """
+        small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
+        if not small and entry.form.unmet(self.flat, self.sizes):
+            # It was traced with other sizes: with its own sizes, the function raises its error.
+            return [name for name in self.sizes if name in bounds]
+        return small
+
+    def _settled(self, assumptions: Assumptions) -> tuple[Made, Assumptions]:
+        """Return a program whose assumptions hold, and the assumptions.
+
+        A program with numbers as inputs that no descriptor describes is compared with the program
+        for the numbers of the call: NOTE [automatic dynamic sizes].
+        """
+        made, held = settle(self.trace, assumptions, self.after)
+        if not self.variation.has_numbers(held):
+            return made, held
+        exact, alone = settle(self.trace, held.moved(varying=frozenset(), dim=None), self.after)
+        if self._does_the_same(made[0], exact[0]):
+            return made, held
+        return exact, alone
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
@@ -146,77 +188,45 @@ class FirstCall:
                     found.setdefault(text, []).append(value)
         return found
 
-    def _with_fixed(
-        self,
-        made: tuple[CachedProgram, Sequence[Any]] | None,
-        small: Mapping[str, int],
-        inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
-        scalars: Sequence[ScalarSpec],
-    ) -> tuple[CachedProgram, Sequence[Any]]:
-        """Return a program for calls with some sizes fixed; the general program if it is the same.
+    def after(self, held: Assumptions, error: Exception) -> Assumptions | None:
+        """Return the next weaker assumptions after a trace that has failed, or None.
 
-        Args:
-            made: the general program; None if the function refuses the sizes that it was traced
-                with.
-            small: the sizes that are fixed.
-            inputs, bounds, scalars: those of the call, in which the fixed sizes are named dims.
+        A trace with symbols may fail where the function does not: a symbol can't be hashed, for
+        example, and the hint for a size below 2 may be a size that the function refuses.
         """
-        inputs = [with_sizes_fixed(spec, small) for spec in inputs]
-        bounds = {name: dim for name, dim in bounds.items() if name not in small}
-        fixed = self.trace(inputs, bounds)
-        if made is None:
-            return fixed
-        some = {
-            **self.sizes,
-            **{name: any_size(dim) for name, dim in bounds.items()},
-            **{scalar.name: any_number(type(scalar.value)) for scalar in scalars},
-        }
-        return _one_of(made, fixed, some)
+        if held.varying:
+            narrower = self.variation.narrowed(held, error)
+            if narrower is not None:
+                return narrower
+        if held.outside_numbers and self.outside_inputs:
+            return held.moved(outside_numbers=False)
+        if held.varying:
+            return held.moved(varying=frozenset(), dim=None)
+        if held.described_numbers and self._inputs(held)[2]:
+            return held.moved(described_numbers=False)
+        # ``item()`` of a tensor with several elements is a DataDependentError.
+        refused = isinstance(error, DataDependentError) or not isinstance(error, TsfuncError)
+        if refused and self.small and not held.fixed:
+            return held.moved(fixed=frozenset(self.small))
+        return None
 
-    def _traced(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], small: Mapping[str, int]
-    ) -> tuple[CachedProgram, Sequence[Any]] | None:
-        """Return ``trace(...)``; None if the function refuses the hint for a size below 2."""
-        try:
-            return self.trace(inputs, bounds)
-        except DataDependentError:  # such as ``item()`` of a tensor with several elements
-            if small:
-                return None
-            raise
-        except TsfuncError:
-            raise
-        except Exception:
-            if small:
-                return None
-            raise
+    def _inputs(
+        self, held: Assumptions
+    ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], Sequence[ScalarSpec]]:
+        """Return the tensors among the arguments, the named dims, and the numbers as inputs."""
+        inputs, bounds, numbers = self.variation.inputs_for(held)
+        if held.fixed:
+            sizes = {name: self.sizes[name] for name in held.fixed}
+            inputs = [with_sizes_fixed(spec, sizes) for spec in inputs]
+            bounds = {name: dim for name, dim in bounds.items() if name not in held.fixed}
+        scalars = self.scalars(inputs, bounds, numbers)
+        return inputs, bounds, [x for x in scalars if x.by_itself or held.described_numbers]
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Return the assumptions of a program for the call, by the user's names."""
         return facts_of_call(
             self.flat, self.places, inputs, self.ambient, self.arguments, self.orders, self.passed
         )
-
-    def trace(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
-    ) -> tuple[CachedProgram, Sequence[Any]]:
-        """Return a program for such calls, and the tensors that it reads from argument objects."""
-        scalars = self.scalars(inputs, bounds)
-        if scalars:
-            try:
-                found = self._trace(inputs, bounds, scalars)
-            except Exception:  # for example, a symbol can't be hashed
-                return self._trace(inputs, bounds, ())
-            # A condition on the number and the sizes in general may fail for these.
-            if not found[0].form.unmet(self.flat, self.sizes):
-                return found
-        return self._trace(inputs, bounds, ())
-
-    def trace_for_any(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
-    ) -> tuple[CachedProgram, Sequence[Any]]:
-        """Do the same with further numbers as inputs, given by their positions."""
-        return self._trace(inputs, bounds, self.scalars(inputs, bounds, numbers))
 
     def scalars(
         self,
@@ -236,25 +246,28 @@ class FirstCall:
         """The sizes of named dims in the call."""
         return {} if self.bindings is None else self.bindings.sizes
 
-    def _trace(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
-    ) -> tuple[CachedProgram, Sequence[Any]]:
-        """Trace and compile a program, and show and log that."""
-        with progress(self.name, self.reason):
-            made = self._new_entry(inputs, bounds, scalars)
+    def trace(self, held: Assumptions) -> Made:
+        """Return a program for such calls, and the tensors that it reads from argument objects.
+
+        Raises:
+            Retrace: one of the assumptions does not hold.
+        """
+        with progress(self.name, self._reason(held)):
+            made = self._new_entry(held)
         self._record(made[0])
         return made
 
-    def _new_entry(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
-    ) -> tuple[CachedProgram, Sequence[Any]]:
+    def _new_entry(self, held: Assumptions) -> Made:
         start = time.perf_counter()
+        inputs, bounds, scalars = self._inputs(held)
         described = {} if self.contract is None else self.contract.descriptors
         request = TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
             scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
+            held,
         )  # fmt: skip
-        program, instances = self._with_numbers(request)
+        instances = self._instances(held)
+        program = capture(request, instances)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
@@ -291,7 +304,7 @@ class FirstCall:
             self.tree,
             closure_lines.function(self.ambient, lines, scope, late=opening is not None),
             closure_lines.function(self.ambient, late=True),
-            self.reason,
+            self._reason(held),
             signature,
             form,
             None
@@ -300,45 +313,37 @@ class FirstCall:
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
+        if any(not scalar.by_itself for scalar in scalars) and form.unmet(self.flat, self.sizes):
+            # A condition on the number and the sizes in general fails for those of the call.
+            raise Retrace(held.moved(described_numbers=False))
+        self.variation.check(entry, held)
         return entry, closure_lines.values
 
-    def _with_numbers(self, request: TraceRequest) -> tuple[Program, Instances]:
-        """Return ``_captured(...)``; numbers outside that can't be inputs are constants."""
-        if self.earlier:
-            with suppress(Exception):  # for example, a symbol can't be hashed
-                return self._captured(request)
-            self.earlier = {}
-        return self._captured(request)
+    def _reason(self, held: Assumptions) -> str:
+        """Return the reason for a new program."""
+        if held.fixed and self.is_known:
+            return "; ".join(f"{x} is {size}" for x, size in self.sizes.items() if x in held.fixed)
+        return self.reason
 
-    def _captured(
-        self, request: TraceRequest, every: bool = False, apart: bool = False
-    ) -> tuple[Program, Instances]:
-        """Return the program of a trace, and the objects that were watched.
+    def _one_of(self, general: Made, fixed: Made) -> Made:
+        """Return the entry for fixed sizes, with the general program if it does the same there."""
+        (one, reached), (other, same_reached) = general, fixed
+        alike = list(map(id, reached)) == list(map(id, same_reached))
+        if alike and self._does_the_same(one, other):
+            other = dataclasses.replace(other, program=one.program)
+        return other, same_reached
 
-        Args:
-            request: the trace.
-            every: whether variables that are only changed are guarded, too.
-            apart: whether the function is known to compare its tensors by identity.
-        """
-        instances = self._instances(every)
-        instances.compares_identity = instances.compares_identity or apart
-        try:
-            return capture(request, instances), instances
-        except RetraceForStoredTensors:
-            return self._captured(request, True, apart)
-        except RetraceForBackward:
-            request = dataclasses.replace(request, records=True)
-        except RetraceForAliasing as told:
-            return self._captured(dataclasses.replace(request, own=told.own), every, True)
-        except RetraceForSmallSizes as edge:
-            instances = self._instances(every)
-            instances.compares_identity = instances.compares_identity or apart
-            request = dataclasses.replace(request, retraced=edge.names)
-            try:
-                return capture(request, instances), instances
-            except Exception:
-                raise edge.refusal from None
-        return self._captured(request, every, apart)
+    def _does_the_same(self, general: CachedProgram, exact: CachedProgram) -> bool:
+        """Return True if a program does the same as one in which some of its inputs are fixed."""
+        values: dict[str, Any] = dict(self.sizes)
+        values.update({spec.name: spec.value for spec in general.form.scalars})
+        values.update({name: any_size(dim) for name, dim in exact.form.bounds.items()})
+        values.update({x.name: any_number(type(x.value)) for x in exact.form.scalars})
+        for spec, other in zip(general.form.inputs, exact.form.inputs, strict=True):
+            for dim, size in zip(spec.dims, other.dims, strict=True):
+                if isinstance(dim, Dim) and isinstance(size, int):
+                    values[dim.name] = size
+        return same_program(general.program, exact.program, values)
 
     def _record(self, entry: CachedProgram) -> None:
         """Log a new program, also in the log of ``rage``."""
@@ -395,9 +400,11 @@ class FirstCall:
             leaves[scalar.position] = type(scalar.value)
         return described(leaves, inputs, self.tree, self.parameters)
 
-    def _instances(self, every: bool) -> Instances:
-        instances = Instances(self.name, self.closure, self.earlier)
-        free_variables = FreeVariables(instances, every)
+    def _instances(self, held: Assumptions) -> Instances:
+        earlier = self.earlier if held.outside_numbers else {}
+        instances = Instances(self.name, self.closure, earlier)
+        self.outside_inputs = instances.builder.numbers.inputs  # it grows during the trace
+        free_variables = FreeVariables(instances, held.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
                 instances.add(value, spelled(self.places[i]), f"args[{i}]")
@@ -411,20 +418,50 @@ class FirstCall:
         return instances
 
 
-def _one_of(
-    symbolic: tuple[CachedProgram, Sequence[Any]],
-    fixed: tuple[CachedProgram, Sequence[Any]],
-    sizes: Mapping[str, Any],
-) -> tuple[CachedProgram, Sequence[Any]]:
-    """Return the entry for fixed sizes, with the symbolic program if it does the same there."""
-    (one, reached), (other, same_reached) = symbolic, fixed
-    alike = list(map(id, reached)) == list(map(id, same_reached)) and same_program(
-        one.program, other.program, sizes
-    )
-    return (dataclasses.replace(other, program=one.program) if alike else other), same_reached
-
-
 def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """Return True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.form.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
+
+
+# --- errors of the function's own checks of data, raised if the check fails in its program
+
+
+def raise_user_assertion(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    program: Program,
+    error: RuntimeError,
+) -> None:
+    """Raise the function's own error if one of its checks fails in its program.
+
+    Args:
+        func: the function.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        program: the program that has run.
+        error: the error of the program; an error of another kind is ignored.
+
+    Raises:
+        FailedCheckError: a check of a size of data failed, and the function gives the reason.
+    """
+    if current_levels() or not _is_own(program, str(error)):
+        return
+    try:
+        func(*args, **kwargs)
+    except Exception as own:
+        if not isinstance(error, FailedCheckError):
+            raise own from None
+        raise FailedCheckError(f"{error}\n{type(own).__name__}: {own}") from own
+
+
+def _is_own(program: Program, message: str) -> bool:
+    """Return True if a check of the function has the message, and nothing is written before it."""
+    for node in program.graph.nodes:
+        if writes(node):
+            return False
+        check = node.args[1] if node.target is check_size else node.meta.get("own_check")
+        if isinstance(check, str) and check in message:
+            return True
+    return False

@@ -1,13 +1,24 @@
-"""Capture: run a function once on traced tensors, and record its operators."""
+"""Capture: run a function once on traced tensors, and record its operators.
+
+See NOTE [backward passes in programs] in ``bridge/trace/backward_passes.py``.
+
+NOTE [collections while tracing]
+A trace makes hundreds of objects per operator and keeps most of them. Python's collector reacts by
+scanning all objects again and again, those of torch included, which took two fifths of the time of
+a trace of 10,000 operators. During a trace the collector therefore runs less often, and mostly on
+new objects only.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import optree
 import torch
@@ -19,7 +30,7 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.backward_passes import RetraceForBackward
+from tsfunc.bridge.trace.backward_passes import BackwardPasses
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -31,15 +42,13 @@ from tsfunc.bridge.tracers.factories import watching_factories, watching_random
 from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import place_of
+from tsfunc.dispatch.places import place_of, users_place
 from tsfunc.dispatch.refusals import starts_trace
-from tsfunc.errors import DataDependentError, TsfuncError
+from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
+from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
-from tsfunc.program.closure.collecting import collecting_seldom
-from tsfunc.program.closure.gradients import Gradients
 from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.module_state import names_in_source
 from tsfunc.program.closure.numbers import Varying
 from tsfunc.program.closure.refusals import (
     check_bodies,
@@ -48,24 +57,142 @@ from tsfunc.program.closure.refusals import (
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.closure.results import with_objects_apart
-from tsfunc.program.closure.updates import Update
+from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
+from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import variables_of
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call, solving_order
-from tsfunc.program.guarding.opaque_arguments import Hide
-from tsfunc.program.guarding.tensor_aliasing import (
-    Groups,
-    RetraceForAliasing,
-    as_one,
-    groups_of,
-    hold,
-)
-from tsfunc.program.passes import simplify
+from tsfunc.program.guarding.guards import Groups, as_one, groups_of, hold, variables_of
+from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+
+# --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
+
+
+class Gradients:
+    """The ``.grad`` of tensors from outside, for one trace.
+
+    Args:
+        level: the trace.
+        instances: the objects that it watches.
+        read_at: called with the user's spelling of each ``.grad`` that is read.
+        record: has the function traced again, with autograd recording.
+    """
+
+    def __init__(
+        self,
+        level: TraceLevel,
+        instances: Instances,
+        read_at: Callable[[str], None],
+        record: Callable[[], NoReturn],
+    ) -> None:
+        self._level, self._instances, self._builder = level, instances, instances.builder
+        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
+        instances.assigned_grads = self._changes
+        self._checked: set[int] = set()
+        self._read_at = read_at
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        """Return the source of a tensor: an argument, or a tensor that the trace has read."""
+        for _, argument in self._level.tensor_guards.arguments:
+            if argument.example is tensor:
+                name = argument.name
+                return Source(
+                    self._builder.guard_lines.bind(f"args[{argument.position}]"), name, name, False
+                )
+        known = self._builder.source_of(tensor)
+        return known or Source(
+            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
+        )
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        source = self._source(tensor)
+        self._read_at(f"{source.text}.grad")
+        with self._instances.paused():
+            return self._builder.grad_of(tensor, source)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that a backward pass can't add a gradient to.
+
+        Raises:
+            TypeCheckError: the tensor has a graph or hooks from outside, which a program does not
+                run.
+        """
+        if id(tensor) in self._checked:
+            return
+        self._checked.add(id(tensor))
+        source = self._source(tensor)
+        guard_lines = self._builder.lines_of(source.own)
+        problem = None
+        if not tensor.is_leaf:
+            problem = (
+                "was computed before the call, by operations that a program does not have",
+                ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
+            )
+        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            problem = (
+                "has hooks, which a program does not call",
+                ("Remove them, or do in the function what they do"),
+            )
+        if problem is not None:
+            why, mend = problem
+            raise TypeCheckError(
+                f"{self._level.name}: backward() at {users_place()} would add to "
+                f"{source.text}.grad, but {source.text} {why}. {mend}."
+            )
+        at = source.variable
+        guard_lines.require(
+            f"{at}.is_leaf and not {at}._backward_hooks and not {at}._post_accumulate_grad_hooks"
+        )
+
+    def _changes(self) -> Iterator[SideEffect]:
+        """Yield the ``.grad`` that the function has replaced."""
+        for slot in self.passes.changed():
+            source = self._source(slot.owner)
+            yield SideEffect(
+                f"{source.text}.grad", source, slot.owner, "{}.grad", slot.owner.grad, slot.now,
+                undo=lambda: None,
+            )  # fmt: skip
+
+
+# --- garbage collection while a function is traced
+
+
+_SELDOM = (50_000, 50, 1_000)  # number of new objects, then of younger collections per older one
+
+_lock = threading.Lock()
+_traces = 0
+_before = gc.get_threshold()
+
+
+@contextmanager
+def collecting_seldom() -> Iterator[None]:
+    """Context manager that makes collections rare: NOTE [collections while tracing].
+
+    Any number of threads may be inside it at a time.
+    """
+    global _traces, _before
+    with _lock:
+        _traces += 1
+        if _traces == 1:
+            _before = gc.get_threshold()
+            if 0 < _before[0] < _SELDOM[0]:  # 0: the collector is turned off
+                gc.set_threshold(*_SELDOM)
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces and gc.get_threshold() == _SELDOM:
+                gc.set_threshold(*_before)
+
+
+# --- capture: run a function once on traced tensors, and record its operators
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +210,7 @@ class TraceRequest:
         scalars: the numbers among the arguments that are inputs.
         hide_any: replaces the arguments of type ``Any``, on which no operation is allowed.
         described: the descriptors, by parameter, for errors.
-        own: tensors that the function has from elsewhere, and gets as arguments, too.
-        retraced: the named dims whose sizes in the call make a derived size 0 or 1 (NOTE [small
-            sizes] in ``small_sizes``); they are traced with other hints.
-        records: whether autograd records during the trace, for the function's own backward passes.
+        assumptions: the other assumptions of the trace.
     """
 
     what: str
@@ -99,9 +223,7 @@ class TraceRequest:
     scalars: Sequence[ScalarSpec] = ()
     hide_any: Hide | None = None
     described: Mapping[str, Descriptor] = field(default_factory=dict)
-    own: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    retraced: frozenset[str] = frozenset()
-    records: bool = False
+    assumptions: Assumptions = field(default_factory=Assumptions)
 
 
 @protected
@@ -110,23 +232,22 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
 
     Args:
         request: the function and its arguments.
-        instances: the objects whose attributes are watched. Tensors that are read from arguments
-            are inputs of the program, after the flattened arguments.
+        instances: the objects whose attributes are watched; without them, the function is traced
+            until its assumptions hold. Tensors that are read from arguments are inputs of the
+            program, after the flattened arguments.
 
     Raises:
         ConstraintViolation: the control flow of the function depends on the size of a named dim.
         TypeCheckError: it reads a value that can be neither compared nor lifted, or makes an
             assignment that a program can't repeat.
         DataDependentError: it uses a tensor as a Python number or bool.
-        RetraceForSmallSizes, RetraceForAliasing, RetraceForBackward: it has to be traced again,
-            with other ``instances``.
+        Retrace: it has to be traced again, with other ``instances``.
     """
     with collecting_seldom():
         if instances is not None:
             trace = _Trace(request, instances)
             return trace.program(trace.run())
-        trace, out = _run(request, request.name)
-        return trace.program(out)
+        return _settled(request, request.name, lambda trace: trace.program(trace.run()))
 
 
 @protected
@@ -136,20 +257,24 @@ def outline(request: TraceRequest) -> Any:
     Raises:
         DataDependentError: the function uses a tensor as a Python number or bool.
     """
-    trace, out = _run(request, request.what)
-    try:
-        return pytrees.tree_map(trace.fake_value, out)
-    finally:
-        trace.symbols.end()
+
+    def fakes(trace: _Trace) -> Any:
+        out = trace.run()
+        try:
+            return pytrees.tree_map(trace.fake_value, out)
+        finally:
+            trace.symbols.end()
+
+    return _settled(request, request.what, fakes)
 
 
-def _run(request: TraceRequest, name: str) -> tuple[_Trace, Any]:
-    """Run a function in a trace; return the trace and the function's result."""
-    trace = _Trace(request, Instances(name))
-    with suppress(RetraceForBackward):
-        return trace, trace.run()
-    trace = _Trace(replace(request, records=True), Instances(name))
-    return trace, trace.run()
+def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
+    """Return a result of a trace whose assumptions hold."""
+
+    def result(assumptions: Assumptions) -> T:
+        return finish(_Trace(replace(request, assumptions=assumptions), Instances(name)))
+
+    return settle(result, request.assumptions)[0]
 
 
 class _Trace:
@@ -159,10 +284,13 @@ class _Trace:
 
     def __init__(self, request: TraceRequest, instances: Instances) -> None:
         self.request, self.instances = request, instances
+        self.assumptions = request.assumptions
         instances.builder.set_arguments(request.flat)
         numbers = {spec.name: spec.value for spec in request.scalars}
         sizes = sizes_of_call(request.inputs)
-        known = {name: size for name, size in sizes.items() if name not in request.retraced}
+        known = {
+            name: size for name, size in sizes.items() if name not in self.assumptions.other_hints
+        }
         by_themselves = [spec.name for spec in request.scalars if spec.by_itself]
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
@@ -177,9 +305,11 @@ class _Trace:
             axes.bound(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols, self.request.records)
+            self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
             self.symbols.asks = Counters(self.level, self.instances.builder).answer
-            self.gradients = Gradients(self.level, self.instances, self._attributes.append)
+            self.gradients = Gradients(
+                self.level, self.instances, self._attributes.append, self._record
+            )
             try:
                 with (
                     is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
@@ -189,6 +319,10 @@ class _Trace:
                 self.symbols.end()
                 self.instances.put_back()
                 raise
+
+    def _record(self) -> NoReturn:
+        """Have the function traced again, with autograd recording."""
+        raise Retrace(self.assumptions.moved(records=True))
 
     def _arguments(self) -> list[Any]:
         """Return the flattened arguments, with tracers and symbols for those that vary."""
@@ -209,8 +343,9 @@ class _Trace:
         for scalar in request.scalars:
             traced[scalar.position] = symbols.scalars[scalar.name]
         instances = self.instances
-        instances.compares_identity = instances.compares_identity or request.records
-        self._own = {**request.own, **instances.builder.own_tensors}
+        held = self.assumptions
+        instances.compares_identity |= held.identities or held.records
+        self._own = {**held.own, **instances.builder.own_tensors}
         self._as_one = instances.compares_identity
         given = as_one(request.inputs, tracers, self._own) if self._as_one else tracers
         for spec, value in zip(request.inputs, given, strict=True):
@@ -252,8 +387,11 @@ class _Trace:
             with mode, Lifting(self.level), self.instances, no_seeding(request.what):
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
-            if self.gradients.passes.needed and not request.records:
-                raise RetraceForBackward  # the function has caught it
+            needed, held = self.gradients.passes.needed, self.assumptions
+            if needed and not held.records:
+                self._record()  # the function has handled the exception
+            if held.recalled and not needed:
+                raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
@@ -276,7 +414,7 @@ class _Trace:
         groups = groups_of(inputs)
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
-            raise RetraceForAliasing(own)
+            raise Retrace(self.assumptions.moved(identities=True, own=own))
         hold(instances.builder.guard_lines, inputs, own)
         return groups if len(inputs) > 1 else ()
 
@@ -291,7 +429,7 @@ class _Trace:
     def program(self, out: Any) -> Program:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
-        updates = self.instances.finish()
+        updates = self.instances.finish(self.assumptions)
         level.tensor_guards.refuse_assignments()
         apart = with_objects_apart(
             request.what, without_opaque_values(out), self.instances.builder.placeholder_of
@@ -307,7 +445,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, bool(request.retraced),
+            request.described, self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)

@@ -8,12 +8,16 @@ from typing import Any
 
 import optree
 
-from tsfunc.program.calling.cache import CachedProgram
+from tsfunc.program.calling.cache import (
+    CachedProgram,
+    differing,
+    facts_of_call,
+    passed_text,
+    reason_for,
+)
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.leaves import places_of
-from tsfunc.program.guarding.cache_miss import differing, facts_of_call, passed_text, reason_for
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guard_texts import Guards, guard_texts
+from tsfunc.program.calling.target import places_of
+from tsfunc.program.guarding.guards import CallSpec, Guards, guard_texts
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 
 _MOST_LISTED = 12

@@ -1,40 +1,276 @@
 """The sizes and numbers in which a call differs from earlier calls: one program, or a warning.
 
+NOTE [automatic dynamic sizes]
+If two programs differ from a call only in one size, the program of the call is made for any such
+size: it is traced with a symbol for the size. Sizes that have been equal in all of these calls
+(the rows of a batch and of its labels) share one symbol. If the function relies on more than a
+size of 2 or more, bounds restrict the program to the sizes for which the same facts hold, and
+other sizes have programs of their own. If no bounds express the facts (the function needs the
+number), each size keeps a program of its own.
+
+Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. The
+user has not asked for symbols, and ``isinstance(k, int)`` is false for a symbol. The program is
+therefore compared with the program for the numbers of the call, and kept only if it does the same
+with them; numbers of 0 and 1 wait for others, since ``x * 1`` has no operator. A text of such a
+symbol is the text of the number, and makes it a constant. If the function needs a number itself,
+the other numbers become inputs without it.
+
+A value that keeps a program for each of its values is reported by a ``RetraceWarning``
+(``retraces``).
+
 NOTE [retraces]
 The second new program for a value that varies either serves all its values (NOTE [automatic
-dynamic sizes] in ``guarding/automatic_dynamic.py``), or the user is told once which value varies,
+dynamic sizes]), or the user is told once which value varies,
 and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
 which the next settles it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import optree
+import torch
 
-from tsfunc.bridge.sizes.bounds import any_number, any_size
-from tsfunc.errors import DescriptorError
-from tsfunc.program.calling.cache import Cache, CachedProgram
-from tsfunc.program.calling.offering import descriptors_text
+from tsfunc.errors import ConstraintViolation, DescriptorError
+from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Facts, differing
 from tsfunc.program.calling.target import Target
-from tsfunc.program.graphs.equal import same_program
-from tsfunc.program.guarding.automatic_dynamic import (
-    Names,
-    is_special,
-    seen_values,
-    size_names,
-    varying,
-    widened,
-)
-from tsfunc.program.guarding.cache_miss import ANY, Facts, differing
+from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
-from tsfunc.types import CompiledDescriptors, Dim
+from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.checker import place_text
+from tsfunc.types.descriptor_sets import as_python
+from tsfunc.types.descriptors import child_at
+from tsfunc.types.grammar import (
+    Descriptor,
+    TSFields,
+    TSNamedTuple,
+    TSPytree,
+    TSTensor,
+    TSTuple,
+)
 
-Made = tuple[CachedProgram, Sequence[Any]]
+# --- automatic named dims and inputs for sizes and numbers that differ from call to call
+
+
+AFTER = 2  # number of programs that differ in a size or number
+_ATTEMPTS = 2  # a bounded size may lead to facts that were not met before
+
+Names = frozenset[str]
+
+
+def varying(
+    facts: Facts,
+    history: Iterable[Facts],
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+    needed: Names = frozenset(),
+) -> Names:
+    """Return the names of values that alone distinguish a call from enough others; or none.
+
+    Args:
+        facts: the facts of the call.
+        history: the facts of the calls that programs were made for.
+        sizes: the sizes of the call that no descriptor names.
+        numbers: the numbers of the call that can become inputs.
+        needed: the names of numbers that stay constants.
+    """
+    seen: dict[Names, set[tuple[Any, ...]]] = {}
+    for others in history:
+        names = differing(facts, others)
+        if not names or not all(_alike(name, facts, others, sizes, numbers) for name in names):
+            continue
+        then = {others[name] for name in names if name in sizes}
+        now = {sizes[name] for name in names if name in sizes}
+        waits = any(is_special(facts[name]) for name in names if name not in needed)
+        if len(then) <= 1 and len(now) <= 1 and not waits:
+            seen.setdefault(frozenset(names), set()).add(tuple(others[name] for name in names))
+    often = [names - needed for names, others in seen.items() if len(others) >= AFTER]
+    return min(filter(None, often), key=len, default=frozenset())
+
+
+def is_special(value: int | float) -> bool:
+    """Return True if a program for a size or number alone may be simpler: ``x * 1`` is ``x``."""
+    return value in (0, 1)
+
+
+def seen_values(
+    facts: Facts,
+    history: Iterable[Facts],
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+) -> dict[str, list[Any]]:
+    """Return the earlier values of each size and number in which a call differs from others.
+
+    A value counts if enough calls differ from this one in it and in the same other values. The
+    arguments are those of :func:`varying`; the values are in the order of ``history``.
+    """
+    calls: dict[Names, list[Facts]] = {}
+    for others in history:
+        names = differing(facts, others)
+        if names and all(_alike(name, facts, others, sizes, numbers) for name in names):
+            calls.setdefault(frozenset(names), []).append(others)
+    seen: dict[str, list[Any]] = {}
+    for group, earlier in calls.items():
+        for name in (name for name in facts if name in group):
+            values = list(dict.fromkeys(others[name] for others in earlier))
+            if len(values) >= AFTER:
+                seen.setdefault(name, values)
+    return seen
+
+
+def _alike(
+    name: str,
+    facts: Facts,
+    others: Facts,
+    sizes: Mapping[str, int],
+    numbers: Mapping[str, int | float],
+) -> bool:
+    """Return True if a difference is between two sizes, or two numbers of one type."""
+    return (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
+
+
+def size_names(inputs: Sequence[InputSpec], names: Mapping[int, str]) -> dict[str, tuple[int, int]]:
+    """Return the fixed sizes of inputs: the input and dim of each, by name.
+
+    Args:
+        inputs: the tensors among the arguments.
+        names: the names of the flattened arguments.
+    """
+    return {
+        f"{names[spec.position]}.shape[{k}]": (i, k)
+        for i, spec in enumerate(inputs)
+        for k, dim in enumerate(spec.dims)
+        if isinstance(dim, int)
+    }
+
+
+def new_dim(bounds: Mapping[str, Dim]) -> Dim:
+    """Return a named dim in place of sizes that have varied."""
+    names = itertools.chain(["n"], (f"n{i}" for i in itertools.count(2)))
+    return Dim(next(name for name in names if name not in bounds), min=2)
+
+
+def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptions | None:
+    """Return assumptions with a narrower dim for sizes that have varied, if that is the remedy.
+
+    Args:
+        assumptions: those of the trace that has failed.
+        size: the size of the dim in the call.
+        error: the error of the trace.
+    """
+    dim = assumptions.dim
+    if dim is None or not isinstance(error, ConstraintViolation):
+        return None
+    mended = error.mended.get(dim.name)
+    if not isinstance(mended, Dim) or len(error.mended) > 1 or assumptions.narrowed == _ATTEMPTS:
+        return None
+    narrower = mended.meet(Dim(dim.name, min=2))
+    if not narrower.admits(size):
+        return None
+    return assumptions.moved(dim=narrower, narrowed=assumptions.narrowed + 1)
+
+
+def with_dim(
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    at: Iterable[tuple[int, int]],
+    dim: Dim,
+) -> tuple[list[InputSpec], dict[str, Dim]]:
+    """Return inputs with a named dim in place of some sizes."""
+    found = list(inputs)
+    for i, k in at:
+        dims = list(found[i].dims)
+        dims[k] = dim
+        found[i] = dataclasses.replace(found[i], dims=tuple(dims))
+    return found, {**bounds, dim.name: dim}
+
+
+# --- descriptors that are offered to the user for values that vary, as Python code
+
+
+def descriptors_text(
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    places: Mapping[int, tuple[Any, ...]],
+    signature: inspect.Signature,
+    described: Mapping[str, Descriptor],
+    vary: Mapping[int, Mapping[int, str]],
+) -> str:
+    """Return descriptors for which some values of a call may vary, as Python code.
+
+    They promise nothing else beside what the function's descriptors promise already.
+
+    Args:
+        flat: the flattened arguments.
+        tree: their structure.
+        places: the path of each from a parameter.
+        signature: the parameters of the function.
+        described: the descriptors that the function has.
+        vary: the positions of the values that vary; for a tensor the dims, each with a name.
+
+    Raises:
+        DescriptorError: an argument that contains one of the values can't be described.
+    """
+    leaves = [_leaf(value, _at(described, places[i]), vary.get(i)) for i, value in enumerate(flat)]
+    args, kwargs = optree.tree_unflatten(tree, leaves)
+    given = signature.bind(*args, **kwargs).arguments
+    concerned = {places[i][0] for i in vary}
+    found = dict(described)
+    for name in given:
+        if name in concerned:
+            found[name] = as_descriptor(given[name], name)
+    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in found.items())}}}"
+
+
+def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
+    """Return the given descriptor of an argument, if it is a part of a container's."""
+    found = described.get(path[0])
+    for i in range(1, len(path)):
+        if not isinstance(found, TSPytree | TSTuple | TSNamedTuple | TSFields):
+            return None
+        found = child_at(found, tuple(path[i:]))
+    return found
+
+
+def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) -> Any:
+    """Return the descriptor of an argument.
+
+    Args:
+        value: the argument.
+        given: its descriptor so far.
+        vary: the dims of a tensor that vary, by number; None: nothing varies.
+    """
+    if isinstance(value, torch.Tensor):
+        meta = given.meta if isinstance(given, TSTensor) else MetaTensorType()
+        shape = _dims(meta, value.dim())
+        for k, name in (vary or {}).items():
+            shape[k] = name
+        return dataclasses.replace(meta, shape=tuple(shape)) if vary else given or meta
+    if vary is None and given is not None:
+        return given
+    if type(value) in (int, float, bool, str) or is_instance(value):
+        return type(value)
+    return value
+
+
+def _dims(meta: MetaTensorType, rank: int) -> list[Any]:
+    """Return the described sizes of a tensor, None for each that is open."""
+    shape = list(meta.shape or [...])
+    if ... in shape:
+        at = shape.index(...)
+        shape[at : at + 1] = [None] * (rank - len(shape) + 1)
+    return shape
+
+
+# --- the sizes and numbers in which a call differs from earlier calls: one program, or a warning
+
+
 _SHOWN = 3  # the number of values that a warning shows
 
 
@@ -48,18 +284,9 @@ class Call(Protocol):
     contract: CompiledDescriptors | None
     target: Target
 
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
     def scalars(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
     ) -> Sequence[ScalarSpec]: ...
-
-    def trace(self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made: ...
-
-    def trace_for_any(
-        self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim], numbers: frozenset[int]
-    ) -> Made: ...
 
 
 class Variation:
@@ -92,37 +319,54 @@ class Variation:
         }
         self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
         self._served: Names = frozenset()  # the values that may vary in the new program
+        self._tried: Names = frozenset()  # the values that have varied
 
-    def program(self) -> Made | None:
-        """Return a program for any value in place of those that have varied, or None."""
+    def assumed(self, assumptions: Assumptions) -> Assumptions:
+        """Return the assumptions with inputs in place of the values that have varied."""
         if not self.cache.auto_widen:
-            return None
+            return assumptions
         as_inputs = self.numbers if self.call.target.backend is None else {}
-        needed = self.cache.needed
-        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, needed)
-        while names and names not in self.cache.fixed:
-            found = self._for_any(names)
-            needed = self._needed(found[0]) & names if found else frozenset()
-            if not needed:
-                if found and self._does_the_same(found[0], names):
-                    self._served = names
-                    return found
-                self.cache.fixed.add(names)
-                return None
-            self.cache.needed |= needed
-            names -= needed
-        return None
+        names = varying(self.facts, self.cache.varied, self.sizes, as_inputs, self.cache.needed)
+        if not names or names in self.cache.fixed:
+            return assumptions
+        self._tried = names
+        dim = None if names.isdisjoint(self.where) else new_dim(self.bounds)
+        return assumptions.moved(varying=names, dim=dim)
 
-    def _for_any(self, names: Names) -> Made | None:
-        numbers = frozenset(self.positions[name] for name in names if name in self.positions)
+    def narrowed(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
+        """Return assumptions with a narrower dim after a trace that has failed, or None."""
+        sizes = [self.sizes[name] for name in assumptions.varying if name in self.sizes]
+        return narrowed(assumptions, sizes[0], error) if sizes else None
+
+    def inputs_for(
+        self, assumptions: Assumptions
+    ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], frozenset[int]]:
+        """Return the inputs, the named dims, and the positions of the numbers that have varied."""
+        names, inputs, bounds = assumptions.varying, self.inputs, self.bounds
         at = [self.where[name] for name in names if name in self.where]
+        if at and assumptions.dim is not None:
+            inputs, bounds = with_dim(inputs, bounds, at, assumptions.dim)
+        return inputs, bounds, frozenset(self.positions[x] for x in names if x in self.positions)
 
-        def trace(inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]) -> Made:
-            if numbers:
-                return self.call.trace_for_any(inputs, bounds, numbers)
-            return self.call.trace(inputs, bounds)
+    def check(self, entry: CachedProgram, assumptions: Assumptions) -> None:
+        """Check that the values that have varied can be inputs of a new program.
 
-        return widened(trace, self.inputs, self.bounds, at)
+        Raises:
+            Retrace: some of them can't.
+        """
+        names = assumptions.varying
+        needed = self._needed(entry) & names
+        if needed:
+            self.cache.needed |= needed
+            self._tried = names = names - needed
+            names = frozenset() if names in self.cache.fixed else names
+        elif any(condition.dims for condition in entry.program.conditions) or (
+            not names.isdisjoint(self.positions) and entry.form.unmet(self.call.flat, self.sizes)
+        ):
+            names = frozenset()
+        if names != assumptions.varying:
+            dim = None if names.isdisjoint(self.where) else assumptions.dim
+            raise Retrace(assumptions.moved(varying=names, dim=dim))
 
     def _needed(self, entry: CachedProgram) -> Names:
         """Return the names of the numbers among the inputs that the function needs."""
@@ -133,27 +377,15 @@ class Variation:
             if spec.by_itself and spec.name in needed
         )
 
-    def _does_the_same(self, entry: CachedProgram, names: Names) -> bool:
-        """Return True if a general program is sound for the call."""
-        if any(condition.dims for condition in entry.program.conditions):
-            return False
-        if names.isdisjoint(self.positions):
-            return True
-        call = self.call
-        if entry.form.unmet(call.flat, call.sizes):
-            return False
-        fixed, _ = call.trace(self.inputs, self.bounds)
-        described = call.scalars(self.inputs, self.bounds)
-        values = {
-            **{spec.name: spec.value for spec in entry.form.scalars},
-            **{name: any_size(dim) for name, dim in self.bounds.items()},
-            **{spec.name: any_number(type(spec.value)) for spec in described},
-        }
-        for spec, before in zip(entry.form.inputs, self.inputs, strict=True):
-            for dim, size in zip(spec.dims, before.dims, strict=True):
-                if isinstance(dim, Dim) and isinstance(size, int):
-                    values[dim.name] = size
-        return same_program(entry.program, fixed.program, values)
+    def has_numbers(self, assumptions: Assumptions) -> bool:
+        """Return True if numbers that have varied are inputs: a program needs a comparison."""
+        return not assumptions.varying.isdisjoint(self.positions)
+
+    def conclude(self, assumptions: Assumptions) -> None:
+        """Note the values that vary in the new program, and those that can't."""
+        self._served = assumptions.varying
+        if self._tried and not self._served:
+            self.cache.fixed.add(self._tried)
 
     def remember(self, entry: CachedProgram, called: bool) -> str | None:
         """Add the call to the calls that have programs, and return a warning: NOTE [retraces].

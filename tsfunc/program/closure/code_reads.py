@@ -1,4 +1,4 @@
-"""Variables that a piece of code may read from outside, and the attributes read from them.
+"""Names and members that the code of a function reads.
 
 The reads are found in the bytecode, so they cost nothing while the code runs.
 ``config.model.width`` is one read: a global variable and a chain of attributes.
@@ -8,21 +8,47 @@ NOTE [counters]
 use of its value. If a function only accumulates in a variable, its results can't depend on the
 variable. The variable is then not guarded, and it changes only when the function is traced, as a
 ``print`` prints only then. If the function also reads the variable, it is guarded, and every call
-changes it (NOTE [updates] in ``updates.py``). The same holds if the function puts tensors into it,
+changes it (NOTE [updates] in ``results.py``). The same holds if the function puts tensors into it,
 since the tensors differ at every call, and if the variable holds an object of a user's class, whose
 methods may do anything. Changes that do not accumulate (``last[key] = x``, ``names.add(x)``,
 ``last.update(...)``, ``last.clear()``) are assignments: every call makes them.
+
+The code of installed packages is not scanned. This module lists the library functions that user
+code may call. A function whose answer can be asked for again at every call becomes a guard
+(``is_question``). A function that gives another answer each time causes a warning
+(``changes_by_itself``).
 """
 
 from __future__ import annotations
 
+import builtins
+import datetime
 import dis
 import functools
+import gc
+import glob
+import os
+import pathlib
+import random
 import re
+import sys
+import threading
+import time
 import types
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+import torch
+
+from tsfunc.errors import ReadOnceWarning
+from tsfunc.program.closure.guard_builder import Source
+from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.side_effects import CODE, MISSING
+
+# --- variables that a piece of code may read from outside, and the attributes read from them
+
 
 Kind = Literal["global", "free", "module"]
 
@@ -259,3 +285,271 @@ class _Scan:
                 counted.add(steps[2].offset)
             only_changes = only_changes or any(_follows(steps, each) for each in _COUNTS_ITEM)
         self.reads.append(replace(chain, only_changes=only_changes, bare=bare))
+
+
+# --- functions of libraries whose results no variable shows: settings, clocks, files
+
+
+_MODULES = (types.ModuleType, type)
+
+
+def reached(owner: Any, attributes: Sequence[str]) -> Any:
+    """Return the object that attributes of modules and classes lead to, or None."""
+    for name in attributes:
+        if not isinstance(owner, _MODULES):
+            return None
+        owner = getattr(owner, name, None)
+    return owner
+
+
+@functools.cache
+def _questions() -> frozenset[Callable[[], Any]]:
+    cuda = torch.backends.cuda
+    return frozenset({
+        torch.get_num_threads, torch.get_num_interop_threads, torch.is_anomaly_enabled,
+        torch.is_anomaly_check_nan_enabled, torch.is_warn_always_enabled,
+        cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
+        cuda.cudnn_sdp_enabled, os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled,
+        threading.get_ident, threading.current_thread, threading.active_count,
+        *_of_numpy("geterr", "get_printoptions"),
+    })  # fmt: skip
+
+
+def _of_numpy(*names: str) -> list[Any]:
+    """Return functions of NumPy; an empty list if NumPy has not been imported."""
+    numpy = sys.modules.get("numpy")
+    return [] if numpy is None else [getattr(numpy, name) for name in names]
+
+
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
+
+
+def settings_of(value: Any) -> tuple[Callable[[], Any], ...]:
+    """Return the questions whose answers a function, class or number of a library depends on."""
+    if (value if isinstance(value, _CODE) else type(value)).__module__ == "decimal":
+        return (_decimal_context,)
+    return _SETTINGS.get(value, ()) if isinstance(value, types.FunctionType) else ()
+
+
+def _decimal_context() -> str:
+    """Return the context of ``decimal`` as a text: precision, rounding, traps."""
+    return repr(sys.modules["decimal"].getcontext())
+
+
+_SETTINGS: dict[Any, tuple[Callable[[], Any], ...]] = {
+    os.path.abspath: (os.getcwd,), os.path.realpath: (os.getcwd,), os.path.relpath: (os.getcwd,),
+}  # fmt: skip
+_OF_ENVIRONMENT = (
+    os.getenv, getattr(os, "getenvb", None), os.path.expandvars, os.path.expanduser,
+)  # fmt: skip
+
+
+def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
+    """Return True if a value or attribute reads the environment variables of the process."""
+    by_name = owner is os and name in ("environ", "environb")
+    return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
+
+
+def is_library(owner: Any) -> bool:
+    """Return True if a module, class or function is of the standard library, torch or NumPy."""
+    if isinstance(owner, types.BuiltinFunctionType | types.BuiltinMethodType):
+        return True
+    if not isinstance(owner, (*_MODULES, types.FunctionType)):
+        return False
+    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
+    return (module or "").partition(".")[0] in _NAMES
+
+
+_NAMES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "numpy"})
+
+
+def is_question(value: Any) -> bool:
+    """Return True if a value is a function without arguments that returns a setting."""
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
+        value in _questions()
+    )
+
+
+def is_setting(root: Any, attributes: Sequence[str]) -> bool:
+    """Return True for a flag of torch (``torch.backends.cudnn.enabled``) and for ``sys.argv``."""
+    if root is not torch or attributes[:1] != ("backends",):
+        return root is sys and tuple(attributes) == ("argv",)
+    return isinstance(reached(root, attributes), bool | int | str | types.NoneType)
+
+
+@functools.cache
+def _changing() -> frozenset[Any]:
+    found = [
+        getattr(time, name)
+        for name in (
+            "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
+            "process_time", "process_time_ns", "thread_time", "thread_time_ns", "localtime",
+            "gmtime", "ctime", "asctime", "strftime",
+        )
+    ]  # fmt: skip
+    path, numpy = os.path, _of_numpy("load", "loadtxt", "genfromtxt", "fromfile", "memmap")
+    files = [path.exists, path.isfile, path.isdir, path.getsize, path.getmtime, os.listdir,
+             os.scandir, os.stat, os.walk, glob.glob, glob.iglob]  # fmt: skip
+    return frozenset([*found, *files, *numpy, os.urandom, builtins.open, builtins.input])
+
+
+_OF_PATHS = frozenset({
+    "open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir", "glob",
+    "rglob", "cwd", "home",
+})  # fmt: skip
+_UNSEEDED = frozenset({
+    ("random", "Random"), ("random", "SystemRandom"), ("numpy.random", "default_rng"),
+    ("numpy.random", "RandomState"), ("numpy.random", "SeedSequence"),
+})  # fmt: skip
+
+
+_NOISE = frozenset({
+    ("uuid", "uuid1"), ("uuid", "uuid4"), ("secrets", "randbits"), ("secrets", "randbelow"),
+    ("secrets", "token_bytes"), ("secrets", "token_hex"), ("secrets", "token_urlsafe"),
+})  # fmt: skip
+
+
+def _module_of(value: Any) -> str:
+    """Return the public module of a value; NumPy's random functions name a private one."""
+    module = getattr(value, "__module__", None) or ""
+    return "numpy.random" if module.startswith("numpy.random") else module
+
+
+def changes_of_object(value: Any, name: str) -> bool:
+    """Return True if a method of an object reads a file or the random source of the system."""
+    if isinstance(value, pathlib.PurePath):
+        return name in _OF_PATHS
+    return isinstance(value, random.SystemRandom)
+
+
+_OF_DATES = frozenset({"now", "utcnow", "today"})
+
+
+def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
+    """Return True if a function may give another result each time: a clock, a file, random bytes.
+
+    Args:
+        owner: the object that has the function as an attribute, if any.
+        name: the name of the attribute.
+        value: the function.
+        bare: whether it is called without arguments.
+    """
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        return name in _OF_DATES
+    if isinstance(owner, type) and issubclass(owner, pathlib.PurePath):
+        return name in _OF_PATHS
+    if bare and (_module_of(value), getattr(value, "__name__", "")) in _UNSEEDED:
+        return True
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    return value in _changing() or (value.__module__, value.__name__) in _NOISE
+
+
+# --- reads of libraries in the user's code, which become guards or warnings
+
+
+_PLAIN = (int, float, bool, str)
+_HAVE_MEMBERS = (types.ModuleType, type)
+
+
+class LibraryReads:
+    """Adds the reads of libraries in a function's code to the guards of a trace.
+
+    Args:
+        instances: the watched objects of the trace.
+        name: returns the name of an object in the generated code.
+        met: called with each class that is read.
+    """
+
+    def __init__(
+        self, instances: Instances, name: Callable[[Any], str], met: Callable[[type], None]
+    ) -> None:
+        self.instances = instances
+        self.builder = instances.builder
+        self.guard_lines = instances.builder.lines_of(own=True)
+        self._name, self._met = name, met
+        self._holds_environment = False
+
+    def look(
+        self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str,
+        bare: bool,
+    ) -> None:  # fmt: skip
+        """Look at a variable and the attributes that the code reads from it.
+
+        Args:
+            owner: the object that has the variable.
+            name: the name of the variable.
+            value: its value.
+            attributes: the chain of attributes that the code reads from it.
+            line: the line of the read.
+            bare: whether the last attribute is called without arguments.
+        """
+        if value is MISSING and isinstance(owner, dict):
+            value = vars(builtins).get(str(name), MISSING)
+        way = tuple(attributes)
+        above = last = value
+        self._look_at_environment(None, None, value)
+        for attribute in way:
+            above, last = last, reached(last, (attribute,))
+            self._look_at_environment(above, attribute, last)
+        if is_setting(value, way):
+            at = self.guard_lines.bind(".".join((self.guard_lines.name(value), *way)))
+            self.builder.guard(last, Source(at, ".".join(way), "", True))
+            return
+        for question in settings_of(last):
+            self._ask(question)
+        if way and changes_of_object(value, way[0]):
+            self._warn(f"{type(value).__name__}.{way[0]}", line)
+        if is_library(above):
+            self.hold_member(value, way)
+            self.instances.generators.mentioned(last, line)
+            if is_question(last):
+                self._ask(last)
+            if changes_by_itself(above, way[-1] if way else None, last, bare):
+                self._warn(getattr(last, "__qualname__", str(last)), line)
+
+    def hold_member(self, owner: Any, way: Sequence[str]) -> None:
+        """Guard an attribute that is read from a library, since it may be replaced."""
+        above = reached(owner, way[:-1])
+        if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
+            return
+        found = vars(above).get(way[-1], MISSING)
+        if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
+            self.guard_lines.require_member(above, way[-1], found)
+            if isinstance(found, type):
+                self._met(found)
+        elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
+            # A list may be filled; a module's __getattr__ may make a flag at each read.
+            value = reached(above, way[-1:])
+            if isinstance(value, (list, *_PLAIN)):
+                text = f"{above.__name__}.{way[-1]}"
+                at = self.guard_lines.bind(f"{self._name(above)}.{way[-1]}")
+                self.builder.guard(value, Source(at, text, text, True))
+
+    def hold_environment(self) -> None:
+        """Guard all environment variables of the process: the ones that are read are not known."""
+        if not self._holds_environment:
+            self._holds_environment = True
+            at = self.guard_lines.name(os.environ)
+            self.guard_lines.require(f"{at} == {self.guard_lines.name(dict(os.environ))}")
+
+    def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
+        if asks_environment(owner, name, value):
+            self.hold_environment()
+
+    def _ask(self, question: Callable[[], Any]) -> None:
+        """Guard the answer of a function without arguments."""
+        at = self.guard_lines.bind(f"{self._name(question)}()")
+        self.builder.guard(question(), Source(at, f"{question.__name__}()", "", True))
+
+    def _warn(self, function: str, line: str) -> None:
+        """Warn of a function that may give another result at another call."""
+        if self.builder.closure != "freeze":
+            place, _, _ = line.rpartition(", in ")
+            filename, _, number = place.rpartition(":")
+            warnings.warn_explicit(
+                f"specialize({self.instances.name}): {function} may give something else at another "
+                f"call, and a program keeps what the first call got. If results depend on it, read "
+                f"it before the call and pass it.",
+                ReadOnceWarning, filename, int(number),
+            )  # fmt: skip

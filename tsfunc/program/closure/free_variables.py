@@ -29,14 +29,14 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.program.closure.code_reads import Access, code_reads
+from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import Copied, Source, is_instance, put_back
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.library_reads import LibraryReads
-from tsfunc.program.closure.side_effects import MISSING, SideEffect
-from tsfunc.program.closure.variables import (
+from tsfunc.program.closure.side_effects import (
     CODE,
+    MISSING,
     PACKAGE,
+    SideEffect,
     Variable,
     bases_of,
     is_empty,

@@ -2,13 +2,13 @@
 
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
-reads, each at the place where it reads it. The single traced run is watched (``watching.py``), and
+reads, each at the place where it reads it. The single traced run is watched (``instances.py``), and
 each attribute of a known object that is read becomes a line of generated Python
 (``guard_codegen.py``) that later calls run:
 
 - a tensor of an argument is an input of the program, read anew at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
-  tensor, unless the function itself replaces it (NOTE [updates] in ``updates.py``);
+  tensor, unless the function itself replaces it (NOTE [updates] in ``results.py``);
 - a number, string, dtype, enum member or other object with a value must be equal; a function, a
   class or other object that is compared by identity must be the same object;
 - a list, tuple or dict must hold such values in the same places;
@@ -48,7 +48,7 @@ from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.numbers import Earlier, Numbers
-from tsfunc.program.closure.updates import OutsideRef
+from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.closure.viewed_state import viewed_state
 from tsfunc.program.closure.watching import can_watch
 

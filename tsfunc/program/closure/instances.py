@@ -1,4 +1,4 @@
-"""Objects among a function's arguments and surroundings, watched while it is traced.
+"""Objects among a function's arguments and variables, watched while it is traced.
 
 See NOTE [attributes] in ``guard_builder.py``.
 """
@@ -21,12 +21,13 @@ from tsfunc.bridge.trace.tracing import is_traced
 from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
+from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
 from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.numbers import Earlier
-from tsfunc.program.closure.randomness import TracedGenerators
+from tsfunc.program.closure.refusals import TracedGenerators
+from tsfunc.program.closure.results import Updates, has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
-from tsfunc.program.closure.updates import Updates, has_tensor
 from tsfunc.program.closure.watching import Watching
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
@@ -41,10 +42,6 @@ _TORCH_LOOKUPS = {
         _MODULE.register_parameter,
     )
 }  # fmt: skip
-
-
-class RetraceForStoredTensors(Exception):
-    """Internal: a function puts tensors into an object that it only changes: trace it again."""
 
 
 class Instances:
@@ -66,7 +63,7 @@ class Instances:
         hold_unchanged: guards the variables that the function may have assigned the values that
             they had, which no program repeats.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
-            be tensors: NOTE [tensor aliasing] in ``tensor_aliasing.py``.
+            be tensors: NOTE [tensor aliasing] in ``guards.py``.
     """
 
     def __init__(
@@ -186,15 +183,18 @@ class Instances:
         self.generators.put_back()
         return changes
 
-    def finish(self) -> Updates:
+    def finish(self, assumptions: Assumptions) -> Updates:
         """End the trace: undo the assignments of the traced function.
+
+        Args:
+            assumptions: those of the trace.
 
         Returns:
             The assignments that the program ends with.
 
         Raises:
             TypeCheckError: a program can't repeat one of the assignments.
-            KeepsTensors: the function puts tensors into an object that it only changes.
+            Retrace: the function puts tensors into an object that it only changes.
         """
         # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
         for own in {False, self.builder.closure == "freeze"}:
@@ -204,7 +204,7 @@ class Instances:
             self.builder.lines_of(own).require_distinct(variables)
         changes = self.put_back()
         if self._counted_tensors:
-            raise RetraceForStoredTensors
+            raise Retrace(assumptions.moved(guards_changed=True))
         if self.builder.closure != "freeze":
             self.generators.refuse_moved()
         return updates_of(changes, self.builder)

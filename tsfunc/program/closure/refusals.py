@@ -1,7 +1,20 @@
-"""Checks for the things that a traced function may not do, with their errors."""
+"""Refusals of functions whose effects a program can't repeat.
+
+NOTE [random numbers from outside]
+A draw of ``torch.rand`` is an operator of the program, which draws anew at every call. Numbers of
+``random`` and ``numpy.random`` are Python values, which the trace would record as constants. A
+generator that is seeded while the function is traced is not seeded when its program runs. Both
+cases are detected by comparing the states of the generators before and after the trace: the trace
+itself does not change them. The global generators are shared by all threads, so a change of their
+state counts only if the function's code refers to their modules. Calls of functions of
+``torch.random`` that seed, or read a state, are handled in ``bridge/trace/seeding.py``.
+"""
 
 from __future__ import annotations
 
+import random
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +27,100 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.dispatch.places import condition_of, place_of, source_of
 from tsfunc.errors import ClosureError, DataDependentError, TypeCheckError
-from tsfunc.program.closure.updates import Updates
-from tsfunc.program.passes.aliases import written
-from tsfunc.program.passes.effects import writes
+from tsfunc.program.closure.results import Updates
+from tsfunc.program.passes.effects import writes, written
 from tsfunc.types.signatures import signature_of
+
+# --- random numbers that a trace can't record: those of Python and NumPy, and seeding
+
+
+_SHARED = ("random", "numpy.random")
+_State = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+class TracedGenerators:
+    """The generators that a traced function may draw from, and their states before the trace.
+
+    Args:
+        what: the name of the trace in errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._before: dict[int, tuple[str, _State, Any]] = {}
+        self._known: list[Any] = []  # keeps the objects alive, so that ids stay unique
+        self._lines: dict[str, list[str]] = {}
+        self._moved: list[str] = []
+
+    def start(self) -> None:
+        """Record the states of the global generators, which any code can draw from."""
+        self._watch("random", random, (random.getstate, random.setstate))
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            state = numpy.get_state, numpy.set_state
+            self._watch("numpy.random", numpy, state)
+
+    def add(self, text: str, value: Any) -> None:
+        """Record the state of a value that the function reads, if it is a generator."""
+        if isinstance(value, random.SystemRandom):  # it has no state
+            return
+        if isinstance(value, random.Random):
+            self._watch(text, value, (value.getstate, value.setstate))
+        elif isinstance(value, torch.Generator) and value is not torch.default_generator:
+            self._watch(text, value, (value.get_state, value.set_state))
+        elif type(value).__module__.startswith("numpy.random"):
+            bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+            if hasattr(bits, "state"):
+                self._watch(text, value, (lambda: bits.state, lambda s: setattr(bits, "state", s)))
+
+    def mentioned(self, value: Any, line: str) -> None:
+        """Record that some code refers to a function or module of random numbers at a line."""
+        owner = getattr(value, "__self__", value)
+        module = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
+        module = module.removesuffix(".mtrand")
+        if module in _SHARED:
+            self._lines.setdefault(module, []).append(line)
+
+    def put_back(self) -> None:
+        """Restore the states of generators that have changed."""
+        for text, (get, put), before in self._before.values():
+            shared = text in _SHARED and text not in self._lines
+            if not shared and not _same(get(), before):
+                put(before)
+                self._moved.append(text)
+
+    def refuse_moved(self) -> None:
+        """Raise an error if generators had another state at the end of the trace.
+
+        Raises:
+            TypeCheckError: the function drew from a generator or seeded it.
+        """
+        if self._moved:
+            places = [line for text in self._moved for line in self._lines.get(text, ())]
+            where = f"Random numbers are used at {'; '.join(places)}. " if places else ""
+            raise TypeCheckError(
+                f"{self._what}: the function draws from {' and '.join(self._moved)}, or seeds it, "
+                f"and a program would keep what its first call got. {where}Draw numbers before the "
+                f"call and pass them, draw tensors (torch.rand), or seed before the call."
+            )
+
+    def _watch(self, text: str, value: Any, state: _State) -> None:
+        if id(value) not in self._before:
+            self._known.append(value)
+            self._before[id(value)] = text, state, state[0]()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "__array__") else bool(a == b)
+
+
+# --- checks for the things that a traced function may not do, with their errors
 
 
 def check_texts(

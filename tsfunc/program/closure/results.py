@@ -1,4 +1,17 @@
-"""The results of a traced function, which its program makes anew at every call.
+"""Results of a program, the assignments that it ends with, and its module's state.
+
+NOTE [updates]
+A function may assign to objects, variables and containers that outlive the call. Such an
+assignment takes effect during the trace, so later reads in the trace see the new value. After the
+trace all old values are restored, and the program ends with the same assignments: a value without
+tensors is a constant of the program, and a tensor is one of its results. A value that is read
+before it is assigned is guarded like any value that is read. A function that counts its calls in
+Python is therefore retraced for each count. A tensor that each call replaces is an input, so the
+guard checks its type and sizes and not its identity.
+
+The state of a module follows the rules of ``torch.export``: buffers, and attributes without
+tensors, can be assigned. A parameter, a submodule, or an attribute with a tensor that is not a
+buffer can't be assigned.
 
 NOTE [objects among results]
 Containers are flattened into leaves. Tensors and symbolic numbers among the leaves are values of
@@ -15,15 +28,24 @@ the program. There are three kinds of other leaves:
 
 An object that runs code after the function has returned (a generator, a function that closes over
 traced values) can't be rebuilt from values, and is refused.
+
+A program of a module reads its parameters and buffers, and may assign buffers. torch's tools use
+the names of ``state_dict()`` for them. For another function the names follow the user's spelling
+of the tensors: ``model.fc.weight``, ``params['w']``.
 """
 
 from __future__ import annotations
 
+import copy
+import enum
 import functools
+import keyword
+import re
 import types
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -31,7 +53,221 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.closure.updates import PLAIN, OutsideRef
+from tsfunc.types.values import same_value
+
+# --- assignments of a traced function, which its program repeats at every call
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stand-in for a tensor in the value of an update: its index among the updates' tensors."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class OutsideRef:
+    """Stand-in for an object from outside in a value that a program returns or assigns.
+
+    Each call replaces it with its own object.
+
+    Attributes:
+        index: the index of the object in the list that the program is called with.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Update:
+    """An assignment that a program ends with.
+
+    Attributes:
+        text: the user's spelling of the target.
+        owner: the owner of the target, by its index in the list that the program is called with.
+        target: the Python expression of the target, with ``{}`` for the owner.
+        value: lists, tuples and dicts of constants, with a ``Slot`` for each tensor.
+        fills: whether the owner is a container whose elements are all replaced.
+        deletes: whether the target is deleted.
+        buffer: the name of the assigned buffer if the owner is a module.
+        keeps: whether the guards on the target's value, except on its tensors, still hold after
+            the assignment.
+    """
+
+    text: str
+    owner: int
+    target: str
+    value: Any = None
+    fills: bool = False
+    deletes: bool = False
+    buffer: str | None = None
+    keeps: bool = True
+
+    def current(self, owner: Any) -> Any:
+        """Return the current value of the target; None if the target does not exist."""
+        try:
+            return eval(self.target.format("owner"), {"owner": owner})
+        except (AttributeError, LookupError, ValueError):
+            return None
+
+    def slots(self) -> list[Slot]:
+        """Return the places of the tensors in its value."""
+        return list(_slots(self.value))
+
+    def statements(self, owner: str, spell: Callable[[Any], str]) -> list[str]:
+        """Return the update as Python statements.
+
+        Args:
+            owner: the Python expression of the owner.
+            spell: returns the Python expression of a value.
+        """
+        target = self.target.format(owner)
+        if self.deletes:
+            return [f"del {target}"]
+        if not self.fills:
+            return [f"{target} = {spell(self.value)}"]
+        filled = [f"{target}.clear()"]
+        if self.value:
+            adds = "extend" if isinstance(self.value, list) else "update"
+            filled.append(f"{target}.{adds}({spell(self.value)})")
+        return filled
+
+
+def _slots(value: Any) -> Iterator[Slot]:
+    if isinstance(value, Slot):
+        yield value
+    else:
+        for item in _elements(value):
+            yield from _slots(item)
+
+
+def fill(value: Any, tensors: Sequence[Any]) -> Any:
+    """Return the value of an update with tensors, or other values, in its slots."""
+    if isinstance(value, Slot):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        filled = {key: fill(item, tensors) for key, item in value.items()}
+        return defaultdict(value.default_factory, filled) if type(value) is defaultdict else filled
+    if type(value) in (list, tuple, deque):
+        return type(value)(fill(item, tensors) for item in value)
+    return value
+
+
+def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
+    """Return True if two programs end with the same assignments, apart from their tensors."""
+    return len(some) == len(others) and all(
+        (a.text, a.owner, a.target, a.fills, a.deletes)
+        == (b.text, b.owner, b.target, b.fills, b.deletes)
+        and same_value(a.value, b.value)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+class NotKept(Exception):
+    """A value that a program can't make anew at every call; the message describes the value."""
+
+
+class UpdateValues:
+    """The values of a program's updates, and the tensors among them.
+
+    Args:
+        known: returns the stand-in for an object from outside, or None for another object.
+    """
+
+    def __init__(self, known: Callable[[Any], Any]) -> None:
+        self.tensors: list[Any] = []
+        self._known = known
+
+    def kept(self, value: Any) -> Any:
+        """Return a value in the form that an update stores.
+
+        Raises:
+            NotKept: the traced function made the value, and its type can't be copied.
+        """
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
+            self.tensors.append(value)
+            return Slot(len(self.tensors) - 1)
+        if isinstance(value, PLAIN):
+            return value
+        cls = type(value)
+        if cls in (list, deque):
+            return cls(self.kept(item) for item in value)
+        if cls is tuple:
+            return tuple([self.kept(item) for item in value])
+        if cls is dict:
+            return {key: self.kept(item) for key, item in value.items()}
+        if cls is defaultdict and isinstance(value.default_factory, _FACTORIES):
+            items = {key: self.kept(item) for key, item in value.items()}
+            return defaultdict(value.default_factory, items)
+        if cls in (set, frozenset) and all(map(_is_plain, value)):
+            return copy.copy(value)
+        again = value if isinstance(value, _SHARED) else self._known(value)
+        if again is not None:
+            return again
+        raise NotKept(f"a {cls.__name__} that the function has made")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a number, string or the like, and for a tuple or frozenset of these."""
+    inside = type(value) in (tuple, frozenset)
+    return all(map(_is_plain, value)) if inside else isinstance(value, PLAIN)
+
+
+def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an assignment replaces by other tensors."""
+    if isinstance(before, torch.Tensor):
+        if isinstance(after, torch.Tensor) and after is not before:
+            yield before
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for key in before.keys() & after.keys():
+            yield from replaced(before[key], after[key])
+    elif isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
+        for some, other in zip(before, after, strict=False):
+            yield from replaced(some, other)
+
+
+def unchanged(before: Any, after: Any) -> bool:
+    """Return True if two values differ at most in their tensors."""
+    if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
+        return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return list(before) == list(after) and all(unchanged(before[k], after[k]) for k in before)
+    if isinstance(before, list | tuple | deque) and isinstance(after, list | tuple | deque):
+        return len(before) == len(after) and all(map(unchanged, before, after))
+    return same_value(before, after)
+
+
+PLAIN = (
+    int, float, bool, str, bytes, complex, type(None), enum.Enum, torch.dtype, torch.layout,
+    torch.memory_format, torch.device, torch.Size, range,
+)  # fmt: skip
+_FACTORIES = (type, types.FunctionType, types.BuiltinFunctionType, type(None))
+_SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
+
+
+def has_tensor(value: Any) -> bool:
+    """Return True if a value is a tensor or a container with a tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return any(has_tensor(item) for item in _elements(value))
+
+
+def _elements(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple | deque | set | frozenset):
+        yield from value
+
+
+class Updates(NamedTuple):
+    """The updates of a program, and the tensors (and symbolic numbers) among their values."""
+
+    updates: tuple[Update, ...] = ()
+    tensors: tuple[Any, ...] = ()
+
+
+# --- the results of a traced function, which its program makes anew at every call
+
 
 Known = Callable[[Any], Any]
 
@@ -243,3 +479,116 @@ def _references(value: Any) -> Iterator[Any]:
 
 
 _VIEWS: Any = (type({}.values()), type({}.items()))
+
+
+# --- names of the tensors that a program reads from outside, as a module names them
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """The names of the tensors that a program reads from outside.
+
+    Attributes:
+        module: the module that was traced; None for another function.
+        names: the names of the lifted tensors, keyed by their names in the program.
+        inputs: the names of the tensors that each call replaces, keyed by their index in the list
+            that the program is called with.
+        assigned: the names of the buffers that updates assign, keyed by the updates' indices.
+        attributes: the names of lifted tensors that are attributes of the module or a submodule,
+            but not parameters or buffers.
+    """
+
+    module: torch.nn.Module | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[int, str] = field(default_factory=dict)
+    assigned: Mapping[int, str] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
+        module = copy.deepcopy(self.module, memo)
+        return replace(self, module=module)
+
+
+def state_of(
+    func: Callable[..., Any],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update],
+    first: int,
+    values: Sequence[Any],
+    read: Mapping[str, Any],
+) -> ModuleState:
+    """Return the names of the tensors that a program reads.
+
+    Args:
+        func: the traced function or module.
+        lifted: the tensors from outside that the program reads, keyed by their names in it.
+        updates: its assignments.
+        first: the number of flattened arguments.
+        values: the values that the program is called with after the arguments.
+        read: the values that the trace has read, keyed by the user's spelling.
+    """
+    module = func if isinstance(func, torch.nn.Module) else getattr(func, "__self__", None)
+    if not isinstance(module, torch.nn.Module):
+        known = {id(x): _dotted(text) for text, x in read.items() if isinstance(x, torch.Tensor)}
+        return ModuleState(None, _named(lifted, known))
+    tensors = dict(_state(module))
+    inputs = {first + i: tensors[id(x)] for i, x in enumerate(values) if id(x) in tensors}
+    prefixes: dict[int, str] = {}
+    for name, each in module.named_modules():
+        prefixes[id(each)] = f"{name}." if name else ""
+    assigned = {}
+    for i, update in enumerate(updates):
+        owner = values[update.owner - first]
+        if update.buffer is not None and id(owner) in prefixes:
+            assigned[i] = prefixes[id(owner)] + update.buffer
+    own = {
+        id(value): prefixes[id(each)] + name
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if isinstance(value, torch.Tensor) and id(value) not in tensors
+    }
+    return ModuleState(module, _named(lifted, tensors), inputs, assigned, _named(lifted, own))
+
+
+def names_in_source(
+    func: Callable[..., Any],
+    lifted: Mapping[str, torch.Tensor],
+    read: Mapping[str, Any],
+    taken: Collection[str],
+) -> dict[str, str]:
+    """Return for each lifted tensor with a name of the user's an identifier made of that name.
+
+    Args:
+        func, lifted, read: as for :func:`state_of`.
+        taken: other names in the program.
+    """
+    state = state_of(func, lifted, (), 0, (), read)
+    used = {*taken, *lifted, *keyword.kwlist}
+    found = {}
+    for name, text in {**state.attributes, **state.names}.items():
+        plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)
+        base = re.sub(r"\W+", "_", plain)
+        base = chosen = base if base.isidentifier() else f"_{base}"
+        i = 1
+        while chosen in used:
+            i += 1
+            chosen = f"{base}_{i}"
+        used.add(chosen)
+        found[name] = chosen
+    return found
+
+
+def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:
+    """Return each parameter and buffer by its id; the first name of several counts."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return ((id(tensor), name) for name, tensor in named)
+
+
+def _named(lifted: Mapping[str, torch.Tensor], known: Mapping[int, str]) -> dict[str, str]:
+    return {name: known[id(x)] for name, x in lifted.items() if id(x) in known}
+
+
+def _dotted(text: str) -> str:
+    """Return the dotted name of a spelling: ``params['w'][0]`` becomes ``params.w.0``."""
+    name = re.sub(r"\[(['\"]?)(.*?)\1\]", r".\2", text)
+    return re.sub(r"[^\w.]+|(?<=\.)\.+", "_", name).strip(".")

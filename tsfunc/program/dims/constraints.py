@@ -1,5 +1,14 @@
 """The facts about named dims that a trace relies on, checked against the descriptors.
 
+NOTE [small sizes]
+Operators treat the sizes 0 and 1 differently (NOTE [sizes 0 and 1]). This includes
+sizes that are computed from named dims, such as the size ``h - 2`` that a convolution leaves of
+``h``. torch tests for these sizes when it decides about broadcasting and empty tensors. Only few
+sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for
+the other sizes: its named dims have a minimum size of their own. A call with a smaller size has a
+program in which that size is a number. A test in the function's own code remains a fact that the
+descriptors must promise.
+
 A fact must hold for every size that the descriptors allow. If it does not, the error shows the
 user's line that relies on it, and the descriptors for which it would hold.
 """
@@ -7,18 +16,103 @@ user's line that relies on it, and the descriptors for which it would hold.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from tsfunc.bridge.sizes.bounds import holds
+from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger
 from tsfunc.bridge.sizes.size_texts import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation
-from tsfunc.program.dims.rewrites import rewrites_of
-from tsfunc.program.dims.small_sizes import RetraceForSmallSizes, away_from, names_at_edge
+from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+
+# --- small sizes: those for which a size computed from them is 0 or 1
+
+
+def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:
+    """Return larger minima for named dims that satisfy the needs about small sizes.
+
+    Args:
+        needs: the facts that a trace relies on, beyond those that the dims promise.
+        dims: the named dims.
+
+    Returns:
+        The dims with a new minimum, and the needs that no minimum satisfies.
+    """
+    found: dict[str, Dim] = {}
+    rest = []
+    for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
+        names = sorted(str(symbol) for symbol in need.expr.free_symbols)
+        about = {name: found.get(name, dims[name]) for name in names}
+        raised = (
+            with_larger(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
+        )
+        if raised is None:
+            rest.append(need)
+        else:
+            found.update(raised)
+    return found, rest
+
+
+def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
+    """Return the named dims for which torch, or this package, relies on an unpromised fact."""
+    asked = [need.expr.free_symbols for need in needs if not need.by_user]
+    return frozenset(str(symbol) for symbol in set().union(*asked))
+
+
+def _is_of_edges(fact: Any) -> bool:
+    """Return True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
+    from sympy.core.relational import Relational
+
+    if not isinstance(fact, Relational):
+        return False
+    return has_maximum(fact) or not {0, 1}.isdisjoint((fact.lhs, fact.rhs))
+
+
+# --- rewrites of lines that convert a named dim to a Python number, so that it stays symbolic
+
+
+_REWRITES = {
+    "len": "x.shape[0] for len(x)",
+    "int": "n // 2 for int(n / 2), torch.sym_int(y) for int(y)",
+    "float": "torch.sym_float(n) for float(n)",
+    "range": "tsfunc.fori_loop, tsfunc.scan or tsfunc.map for a loop over range(n)",
+    "min": "torch.sym_min(a, b) for min(a, b)",
+    "max": "torch.sym_max(a, b) for max(a, b)",
+    "math.sqrt": "n ** 0.5 for math.sqrt(n)",
+    "math.pow": "n ** p for math.pow(n, p)",
+    "math.log": "torch.tensor(n).log() for math.log(n)",
+    "math.log2": "torch.tensor(n).log2() for math.log2(n)",
+    "math.exp": "torch.tensor(n).exp() for math.exp(n)",
+}
+# Python compares tuples item by item, even if their lengths differ.
+_SHAPES = re.compile(r"\.shape\s*[!=]=")
+_OF_SHAPES = "x.dim() == y.dim() and x.shape == y.shape where ranks may differ"
+
+
+def rewrites_of(lines: Iterable[str]) -> str:
+    """Return advice for the calls in some lines that need a Python number, or an empty text.
+
+    Example:
+        >>> print(rewrites_of(["y = x[: min(x.shape[0], 8)]"]))
+        A function for every size has torch.sym_min(a, b) for min(a, b).
+    """
+    text = "\n".join(lines)
+    found = [
+        rewrite
+        for call, rewrite in _REWRITES.items()
+        if re.search(rf"(?<![\w.]){re.escape(call)}\(", text)
+    ]
+    if _SHAPES.search(text) and ".dim()" not in text:
+        found.append(_OF_SHAPES)
+    return f"A function for every size has {'; '.join(found)}." if found else ""
+
+
+# --- the facts about named dims that a trace relies on, checked against the descriptors
 
 
 def check_needs(
@@ -27,7 +121,7 @@ def check_needs(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
-    retraced: bool,
+    assumptions: Assumptions,
 ) -> dict[str, Dim]:
     """Refuse a trace that relies on more than the descriptors promise.
 
@@ -37,14 +131,14 @@ def check_needs(
         dims: the named dims.
         sizes: their sizes in the call.
         described: the descriptors, by parameter.
-        retraced: whether the function was traced with other sizes than those of the call.
+        assumptions: the other assumptions of the trace.
 
     Returns:
         The named dims with another minimum size for this trace: NOTE [small sizes].
 
     Raises:
         ConstraintViolation: the trace relies on more than the descriptors promise.
-        RetraceForSmallSizes: the same, but it may apply to the sizes of the call alone.
+        Retrace: the same, but it may apply to the sizes of the call alone.
     """
     unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
     if not unmet:
@@ -55,8 +149,8 @@ def check_needs(
         return raised
     refusal = _refusal(name, rest, dims, sizes, described)
     at_edge = names_at_edge(rest)
-    if at_edge and not retraced:
-        raise RetraceForSmallSizes(at_edge, refusal)
+    if at_edge and not assumptions.other_hints:
+        raise Retrace(assumptions.moved(other_hints=at_edge, refusal=refusal))
     raise refusal
 
 

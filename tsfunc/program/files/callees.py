@@ -18,7 +18,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import every_node
-from tsfunc.program.files.fields import Field
+from tsfunc.program.files.archive import Field
 from tsfunc.program.files.values import NoFileForm, printable
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.types import Dim

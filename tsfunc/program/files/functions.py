@@ -22,20 +22,31 @@ from typing import Any, BinaryIO
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
-from tsfunc.program.calling.leaves import described, places_of
 from tsfunc.program.calling.no_match import guards_of_form
-from tsfunc.program.files.archive import Archive, json_bytes, write_archive
-from tsfunc.program.files.context import FileContext
-from tsfunc.program.files.control import version_of
-from tsfunc.program.files.fields import Field
-from tsfunc.program.files.forms import FormReader, encode_form, facts_of
+from tsfunc.program.calling.target import described, places_of
+from tsfunc.program.files.archive import Archive, Field, json_bytes, write_archive
+from tsfunc.program.files.graphs import version_of
 from tsfunc.program.files.operators import NUMBER
-from tsfunc.program.files.programs import decode_program, encode_program, has_key, what_it_does
-from tsfunc.program.files.state import CellState, StateWriter, read_state
-from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.files.programs import (
+    FormReader,
+    decode_program,
+    encode_form,
+    encode_program,
+    facts_of,
+    has_key,
+    what_it_does,
+)
+from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
+from tsfunc.program.files.values import (
+    NoFileForm,
+    TensorReader,
+    TensorWriter,
+    ValueReader,
+    encode,
+    printable,
+)
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import CallSpec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 

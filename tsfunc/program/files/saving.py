@@ -1,23 +1,130 @@
-"""Selection of the parts of a specialized function that go into a file, and the writing of it."""
+"""What a file is made of, and the variants that it serves.
+
+A specialized function traces a call of a new kind when it comes. A loaded function can't, so these
+calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
+and 1]), ``torch.no_grad``, and the arguments that require grad. Most variations give
+the same program, which the file has once. If the function does not read ``requires_grad``, these
+variations are not traced: the program answers them all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import io
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import optree
+import torch
 
-from tsfunc.program.calling.cache import Cache
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.settings import settings
+from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import Target
 from tsfunc.program.files.archive import replace
-from tsfunc.program.files.forms import storable
 from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
+from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
-from tsfunc.program.files.variants import also_answered
 from tsfunc.program.graphs.program import Program
+from tsfunc.program.guarding.guards import CallSpec, example_call
+from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types.values import class_name
+
+# --- calls that a loaded function answers in addition to those that were made before it was saved
+
+
+_FEW = 4  # the number of arguments up to which all subsets are tried
+
+
+def also_answered(
+    target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
+) -> list[CachedProgram]:
+    """Return entries for variations of an entry's call that no other entry answers."""
+    if tracing_here():
+        return []
+    found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
+    arguments = _tensors_of_arguments(entry.form)
+    everything = frozenset().union(*arguments)
+    for sizes, grad, requires_grad in itertools.chain(
+        itertools.product(
+            ({}, *_small_sizes(entry.form)), (True, False), (None, everything, frozenset[int]())
+        ),
+        (({}, True, some) for some in _some(arguments)),
+    ):
+        flat = example_call(entry.form, sizes, requires_grad)
+        found += _traced(target, entry, flat, grad, [*others, *found])
+    return found
+
+
+def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
+    """Return the positions of the differentiable tensors of each argument."""
+    paths = form.tree.paths()
+    found: dict[Any, set[int]] = {}
+    for spec in form.inputs:
+        if _is_smooth(spec):
+            found.setdefault(paths[spec.position][:2], set()).add(spec.position)
+    return [frozenset(places) for places in found.values()]
+
+
+def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Yield the tensors of each argument, and of all subsets of few arguments."""
+    counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
+    for count in counts:
+        for chosen in itertools.combinations(arguments, count):
+            yield frozenset().union(*chosen)
+
+
+def _traced(
+    target: Target, entry: CachedProgram, flat: list[Any], grad: bool, known: list[CachedProgram]
+) -> list[CachedProgram]:
+    """Return the new entries for a call."""
+    tree = entry.form.tree
+    cache = Cache(len(known) + 2, auto_widen=False)
+    cache.entries = tuple(known)
+    args, kwargs = arguments = optree.tree_unflatten(tree, flat)
+    with torch.set_grad_enabled(grad):
+        if settings()[1:] != entry.form.ambient[1:]:  # all settings except the grad mode
+            return []
+        try:
+            if cache.find(args, kwargs) is None:
+                FirstCall(target, arguments, flat, tree).program(cache)
+        except Exception:  # the function, or its descriptors, do not accept such calls
+            return []
+    return [
+        made if made.program.looks_at_grad else _for_any_grad(made)
+        for made in cache.entries
+        if made not in known
+    ]
+
+
+def _for_any_grad(entry: CachedProgram) -> CachedProgram:
+    """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
+    form = entry.form
+    inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
+    return CachedProgram.of_form(
+        entry.program, dataclasses.replace(form, inputs=inputs), entry.reason
+    )
+
+
+def _is_smooth(spec: InputSpec) -> bool:
+    return spec.example.is_floating_point() or spec.example.is_complex()
+
+
+def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
+    """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
+    dims = form.bounds.values()
+    for dim, size in itertools.product(dims, (0, 1)):
+        if dim.admits(size):
+            yield {dim.name: size}
+    if len(dims) > 1 and all(dim.admits(1) for dim in dims):
+        yield {dim.name: 1 for dim in dims}
+
+
+# --- selection of the parts of a specialized function that go into a file, and the writing of it
 
 
 def function_to_save(

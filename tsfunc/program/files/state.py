@@ -1,8 +1,8 @@
-"""State in files: the values that programs assign to, of which each loaded function has its own.
+"""The state of programs in files, and the context in which a file is read.
 
 NOTE [state of loaded functions]
 A program may end with assignments to attributes, variables and elements of containers (NOTE
-[updates] in ``updates.py``). A file does not contain the owners of these targets. It contains a
+[updates] in ``results.py``). A file does not contain the owners of these targets. It contains a
 *cell* for each target, with the value that the target had when it was saved. The programs of a
 loaded function read the tensors in the cells, and assign to the cells. A value that is not a
 tensor can only have been assigned, and not read: a read would have made a program for each value,
@@ -11,7 +11,8 @@ and a loaded function has no surroundings to guard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +20,21 @@ import torch.fx
 
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.closure.guard_codegen import GuardLines
-from tsfunc.program.closure.updates import Slot, Update
-from tsfunc.program.files.fields import Field
-from tsfunc.program.files.tensors import TensorReader, TensorWriter
-from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.closure.results import Slot, Update
+from tsfunc.program.files.archive import Field
+from tsfunc.program.files.values import (
+    NoFileForm,
+    TensorReader,
+    TensorWriter,
+    ValueReader,
+    encode,
+    printable,
+)
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.call_spec import Watched
+from tsfunc.program.guarding.guards import Watched
+
+# --- state in files: the values that programs assign to, of which each loaded function has its own
+
 
 Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20
@@ -254,3 +264,27 @@ class ProgramState:
         if not isinstance(value, torch.Tensor):
             field.fail("there is no tensor there")
         self.guard_lines.require_tensor(self.guard_lines.bind(variable), value)
+
+
+# --- the context in which the entries of a file are read
+
+
+@dataclass(frozen=True)
+class FileContext:
+    """The context in which the entries of a file are read.
+
+    Attributes:
+        tensors: the tensors of the file.
+        classes: the classes of the file, by name.
+        device: replaces every device of the file, if it is given.
+        made_with: the torch version that the file was made with.
+        state: the state that programs assign to.
+        version: the version of the format.
+    """
+
+    tensors: TensorReader
+    classes: Mapping[str, type]
+    device: torch.device | None
+    made_with: str
+    state: CellState
+    version: int

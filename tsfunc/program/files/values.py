@@ -1,4 +1,4 @@
-"""Values as JSON: arguments of operators, and arguments of a function that are constants.
+"""Values, tensors and trees of programs as JSON.
 
 A value that JSON has is written directly. Any other value is an object with one key, its kind::
 
@@ -7,18 +7,41 @@ A value that JSON has is written directly. Any other value is an object with one
     {"slice": [0, null, 2]}   {"dtype": "float32"}   {"layout": "strided"}
     {"memory_format": "channels_last"}   {"device": "cuda:0"}   {"size": [2, 3]}
     {"node": "x"}                                        the value of a node, in a graph
+
+A tensor that does not share its memory is a tensor of the safetensors entry, with its own dtype
+and shape. If several tensors share memory (tied weights, a buffer and a view of it), the file
+holds the memory once, as bytes, and each tensor is a view of it, so a write to one remains visible
+in the others. Tensors of dtypes that safetensors does not have are bytes too.
+
+    "*"                                     a leaf
+    {"tuple": [X, ...]}  {"list": [X, ...]}  {"dict": [[KEY, X], ...]}
+    {"ordered_dict": [[KEY, X], ...]}  {"deque": [MAXLEN, [X, ...]]}
+    {"class": NAME, "children": [X, ...]}   a named tuple, or a return type of torch
+    {"class": NAME, "children": [X, ...], "data": [[NAME, VALUE], ...]}      a dataclass
+
+A class is looked up by name among the imported classes and those that the caller passes. No module
+is imported for it, and its instances must be containers.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
+from safetensors.torch import load, save
 
-from tsfunc.program.files.fields import Field
+from tsfunc import pytrees
+from tsfunc.errors import FileFormatError
+from tsfunc.program.files.archive import Field
+from tsfunc.types.values import class_name, find
+
+# --- values as JSON: arguments of operators, and arguments of a function that are constants
 
 
 def _constants(kind: type) -> dict[str, Any]:
@@ -226,3 +249,392 @@ def dtype_of(field: Field) -> torch.dtype:
     """Return the dtype of a name."""
     found: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
     return found
+
+
+# --- the tensors of a file: the weights and the state of its programs
+
+
+# The dtypes that every version of safetensors has.
+_NATIVE = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+_ALIGNED = 16
+_MOST = 1 << 62
+
+
+@dataclass
+class _Stored:
+    """A range of memory, and the tensors that lie in it."""
+
+    tensors: list[str]
+    first: int  # byte offset in the storage
+    last: int
+
+
+class TensorWriter:
+    """Collects the tensors of some programs, each once."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """Return the name of a tensor in the file.
+
+        Raises:
+            NoFileForm: a file can't hold a tensor of this type or layout.
+        """
+        known = self._names.get(id(tensor))
+        if known is None:
+            _require_plain(tensor)
+            known = self._names[id(tensor)] = f"t{len(self._names)}"
+            self._tensors[known] = tensor
+        return known
+
+    def generator(self, generator: torch.Generator) -> str:
+        """Return the name of the tensor with the current state of a generator."""
+        state = self._states.setdefault(id(generator), generator.get_state())
+        return self.name(state)
+
+    @property
+    def has_generators(self) -> bool:
+        return bool(self._states)
+
+    def written(self) -> tuple[dict[str, Any], bytes]:
+        """Return the records of the tensors by name, and their memory as safetensors."""
+        stored: dict[tuple[Any, int], _Stored] = {}
+        for name, tensor in self._tensors.items():
+            key, first, last = _span(name, tensor)
+            known = stored.setdefault(key, _Stored([], first, last))
+            known.tensors.append(name)
+            known.first, known.last = min(known.first, first), max(known.last, last)
+        records: dict[str, Any] = {}
+        memory: dict[str, torch.Tensor] = {}
+        for each in stored.values():
+            self._store(each, records, memory)
+        return records, save(memory)
+
+    def _store(
+        self, stored: _Stored, records: dict[str, Any], memory: dict[str, torch.Tensor]
+    ) -> None:
+        name, *others = stored.tensors
+        tensor = self._tensors[name]
+        if not others and (tensor.is_contiguous() or _is_resolved_first(tensor)):
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            records[name] = {**_facts(tensor), "memory": name}
+            if plain.dtype not in _NATIVE:
+                records[name].update(strides=list(plain.stride()), first=0)
+                plain = plain.flatten().view(torch.uint8)
+            memory[name] = plain
+            return
+        first = stored.first // _ALIGNED * _ALIGNED
+        memory[name] = _storage_bytes(tensor, first, stored.last)
+        for each in stored.tensors:
+            view = self._tensors[each]
+            offset = view.storage_offset() * view.element_size() - first
+            records[each] = {
+                **_facts(view),
+                "memory": name,
+                "strides": list(view.stride()),
+                "first": offset // view.element_size(),
+            }
+
+
+def _require_plain(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise NoFileForm(f"a tensor of layout {tensor.layout}")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise NoFileForm(f"a tensor of class {type(tensor).__name__}")
+    if tensor.device.type == "meta":
+        raise NoFileForm("a tensor without data, of device meta")
+
+
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "device": str(tensor.device),
+        "requires_grad": tensor.requires_grad,
+        "parameter": isinstance(tensor, torch.nn.Parameter),
+    }
+
+
+def _is_resolved_first(tensor: torch.Tensor) -> bool:
+    """Return True for a lazy conjugate or negative, and for a tensor without elements."""
+    return tensor.is_conj() or tensor.is_neg() or not tensor.numel()
+
+
+def _span(name: str, tensor: torch.Tensor) -> tuple[tuple[Any, int], int, int]:
+    """Return the memory that a tensor lies in, and its first and last byte there."""
+    if _is_resolved_first(tensor):
+        return (name, 0), 0, 0
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    first = int(tensor.storage_offset()) * size
+    last = first + _extent(tensor.shape, tensor.stride()) * size
+    return (tensor.device, storage.data_ptr()), first, last
+
+
+def _extent(shape: Sequence[Any], strides: Sequence[Any]) -> int:
+    """Return the number of elements of memory from the first to the last element of a tensor."""
+    return 1 + int(sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
+
+
+def _storage_bytes(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    data.set_(tensor.untyped_storage(), first, (last - first,))  # type: ignore[call-overload]
+    return data.cpu()
+
+
+class TensorReader:
+    """Makes the tensors of a file, each once.
+
+    Args:
+        records: the records of the tensors.
+        data: the safetensors entry.
+        where: the name of the entry in errors.
+        values: reads devices.
+    """
+
+    def __init__(self, records: Field, data: bytes, where: str, values: ValueReader) -> None:
+        self._records = records.mapping()
+        self._where = where
+        self._values = values
+        try:
+            self._memory = load(data) if data else {}
+        except Exception as error:  # SafetensorError, and torch's errors for invalid shapes
+            raise FileFormatError(f"{where}: not safetensors data: {error}") from None
+        self._made: dict[str, torch.Tensor] = {}
+        self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
+        self._on_devices: dict[tuple[str, torch.device], torch.Tensor] = {}
+        used = {each.at("memory").text() for each in self._records.values()}
+        if used != set(self._memory):
+            raise FileFormatError(f"{where}: its tensors are not those that the programs have.")
+
+    def tensor(self, field: Field) -> torch.Tensor:
+        """Return the tensor of a name."""
+        name = field.text()
+        if name not in self._made:
+            if name not in self._records:
+                field.fail(f"there is no tensor {name[:40]!r}")
+            self._made[name] = self._make(self._records[name])
+        return self._made[name]
+
+    def generator(self, field: Field, device: torch.device) -> torch.Generator:
+        """Return the generator with a named state on a device; each name and device has one."""
+        key = field.text(), device
+        if key not in self._generators:
+            try:
+                made = torch.Generator(device)
+                made.set_state(self.tensor(field).cpu())
+            except (RuntimeError, TypeError) as error:
+                field.fail(f"not the state of a generator of {device}: {error}")
+            self._generators[key] = made
+        return self._generators[key]
+
+    def _make(self, record: Field) -> torch.Tensor:
+        record.require_keys(
+            ("dtype", "shape", "device", "requires_grad", "parameter", "memory"),
+            ("strides", "first"),
+        )
+        dtype = dtype_of(record.at("dtype"))
+        shape = [size.integer(0) for size in record.at("shape").items()]
+        memory = self._placed(record.at("memory").text(), record.at("device"))
+        if record.get("strides") is None:
+            if memory.dtype is not dtype or list(memory.shape) != shape:
+                record.fail(f"its data is {memory.dtype} of shape {list(memory.shape)}")
+            found = memory
+        else:
+            found = self._view(record, memory, dtype, shape)
+        if dtype is torch.bool and found.numel() and _largest_byte(found) > 1:
+            record.fail("its memory has other bytes than those of false and true")
+        wants_grad = record.at("requires_grad").flag()
+        if wants_grad and not (dtype.is_floating_point or dtype.is_complex):
+            record.fail(f"a tensor of {dtype} can't require grad")
+        if record.at("parameter").flag():
+            return torch.nn.Parameter(found, wants_grad)
+        return found.requires_grad_(wants_grad)
+
+    def _view(
+        self, record: Field, memory: torch.Tensor, dtype: torch.dtype, shape: list[int]
+    ) -> torch.Tensor:
+        """Return a tensor that is a view of bytes, which other tensors may share."""
+        if memory.dtype is not torch.uint8 or memory.dim() != 1:
+            record.at("memory").fail("the memory of views is bytes")
+        strides = [step.integer(0) for step in record.at("strides").items(len(shape))]
+        first = record.at("first").integer(0)
+        size = dtype.itemsize
+        held = memory[: len(memory) // size * size].view(dtype)
+        count = math.prod(shape)
+        if count >= _MOST:
+            record.at("shape").fail("it has too many elements")
+        if count and first + _extent(shape, strides) > len(held):
+            record.fail(f"it goes beyond its memory of {len(memory)} bytes")
+        try:
+            return held.as_strided(shape, strides, first if count else 0)
+        except RuntimeError as error:
+            record.fail(str(error))
+
+    def _placed(self, name: str, device_field: Field) -> torch.Tensor:
+        """Return memory on a device; all tensors that share the memory get the same."""
+        device = self._values.device(device_field)
+        key = name, device
+        if key not in self._on_devices:
+            memory = self._memory[name]
+            try:
+                self._on_devices[key] = memory if device.type == "cpu" else memory.to(device)
+            except (RuntimeError, AssertionError) as error:
+                device_field.fail(
+                    f"there is no device {device} here ({error}); load(path, device=...) puts "
+                    f"everything on another"
+                )
+        return self._on_devices[key]
+
+
+def _largest_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.view(torch.uint8).max())
+
+
+# --- structures of pytrees as JSON, and back
+
+
+_LEAF = "*"
+
+
+class _Leaf:
+    """A leaf of a structure that is being written or read."""
+
+
+def encode_tree(tree: optree.PyTreeSpec) -> Any:
+    """Return a structure as JSON.
+
+    Raises:
+        NoFileForm: it has containers that a file can't hold.
+    """
+    try:
+        whole = optree.tree_unflatten(tree, [_Leaf() for _ in range(tree.num_leaves)])
+    except Exception as error:
+        raise NoFileForm(f"a container that takes only some elements ({error})") from None
+    return _encode(whole)
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if kind is _Leaf:
+        return _LEAF
+    if kind in (tuple, list):
+        return {kind.__name__: [_encode(item) for item in value]}
+    if kind is dict or kind is collections.OrderedDict:
+        name = "dict" if kind is dict else "ordered_dict"
+        return {name: [[encode(key), _encode(item)] for key, item in value.items()]}
+    if kind is collections.deque:
+        return {"deque": [value.maxlen, [_encode(item) for item in value]]}
+    if optree.is_namedtuple_class(kind) or optree.is_structseq_class(kind):
+        return {"class": class_name(kind), "children": [_encode(item) for item in value]}
+    kept = pytrees.parts_of_dataclass(value)
+    if kept is None:
+        raise NoFileForm(f"a container of class {class_name(kind)}")
+    children, data = kept
+    return {
+        "class": class_name(kind),
+        "children": [[name, _encode(child)] for name, child in children.items()],
+        "data": [[name, encode(each)] for name, each in data.items()],
+    }
+
+
+class Trees:
+    """Reads structures.
+
+    Args:
+        classes: classes by name, which take precedence over imported ones.
+        values: reads the keys of dicts and the constants of dataclasses.
+    """
+
+    def __init__(self, classes: Mapping[str, type], values: ValueReader) -> None:
+        self._classes = classes
+        self._values = values
+
+    def decode(self, field: Field) -> optree.PyTreeSpec:
+        """Return the structure that `encode_tree` wrote."""
+        tree = self._decode(field)
+        try:
+            return pytrees.structure_of(tree)
+        except (RecursionError, ValueError, TypeError) as error:
+            field.fail(f"not a structure of containers: {error}")
+
+    def _decode(self, field: Field) -> Any:
+        if field.value == _LEAF:
+            return _Leaf()
+        if type(field.value) is not dict:
+            field.expected("a structure")
+        if "class" in field.value:
+            return self._instance(field)
+        ((kind, inner),) = field.mapping().items() if len(field.value) == 1 else ((None, field),)
+        if kind in ("tuple", "list"):
+            items = [self._decode(item) for item in inner.items()]
+            return tuple(items) if kind == "tuple" else items
+        if kind in ("dict", "ordered_dict"):
+            pairs = self._pairs(inner)
+            return pairs if kind == "dict" else collections.OrderedDict(pairs)
+        if kind == "deque":
+            most, items_field = inner.items(2)
+            length = None if most.value is None else most.integer(0)
+            items = [self._decode(item) for item in items_field.items()]
+            if length is not None and len(items) > length:
+                items_field.fail(f"a deque of at most {length} has more items")
+            return collections.deque(items, length)
+        return field.expected("a structure")
+
+    def _pairs(self, field: Field) -> dict[Any, Any]:
+        found: dict[Any, Any] = {}
+        for pair in field.items():
+            key_field, child = pair.items(2)
+            key = self._values.decode(key_field)
+            try:
+                known = key in found
+            except TypeError:
+                known = True
+            if known:
+                key_field.expected("another key")
+            found[key] = self._decode(child)
+        return found
+
+    def _instance(self, field: Field) -> Any:
+        cls = self.class_of(Field(field.value["class"], field, "class"))
+        if optree.is_namedtuple_class(cls) or optree.is_structseq_class(cls):
+            _, children = field.record("class", "children")
+            fields = optree.namedtuple_fields if optree.is_namedtuple_class(cls) else (
+                optree.structseq_fields
+            )  # fmt: skip
+            items = [self._decode(item) for item in children.items(len(fields(cls)))]
+            return tuple.__new__(cls, items) if fields is optree.namedtuple_fields else cls(items)
+        _, children, data = field.record("class", "children", "data")
+        parts = {}
+        for pair in children.items():
+            name, child = pair.items(2)
+            parts[_attribute(name)] = self._decode(child)
+        kept = {}
+        for pair in data.items():
+            name, value = pair.items(2)
+            kept[_attribute(name)] = self._values.decode(value)
+        made = pytrees.dataclass_of_parts(cls, parts, kept)
+        return field.fail(f"{cls.__name__} is not a container") if made is None else made
+
+    def class_of(self, field: Field) -> Any:
+        """Return the class of a name."""
+        name = field.text()
+        found = self._classes.get(name) or (find(name, {}) if len(name) < 300 else None)
+        if not isinstance(found, type):
+            field.fail(
+                f"the class {name[:80]!r} is not known here: import the module that has it, or "
+                f"give it by its name: load(path, classes={{{name[:80]!r}: ...}})"
+            )
+        return found
+
+
+def _attribute(field: Field) -> str:
+    name = field.text()
+    if not name.isidentifier() or name.startswith("__"):
+        field.expected("the name of an attribute")
+    return name

@@ -10,7 +10,7 @@ graph is compiled again with sizes of that call.
 If each operator has to be visible (inside of a transform or a trace, under a dispatch mode), the
 program runs as Python, as it does without a backend.
 
-The compiled module computes the values that a program assigns (NOTE [updates] in ``updates.py``)
+The compiled module computes the values that a program assigns (NOTE [updates] in ``results.py``)
 as its last results, and Python code assigns them afterwards.
 """
 
@@ -46,14 +46,17 @@ from tsfunc.bridge.trace.compiled_derivatives import (
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
-from tsfunc.program.closure.updates import OutsideRef
+from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.passes.aliases import Aliases
-from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.program.graphs.torch_operators import (
+    graph_module,
+    in_torch_operators,
+    left_over,
+    no_operator,
+)
+from tsfunc.program.guarding.guards import CallSpec
+from tsfunc.program.passes.effects import Aliases, is_random, writes
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]

@@ -1,4 +1,4 @@
-"""Python source of a graph: one line per operator, without an interpreter or modules.
+"""The Python that a program runs as, and its text for people.
 
 An operator is called through torch's Python function of the same name if that parses the same
 arguments faster than the overload. Results are deleted after their last use.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import cmath
 import keyword
+import linecache
 import math
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,11 @@ from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.tracers.tracebacks import PLACES
 from tsfunc.bridge.writing.buffer_writes import note_buffer_write
-from tsfunc.program.closure.updates import OutsideRef, Update, fill
+from tsfunc.dispatch.places import Place
+from tsfunc.program.closure.results import OutsideRef, Update, fill
+from tsfunc.program.graphs.properties import properties_of
+
+# --- python source of a graph: one line per operator, without an interpreter or modules
 
 
 class SourceNames:
@@ -258,3 +264,63 @@ def _write_bodies(op: ControlFlow) -> None:
     for body in op.bodies:
         if body.function is None:
             body.source, body.function = generate(body.name, body.graph, body.inputs, {})
+
+
+# --- a program as text: its Python, with the type of each value and the user's own lines
+
+
+def printed(
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
+) -> str:
+    """Return the source of a graph, with comments.
+
+    The type of each value is at the end of its line. Each of the user's lines precedes its values.
+    The bodies of control flow come first, as functions of their own.
+    """
+    bodies = [
+        printed(body.name, body.graph, body.inputs, {}) + "\n"
+        for node in graph.nodes
+        if isinstance(node.target, ControlFlow)
+        for body in node.target.bodies
+    ]
+    lines = [f"def {function_name(name)}(args):"]
+    lines += [f"    {line}" for line in _lines(name, graph, inputs, lifted, updates)]
+    return "".join(bodies) + "".join(f"{line}\n" for line in lines)
+
+
+def _lines(
+    name: str,
+    graph: torch.fx.Graph,
+    inputs: Sequence[int],
+    lifted: Mapping[str, torch.Tensor],
+    updates: Sequence[Update] = (),
+) -> Iterator[str]:
+    known = properties_of(graph)
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            yield f"# {node.target}: {known[node.name]}"
+    last = ""
+    for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
+        node = statement.node
+        place = node.meta.get("place") if node is not None else None
+        if place is not None and line_of(place) != last:
+            last = line_of(place)
+            indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
+            yield f"{indent}# {last}"
+        comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
+        yield statement.text + comment
+
+
+def line_of(place: Place | str) -> str:
+    """Return one of the user's lines: the file, the number and the text, if it is available.
+
+    A program that was loaded from a file has the text itself.
+    """
+    if isinstance(place, str):
+        return place
+    text = linecache.getline(place.file, place.line).strip()
+    return f"{Path(place.file).name}:{place.line}" + (f"  {text}" if text else "")

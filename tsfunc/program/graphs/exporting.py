@@ -25,14 +25,17 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_exporting import exported_by_torch
 from tsfunc.bridge.tracers.settings import is_persistent
 from tsfunc.errors import ExportError
-from tsfunc.program.graphs.fx_module import graph_module
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
-from tsfunc.program.guarding.call_spec import CallSpec, Watched
+from tsfunc.program.graphs.torch_operators import (
+    graph_module,
+    in_torch_operators,
+    left_over,
+    no_operator,
+)
+from tsfunc.program.guarding.guards import CallSpec, Watched
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.program.passes.aliases import sources, written
-from tsfunc.program.passes.effects import writes
+from tsfunc.program.passes.effects import sources, writes, written
 from tsfunc.types import Dim, DimExpr
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -110,7 +113,7 @@ def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
     """Return the minimum sizes in an error of torch.export that are larger than the given ones.
 
     torch.export has no program for small sizes (NOTE [small sizes] in
-    ``program/dims/small_sizes``).
+    ``program/dims/constraints``).
     """
     said = re.findall(r"^\s*(\w+) = Dim\('\w+', min=(\d+)", error, re.MULTILINE)
     return {name: int(low) for name, low in said if int(low) > least.get(name, 1 << 62)}

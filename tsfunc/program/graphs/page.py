@@ -18,11 +18,9 @@ from typing import Any
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.program.graphs.codegen import names_of, statements
-from tsfunc.program.graphs.drawing import draw
-from tsfunc.program.graphs.printing import line_of
+from tsfunc.program.graphs.codegen import line_of, names_of, statements
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.graphs.properties import properties_of
+from tsfunc.program.graphs.properties import draw, properties_of
 
 Facts = dict[str, dict[str, dict[str, Any]]]
 

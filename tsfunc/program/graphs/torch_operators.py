@@ -1,4 +1,9 @@
-"""Control flow of a program as torch's own higher-order operators.
+"""A program as a torch.fx.GraphModule with torch's own control flow.
+
+torch has one operator for all layers and steps of an ``LSTM``. torch's tools decompose it into as
+many steps as the example has, which refuses every other length. A scan of one step serves all
+lengths. The product of the inputs and their weights does not depend on the step before, so it is a
+single product over all steps.
 
 A program's control-flow operators (``bridge/control/control_flow``) run as Python does, step by
 step, and are vmapped and differentiated as the user's calls are. torch.export, Inductor and other
@@ -19,11 +24,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 import torch.fx
+from torch import Tensor
+from torch.nn.functional import linear
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
 from tsfunc.bridge.trace.torch_tracing import (
@@ -34,7 +41,182 @@ from tsfunc.bridge.trace.torch_tracing import (
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.program.graphs.recurrent import as_scan, has_open_time
+from tsfunc.bridge.tracers.torch_state import set_grad_mode
+
+# --- recurrent layers over a named dim of time, as torch's scan
+
+
+# The computation of one step: from the input's product, the states before and the weights to the
+# states after it; the first state is also the result.
+_Cell = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], "tuple[Tensor, ...]"]
+
+
+def _lstm(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    h, c = states
+    hidden, *bias = weights[:-1] if _projects(h, c) else weights
+    i, f, g, o = (given + linear(h, hidden, *bias)).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (linear(h, weights[-1]) if _projects(*states) else h), c
+
+
+def _projects(h: Tensor, c: Tensor) -> bool:
+    """Return True if an LSTM has a projection: its result is smaller than its cell state."""
+    return h.shape[-1] != c.shape[-1]
+
+
+def _gru(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (h,) = states
+    ours = given.chunk(3, 1)
+    before = linear(h, *weights).chunk(3, 1)
+    r, z = ((ours[k] + before[k]).sigmoid() for k in range(2))
+    new = (ours[2] + r * before[2]).tanh()
+    return ((h - new) * z + new,)
+
+
+def _elman(activate: Callable[[Tensor], Tensor]) -> _Cell:
+    def cell(
+        given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        return (activate(given + linear(states[0], *weights)),)
+
+    return cell
+
+
+_CELLS: dict[str, _Cell] = {
+    "aten::lstm.input": _lstm,
+    "aten::gru.input": _gru,
+    "aten::rnn_tanh.input": _elman(torch.tanh),
+    "aten::rnn_relu.input": _elman(torch.relu),
+}
+
+
+def has_open_time(node: torch.fx.Node) -> bool:
+    """Return True if a node is a recurrent layer with a symbolic number of steps."""
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator) or op.name not in _CELLS:
+        return False
+    x: Any = node.args[0]
+    return isinstance(x.meta["val"].shape[1 if node.args[-1] else 0], torch.SymInt)
+
+
+def as_scan(node: torch.fx.Node) -> Callable[..., Any]:
+    """Return a function of a recurrent layer's arguments that computes it with torch's scan."""
+    cell = _CELLS[node.meta["op"].name]
+
+    def layers(
+        x: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
+        dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        states = [hx] if isinstance(hx, Tensor) else list(hx)
+        x = x.transpose(0, 1) if batch_first else x
+        directions = 2 if bidirectional else 1
+        count = len(params) // (num_layers * directions)
+        last = []
+        for k in range(num_layers):
+            found = []
+            for d in range(directions):
+                at = k * directions + d
+                weights = params[at * count : (at + 1) * count]
+                first = [state[at] for state in states]
+                out, *ended = _over_time(cell, x, first, weights, has_biases, reverse=d == 1)
+                found.append(out)
+                last.append(ended)
+            x = torch.cat(found, -1) if bidirectional else found[0]
+            if dropout and train and k < num_layers - 1:
+                x = torch.dropout(x, dropout, True)
+        ends = [torch.stack(column) for column in zip(*last, strict=True)]
+        return (x.transpose(0, 1) if batch_first else x), *ends
+
+    return layers
+
+
+def _over_time(
+    cell: _Cell, x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
+    reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the results of one layer in one direction, after the states of the last step."""
+    of_input = weights[0], *(weights[2:3] if has_biases else ())
+    others = weights[1], *(weights[3:] if has_biases else weights[2:])
+    given = linear(x, *of_input)
+    given = given.flip(0) if reverse else given
+
+    def step(*values: Tensor) -> tuple[Tensor, ...]:
+        states, rest = values[: len(first)], values[len(first) :]
+        new = cell(rest[0], states, rest[1:])
+        new = tuple(state.contiguous() for state in new)
+        return *new, new[0].clone()
+
+    # torch requires states of one layout, and operands that do not share memory.
+    begin = [state.clone(memory_format=torch.contiguous_format) for state in first]
+    *ended, out = torch.ops.higher_order.scan(
+        step, begin, [given], tuple(w.clone() for w in others)
+    )
+    return (out.flip(0) if reverse else out), *ended
+
+
+# --- conversion of a program to a ``torch.fx.GraphModule``, which torch's own tools take
+
+
+def graph_module(
+    name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor], as_inputs: bool = False
+) -> torch.fx.GraphModule:
+    """Return a module that runs a graph on its inputs and returns its results as a tuple.
+
+    Args:
+        name: the name of the module's class.
+        graph: the graph.
+        lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
+            of the module, and stay the same tensors.
+        as_inputs: whether they become inputs instead, after the others.
+    """
+    root = torch.nn.Module()
+    made = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    outside = [node for node in graph.nodes if node.op == "get_attr"]
+    for node in () if as_inputs else outside:
+        _add(root, str(node.target), lifted[str(node.target)])
+    for node in [*inputs, *(outside if as_inputs else ())]:
+        values[node] = made.placeholder(node.name)
+        values[node].meta = dict(node.meta)
+    mode = _GradMode(made)
+    for node in graph.nodes:
+        if node in values:
+            continue
+        if node.op != "get_attr":
+            mode.switch(bool(node.meta.get("no_grad")))
+        values[node] = made.node_copy(node, values.__getitem__)
+        values[node].meta = dict(node.meta)
+    return torch.fx.GraphModule(root, made, name)
+
+
+def _add(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, torch.nn.Parameter):
+        root.register_parameter(name, tensor)
+    else:
+        root.register_buffer(name, tensor)
+
+
+class _GradMode:
+    """Writes no_grad blocks into a graph, which has no blocks, as changes of the grad mode."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._graph = graph
+        self._before: torch.fx.Node | None = None
+
+    def switch(self, quiet: bool) -> None:
+        """Start a no_grad block before the next node if `quiet` is True, or end it."""
+        if quiet and self._before is None:
+            self._before = self._graph.call_function(torch.is_grad_enabled)
+            self._graph.call_function(set_grad_mode, (False,))
+        elif not quiet and self._before is not None:
+            self._graph.call_function(set_grad_mode, (self._before,))
+            self._before = None
+
+
+# --- control flow of a program as torch's own higher-order operators
+
 
 # Operators that torch decomposes into a computation and a check, and operators that do both.
 _CHECKED: Final[dict[Any, Any]] = {

@@ -1,15 +1,20 @@
-"""Effects of a graph's nodes: writes, random numbers, checks and communication."""
+"""Facts about the nodes of a graph: effects, and values that share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.operators import STATISTICS, updates_statistics
+from tsfunc.bridge.tracers.arguments import arguments_of, matched
+from tsfunc.bridge.tracers.operators import STATISTICS, TorchOperator, updates_statistics
+
+# --- effects of a graph's nodes: writes, random numbers, checks and communication
 
 
 def writes(node: torch.fx.Node) -> bool:
@@ -52,3 +57,125 @@ def communicates(node: torch.fx.Node) -> bool:
     """Return True if the node exchanges values with other processes, or reads this one's rank."""
     namespace = getattr(node.target, "namespace", None)
     return namespace in ("tsfunc_mesh", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+
+
+# --- aliases among the values of a graph, the values that are written to, and those that escape
+
+
+class Aliases:
+    """The memory of a graph's values, as sets of values that may share it.
+
+    All values from outside (inputs, lifted tensors) may share one memory.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._parent: dict[Any, Any] = {}
+        self._escaping: set[torch.fx.Node] = set()
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._join(node, _OUTSIDE)
+            for source in aliased(node):
+                self._join(node, source)
+        self._written = {
+            self.memory(target) for node in graph.nodes if writes(node) for target in written(node)
+        }
+        for node in reversed(graph.nodes):
+            if node.op == "output":
+                self._escaping.update(node.all_input_nodes)
+            elif node in self._escaping:
+                self._escaping.update(aliased(node))
+
+    def memory(self, node: Any) -> Any:
+        """Return a representative, which is the same for all values that may share memory."""
+        parent = self._parent
+        while (above := parent.get(node)) is not None:
+            further = parent.get(above)
+            if further is None:
+                return above
+            parent[node] = further  # path compression: without it, long chains take quadratic time
+            node = further
+        return node
+
+    def is_written(self, node: torch.fx.Node) -> bool:
+        """Return True if a node writes into memory that the value may share."""
+        return self.memory(node) in self._written
+
+    def escapes(self, node: torch.fx.Node) -> bool:
+        """Return True if the caller may get the value's memory as a result."""
+        return node in self._escaping
+
+    def leaves(self, node: torch.fx.Node) -> None:
+        """Record that the caller gets a value, and the values that may share its memory."""
+        self._escaping.update(_reached(node, self._escaping))
+
+    def _join(self, one: Any, other: Any) -> None:
+        left, right = self.memory(one), self.memory(other)
+        if left is not right:
+            self._parent[left] = right
+
+
+_OUTSIDE = "outside"
+
+
+def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yield the arguments of a call whose memory its results may share."""
+    if node.op != "call_function" or "expr" in node.meta:
+        return
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        if isinstance(node.target, ControlFlow) or node.target is operator.getitem:
+            yield from node.all_input_nodes
+        return
+    declared = arguments_of(op)
+    if not any(argument.shares for argument in declared) and op.composite:
+        # A composite operator may return its argument without declaring it (dropout).
+        yield from node.all_input_nodes
+        return
+    for argument, value in matched(op, node.args, node.kwargs):
+        if argument.shares:
+            yield from nodes_in(value)
+
+
+def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """Return the values from outside of the graph that may share memory with a value."""
+    return {each for each in _reached(node, ()) if each.op in ("placeholder", "get_attr")}
+
+
+def _reached(node: torch.fx.Node, known: Container[torch.fx.Node]) -> set[torch.fx.Node]:
+    """Return a value and the values before it that may share its memory.
+
+    Args:
+        node: the value.
+        known: values whose sources are not visited again.
+    """
+    reached, waiting = {node}, [node]
+    while waiting:
+        for source in aliased(waiting.pop()):
+            if source not in reached and source not in known:
+                reached.add(source)
+                waiting.append(source)
+    return reached
+
+
+def written(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yield the arguments that a call writes into; for control flow, all arguments."""
+    op = node.meta.get("op")
+    if not isinstance(op, TorchOperator):
+        yield from node.all_input_nodes
+        return
+    if op.name not in STATISTICS or updates_statistics(op.name, node.args):
+        for i in op.written:
+            if i < len(node.args):
+                yield from nodes_in(node.args[i])
+    for argument, value in matched(op, (), node.kwargs):
+        if argument.written:
+            yield from nodes_in(value)
+
+
+def nodes_in(value: Any) -> Iterator[torch.fx.Node]:
+    """Yield the nodes in an argument."""
+    if isinstance(value, torch.fx.Node):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from nodes_in(item)

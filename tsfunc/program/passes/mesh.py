@@ -22,8 +22,7 @@ from tsfunc.bridge.mesh.operators import INDEX, MAP
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import MeshError
-from tsfunc.program.passes.aliases import Aliases
-from tsfunc.program.passes.effects import communicates, is_pure
+from tsfunc.program.passes.effects import Aliases, communicates, is_pure
 
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the
 # ranks' cotangents, so each rank may keep its own part of a cotangent until then.

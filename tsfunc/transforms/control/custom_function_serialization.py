@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.program.files.archive import Field
 from tsfunc.program.files.callees import (
     HEAD,
     CalleeKind,
@@ -14,8 +15,7 @@ from tsfunc.program.files.callees import (
     TracedCallee,
     register_callee,
 )
-from tsfunc.program.files.control import DecodeGraph, EncodeGraph
-from tsfunc.program.files.fields import Field
+from tsfunc.program.files.graphs import DecodeGraph, EncodeGraph
 from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.transforms.control.custom_function_tracing import key_of, traced_callee

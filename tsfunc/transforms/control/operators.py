@@ -15,7 +15,7 @@ import torch
 from tsfunc.bridge.control.control_flow import Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.program.passes.blocks import live_inputs, narrowed_body
+from tsfunc.program.passes.simplify import live_inputs, narrowed_body
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of

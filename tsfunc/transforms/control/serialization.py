@@ -7,7 +7,8 @@ from typing import Any, get_args
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
 from tsfunc.bridge.grad.remat_policy import Policy, SaveEither, SaveOperators
-from tsfunc.program.files.control import (
+from tsfunc.program.files.archive import Field
+from tsfunc.program.files.graphs import (
     ControlKind,
     DecodeGraph,
     EncodeGraph,
@@ -18,7 +19,6 @@ from tsfunc.program.files.control import (
     register_control,
     results_of,
 )
-from tsfunc.program.files.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.transforms import checkpoint_policies as policies

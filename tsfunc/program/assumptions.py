@@ -1,0 +1,139 @@
+"""The assumptions of a trace, and the loop that traces a function until they hold.
+
+NOTE [retracing]
+A trace begins with the assumptions that give the most general and cheapest program. If it shows
+that one of them does not hold, it raises ``Retrace`` with the assumptions for the next trace; a
+trace that fails goes on with the next weaker assumptions, until the error is that of the function
+itself. Each assumption moves one way only, so the number of assumptions bounds the number of
+traces. Other hints are an exception: they belong to the sizes that are symbols, and start anew when
+another assumption moves. Each trace undoes its effects on objects outside before the next begins.
+
+``records`` is remembered by the cache: the next first call begins with it. Other assumptions are
+about the arguments of one call, or were given up for a reason that may not be theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+
+from tsfunc.errors import ConstraintViolation
+from tsfunc.types import Dim
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """The assumptions that a trace is made under.
+
+    Attributes:
+        varying: the sizes and numbers, by the user's spelling, that have varied and become inputs:
+            NOTE [automatic dynamic sizes]. It loses members.
+        dim: the named dim in place of the sizes among them. It becomes narrower.
+        narrowed: the number of times that ``dim`` has become narrower.
+        outside_numbers: numbers outside that have varied are inputs: NOTE [numbers that vary].
+            It becomes False.
+        described_numbers: numbers whose descriptor is their type are inputs. It becomes False.
+        fixed: the named dims that have the sizes of the call. It gains members.
+        other_hints: the named dims that are traced with other hints than their sizes in the call:
+            NOTE [small sizes]. It gains members.
+        refusal: the error for a trace that fails with other hints, too.
+        guards_changed: variables that the function only changes are guarded as well, since it
+            puts tensors into them: NOTE [counters]. It becomes True.
+        records: autograd records during the trace, for backward passes that the function runs
+            itself: NOTE [backward passes in programs]. It becomes True.
+        recalled: ``records`` is remembered from an earlier call. It becomes False, together with
+            ``records``, if the function runs no backward pass.
+        identities: the function compares its tensors by identity: NOTE [tensor aliasing]. It
+            becomes True.
+        own: the tensors, by id, that the function has from elsewhere and gets as arguments, too.
+            It gains members.
+    """
+
+    varying: frozenset[str] = frozenset()
+    dim: Dim | None = None
+    narrowed: int = 0
+    outside_numbers: bool = True
+    described_numbers: bool = True
+    fixed: frozenset[str] = frozenset()
+    other_hints: frozenset[str] = frozenset()
+    refusal: ConstraintViolation | None = field(default=None, compare=False)
+    guards_changed: bool = False
+    records: bool = False
+    recalled: bool = False
+    identities: bool = False
+    own: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def moved(self, **changes: Any) -> Assumptions:
+        """Return other assumptions; if the symbols are others, they have the hints of the call."""
+        hints: dict[str, Any] = {"other_hints": frozenset(), "refusal": None}
+        return replace(self, **(hints if changes.keys() & _OF_SYMBOLS else {}), **changes)
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """The progress of the assumptions: no number falls unless one of an earlier tuple rises."""
+        of_symbols = (
+            self.narrowed,
+            -len(self.varying),
+            not self.outside_numbers,
+            not self.described_numbers,
+            len(self.fixed),
+        )
+        of_objects: tuple[int, ...] = (
+            self.guards_changed, self.records, self.identities, len(self.own),
+        )  # fmt: skip
+        if self.recalled:
+            of_objects = (-1,) * len(of_objects)
+        return of_symbols, of_objects, len(self.other_hints)
+
+    def is_followed_by(self, other: Assumptions) -> bool:
+        """Return True if one of the assumptions has moved on, and none has moved back."""
+        for mine, others in zip(self.steps[:2], other.steps[:2], strict=True):
+            if any(now < before for before, now in zip(mine, others, strict=True)):
+                return False
+        return other.steps[:2] != self.steps[:2] or other.steps[2] > self.steps[2]
+
+
+_OF_SYMBOLS = {"varying", "dim", "outside_numbers", "described_numbers", "fixed"}
+
+
+class Retrace(BaseException):
+    """Internal: an assumption of a trace does not hold; trace the function again under others.
+
+    It is not an ``Exception``, so that the traced function does not handle it.
+    """
+
+    def __init__(self, assumptions: Assumptions) -> None:
+        super().__init__(assumptions)
+        self.assumptions = assumptions
+
+
+def settle(
+    trace: Callable[[Assumptions], T],
+    assumptions: Assumptions,
+    after: Callable[[Assumptions, Exception], Assumptions | None] = lambda held, error: None,
+) -> tuple[T, Assumptions]:
+    """Return the result of a trace whose assumptions hold, and the assumptions.
+
+    Args:
+        trace: makes a trace; raises ``Retrace`` if an assumption does not hold.
+        assumptions: those of the first trace.
+        after: returns the assumptions after a trace that has failed; None raises the error.
+    """
+    while True:
+        try:
+            return trace(assumptions), assumptions
+        except Retrace as retrace:
+            following: Assumptions | None = retrace.assumptions
+        except Exception as error:
+            following = after(assumptions, assumptions.refusal or error)
+            if following is None and assumptions.refusal is not None:
+                raise assumptions.refusal from None
+            if following is None:
+                raise
+        assert following is not None and assumptions.is_followed_by(following), following
+        assumptions = following
