@@ -367,8 +367,7 @@ class Specialized(Generic[_Params, _Result]):
             path: the path of the file; an existing file is replaced when the new one is complete.
             programs: the programs of ``self.programs`` to save; by default all.
             exact: if True, the file serves only calls like those that were made. Otherwise the
-                function is traced for more calls: for named dims of size 0 and 1, without
-                    recording
+                function is traced for more calls: for named dims of size 0 and 1, without recording
                 (``torch.no_grad``), and for arguments with the other ``requires_grad``.
 
         Raises:
