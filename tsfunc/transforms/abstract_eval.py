@@ -16,7 +16,7 @@ from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, outline
-from tsfunc.program.guarding.guards import placeholder
+from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType

@@ -17,7 +17,6 @@ from tsfunc.bridge.control.control_flow import RandomStates, every_node
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import (
     Build,
     ClosureGuard,
@@ -28,82 +27,49 @@ from tsfunc.program.closure.guard_codegen import (
 )
 from tsfunc.program.closure.guard_codegen import GuardLines as Reads
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import CallSpec
-from tsfunc.program.guarding.inputs import InputSpec, short_text
-from tsfunc.types import Dim
-from tsfunc.types.checker import place_text
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import Facts, Guard, Names, Word, guard_lines
+from tsfunc.program.guarding.inputs import short_text
 from tsfunc.types.values import describe, same_value
 
 # --- reasons for a new program: the differences of a call from the calls that have a program
 
 
-Facts = Mapping[str, Any]
 _ABSENT = object()
 ANY = object()  # stands for each value that a program serves
 _ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is a better reason
 
 
 def facts_of_call(
-    flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
-    inputs: Sequence[InputSpec],
+    guards: Iterable[Guard],
+    name: Names,
     settings: Sequence[Any],
-    arguments: Mapping[str, Any],
     orders: Sequence[Any],
     passed: str,
 ) -> dict[str, Any]:
     """Return the assumptions of a program for a call, by the user's names.
 
     Args:
-        flat: the flattened arguments.
-        places: the path of each from a parameter.
-        inputs: the tensors among them; the fact for a size that is a named dim is the name.
+        guards: the guards on its arguments.
+        name: returns the user's spelling of an argument.
         settings: torch's settings.
-        arguments: the arguments by parameter.
         orders: the key orders of the dicts among the arguments.
         passed: a text that shows which arguments are positional, and which are keywords.
     """
     facts: dict[str, Any] = {}
-    specs = {spec.position: spec for spec in inputs}
-    for i, value in enumerate(flat):
-        name = place_text(places[i], arguments)
-        spec = specs.get(i)
-        if spec is not None:
-            facts.update(_tensor(name, spec))
-        elif is_instance(value):
-            facts[f"type({name})"] = _Word(type(value).__qualname__)
-        else:
-            facts[name] = value
+    for guard in guards:
+        facts.update(guard.facts(name))
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
-    facts[_PASSED] = _Word(passed)
+    facts[_PASSED] = Word(passed)
     for i, keys in enumerate(orders):
-        facts[f"{_ORDER} {i}"] = _Word(", ".join(map(repr, keys)))
+        facts[f"{_ORDER} {i}"] = Word(", ".join(map(repr, keys)))
     return facts
 
 
 def passed_text(positional: int, keywords: Iterable[str]) -> str:
     """Return a text that shows positional and keyword arguments: ``(_, y=_)``."""
     return f"({', '.join([*['_'] * positional, *(f'{name}=_' for name in keywords)])})"
-
-
-def _tensor(name: str, spec: InputSpec) -> dict[str, Any]:
-    x = spec.example
-    facts = {f"{name}.dtype": x.dtype, f"{name}.device": x.device, f"{name}.dim()": x.dim()}
-    facts[f"{name}.requires_grad"] = x.requires_grad
-    for k, dim in enumerate(spec.dims):
-        facts[f"{name}.shape[{k}]"] = dim if isinstance(dim, int) else _Word(_name(dim))
-    contiguous = x.is_contiguous()
-    facts[f"{name}.stride()"] = _Word("contiguous") if contiguous else tuple(x.stride())
-    return facts
-
-
-class _Word(str):
-    """A text that is shown without quotes: a named dim, the name of a class."""
-
-
-def _name(dim: Any) -> Any:
-    return dim.name if isinstance(dim, Dim) else dim
 
 
 def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
@@ -153,7 +119,7 @@ def _text(value: Any) -> str:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
-    return str(value) if type(value) in (int, bool, float, tuple, _Word) else describe(value)
+    return str(value) if type(value) in (int, bool, float, tuple, Word) else describe(value)
 
 
 # --- the programs that a specialized function keeps, and the calls that each of them answers
@@ -258,15 +224,15 @@ class CachedProgram:
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> CachedProgram:
         """Return a program for calls of a form, with a guard that is generated from the form."""
-        guard_lines = program.guard_lines or Reads()
-        lines, scope = form.guard()
+        reads = program.guard_lines or Reads()
+        lines, scope = guard_lines(form.guards(), form.bounds, len(form.leaves))
         opening = opening_lines(form.tree, scope, form.of_keywords)
         return cls(
-            program, form.tree, guard_lines.function(form.ambient, lines, scope),
-            guard_lines.function(form.ambient), reason, None, form,
+            program, form.tree, reads.function(form.ambient, lines, scope),
+            reads.function(form.ambient), reason, None, form,
             None
             if opening is None
-            else guard_lines.entry_code(form.ambient, opening, lines, scope),
+            else reads.entry_code(form.ambient, opening, lines, scope),
             refuses,
         )  # fmt: skip
 

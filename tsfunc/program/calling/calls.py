@@ -49,11 +49,11 @@ from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.program import Program, same_program
-from tsfunc.program.guarding.guards import Guards, form_of_call, guard_lines, guard_texts
+from tsfunc.program.guarding.call_spec import form_of_call
+from tsfunc.program.guarding.guards import guard_lines, guard_texts, guards_on_arguments
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
-    call_signature,
     describe_inputs,
     describe_scalars,
     opaque_arguments,
@@ -62,6 +62,7 @@ from tsfunc.program.guarding.inputs import (
 )
 from tsfunc.program.passes.effects import writes
 from tsfunc.types import Dim
+from tsfunc.types.checker import place_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -225,7 +226,11 @@ class FirstCall:
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Return the assumptions of a program for the call, by the user's names."""
         return facts_of_call(
-            self.flat, self.places, inputs, self.ambient, self.arguments, self.orders, self.passed
+            guards_on_arguments(self.flat, inputs),
+            self.name_of,
+            self.ambient,
+            self.orders,
+            self.passed,
         )
 
     def scalars(
@@ -275,6 +280,7 @@ class FirstCall:
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
+        guards = form.guards(guards_on_arguments(self.flat, inputs, scalars))
         closure_lines = instances.builder.guard_lines
         program = dataclasses.replace(
             program,
@@ -282,7 +288,7 @@ class FirstCall:
             guard_lines=closure_lines,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=self.guards(inputs, bounds, scalars, instances.builder.read, program),
+            guards=guard_texts(guards, self.name_of, instances.builder.read, self.ambient),
             state=state_of(
                 self.func, program.lifted, program.updates, len(self.flat), closure_lines.values,
                 instances.builder.read,
@@ -296,8 +302,7 @@ class FirstCall:
                 [*self.flat, *closure_lines.values],
             )
             program = dataclasses.replace(program, run=run)
-        lines, scope = guard_lines(self.flat, inputs, bounds, scalars, program.conditions)
-        lines += form.more(scope)
+        lines, scope = guard_lines(guards, bounds, len(self.flat))
         opening = opening_lines(self.tree, scope, self.target.sees_keywords)
         entry = CachedProgram(
             program,
@@ -365,31 +370,12 @@ class FirstCall:
 
     def signature(self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]) -> Any:
         """Return the part of a call that does not depend on sizes of named dims and on numbers."""
-        parts = self.flat, self.tree, self.orders, self.ambient, inputs, scalars
-        return self.contract, call_signature(*parts)
+        keys = tuple(each.key for each in guards_on_arguments(self.flat, inputs, scalars))
+        return self.contract, self.tree, self.orders, self.ambient, keys
 
-    def guards(
-        self,
-        inputs: Sequence[InputSpec],
-        bounds: Mapping[str, Dim],
-        scalars: Sequence[ScalarSpec],
-        read: Mapping[str, Any],
-        program: Program,
-    ) -> Guards:
-        """Return the guards of a program for these inputs, for people."""
-        positions = [spec.position for spec in scalars]
-        return guard_texts(
-            self.flat,
-            self.places,
-            inputs,
-            bounds,
-            self.ambient,
-            self.arguments,
-            read,
-            positions,
-            program.conditions,
-            program.property_guards,
-        )
+    def name_of(self, position: int) -> str:
+        """Return the user's spelling of a flattened argument."""
+        return place_text(self.places[position], self.arguments)
 
     def descriptors(
         self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]

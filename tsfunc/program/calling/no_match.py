@@ -17,8 +17,10 @@ from tsfunc.program.calling.cache import (
 )
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import places_of
-from tsfunc.program.guarding.guards import CallSpec, Guards, guard_texts
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import Guards, Names, guard_texts, guards_on_arguments
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
+from tsfunc.types.checker import place_text
 
 _MOST_LISTED = 12
 
@@ -49,11 +51,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
 
 def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
     """Return the guards of a program that was read from a file, for people."""
-    places, arguments = _named(form, signature)
-    return guard_texts(
-        form.leaves, places, form.inputs, form.bounds, form.ambient, arguments, {},
-        [spec.position for spec in form.scalars], form.conditions, form.property_guards,
-    )  # fmt: skip
+    return guard_texts(form.guards(), _names(form, signature), {}, form.ambient)
 
 
 def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -64,15 +62,14 @@ def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
         call: the call.
         facts: the facts of the call.
     """
-    places, arguments = _named(form, call.target.signature)
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
     leaves = list(form.leaves)
     for spec in form.scalars if form.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
     found = facts_of_call(
-        leaves, places, form.inputs, form.ambient, arguments, form.orders,
-        passed_text(len(args), kwargs),
+        guards_on_arguments(leaves, form.inputs), _names(form, call.target.signature),
+        form.ambient, form.orders, passed_text(len(args), kwargs),
     )  # fmt: skip
     if not any(spec.any_grad for spec in form.inputs):
         return found
@@ -80,10 +77,9 @@ def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
             for name, value in found.items()}  # fmt: skip
 
 
-def _named(
-    form: CallSpec, signature: inspect.Signature
-) -> tuple[Mapping[int, tuple[Any, ...]], Mapping[str, Any]]:
-    """Return the paths of a form's leaves, and the arguments by parameter."""
+def _names(form: CallSpec, signature: inspect.Signature) -> Names:
+    """Return a function from the positions of a form's leaves to the user's spelling."""
     args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
     places = places_of(signature, len(form.leaves), form.tree)
-    return places, signature.bind(*args, **kwargs).arguments
+    arguments = signature.bind(*args, **kwargs).arguments
+    return lambda position: place_text(places[position], arguments)

@@ -38,9 +38,10 @@ import torch
 
 from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Facts, differing
+from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, differing
 from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.checker import place_text

@@ -46,7 +46,7 @@ from tsfunc.program.files.values import (
     printable,
 )
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import CallSpec
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 

@@ -41,7 +41,8 @@ from tsfunc.program.files.values import (
 )
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import CallSpec, Watched, variables_of
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import Watched, variables_of
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.dims import parse_dim

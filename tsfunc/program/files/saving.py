@@ -30,7 +30,7 @@ from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import CallSpec, example_call
+from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.types.values import class_name
 

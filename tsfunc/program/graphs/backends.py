@@ -55,7 +55,7 @@ from tsfunc.program.graphs.torch_operators import (
     left_over,
     no_operator,
 )
-from tsfunc.program.guarding.guards import CallSpec
+from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.effects import Aliases, is_random, writes
 from tsfunc.types import Dim
 

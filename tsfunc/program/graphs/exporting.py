@@ -33,7 +33,8 @@ from tsfunc.program.graphs.torch_operators import (
     left_over,
     no_operator,
 )
-from tsfunc.program.guarding.guards import CallSpec, Watched
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import Watched
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import sources, writes, written
 from tsfunc.types import Dim, DimExpr

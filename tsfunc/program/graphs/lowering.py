@@ -10,7 +10,7 @@ import optree
 import torch
 
 from tsfunc.errors import DescriptorError
-from tsfunc.program.guarding.guards import placeholder
+from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
 from tsfunc.types.grammar import (
     NONE,

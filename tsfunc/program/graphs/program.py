@@ -35,7 +35,8 @@ from tsfunc.program.closure.results import ModuleState, Update, same_updates
 from tsfunc.program.graphs.codegen import generate, printed
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
 from tsfunc.program.graphs.torch_operators import graph_module, in_torch_operators
-from tsfunc.program.guarding.guards import CallSpec, Guards
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.guards import Guards
 from tsfunc.program.passes.simplify import is_computable
 from tsfunc.program.passes.verify import verify
 from tsfunc.types import Dim

@@ -1,4 +1,13 @@
-"""Guards on the arguments of a program: their code, their texts, and the form of a call.
+"""The guards on the arguments of a program: facts about each call that it answers.
+
+A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
+its text for people (``texts``), what explains a call that it refuses (``facts``), and its part of
+the key under which a program is found for other sizes (``key``). A new kind of guard is a class in
+this file, and a place in ``KINDS``. Guards on values that the function reads beside its arguments
+are in ``closure/guard_builder.py``.
+
+A guard that holds implies that the descriptors hold: it fixes everything that they describe except
+the sizes of named dims, and it checks these sizes itself.
 
 NOTE [tensor aliasing]
 A trace makes a tracer for each tensor among the arguments, so ``x is y`` is False in the trace, as
@@ -6,156 +15,380 @@ it is in most calls. If the function's code has an identity comparison of object
 tensors (``code_reads`` detects it), equal arguments share one tracer, and an argument that the
 function has from elsewhere (a parameter of its module) is passed as that tensor. Later calls are
 then guarded on the same identities. Other functions have one program for both kinds of calls.
-
-A guard that holds implies that the descriptors hold: it fixes everything that they describe except
-the sizes of named dims, and it checks these sizes itself.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 
-from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, users_class
-from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.settings import SETTINGS
-from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import has_value, is_instance
-from tsfunc.program.closure.guard_codegen import GuardLines, key_orders
+from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.viewed_state import has_contents, viewed_state
-from tsfunc.program.guarding.inputs import (
-    InputSpec,
-    ScalarSpec,
-    order_of_strides,
-    sizes_of_call,
-    solving_order,
-)
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.types import Dim, DimExpr
-from tsfunc.types.checker import place_text
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.sizes import solved_for
 from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe, same_value
 
-# --- arguments that are the same tensor, or a tensor that the function also has from elsewhere
+Names = Callable[[int], str]
+"""From the position of a flattened argument to the user's spelling of it."""
 
-
+Facts = Mapping[str, Any]
 Groups = tuple[tuple[int, ...], ...]
 
 
-def as_one(
-    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
-) -> list[Any]:
-    """Return the values that the function gets for its tensors: one object for each tensor.
+class Guards(tuple[str, ...]):
+    """Lines, each of which states a fact about every call that a program answers."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+class Word(str):
+    """A text that is shown without quotes: a named dim, the name of a class."""
+
+
+class GuardCode:
+    """The generated Python of the guards on the arguments.
+
+    Attributes:
+        bounds: the named dims.
+        count: the number of flattened arguments.
+        scope: the objects that the code refers to by name.
+        bound: the named dims that have a variable.
+    """
+
+    def __init__(self, bounds: Mapping[str, Dim], count: int) -> None:
+        self.bounds, self.count = bounds, count
+        self.scope: dict[str, Any] = {}
+        self.bound: set[str] = set()
+
+
+class Guard:
+    """A fact about the arguments of every call that a program answers."""
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        """Return lines of Python over the list ``args`` that return None if the guard fails."""
+        return ()
+
+    def texts(self, name: Names) -> Iterable[str]:
+        """Return the fact in the user's names."""
+        return ()
+
+    def facts(self, name: Names) -> Facts:
+        """Return the parts of the fact that a call may fail, by the user's names."""
+        return {}
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
+        """Return the lines of all guards of the class."""
+        return (line for guard in guards for line in guard.lines(code))
+
+
+@dataclass(frozen=True, eq=False)
+class ArgumentGuard(Guard):
+    """A guard on one of the flattened arguments.
+
+    Attributes:
+        position: the index of the argument.
+    """
+
+    position: int
+
+    @property
+    def key(self) -> Any:
+        """The part of the fact that is the same for other sizes of named dims, and numbers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class TypeIs(ArgumentGuard):
+    """An object's class; its attributes are guarded where the function reads them."""
+
+    cls: type
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (f"type({name(self.position)}) is {self.cls.__qualname__}",)
+
+    def facts(self, name: Names) -> Facts:
+        return {f"type({name(self.position)})": Word(self.cls.__qualname__)}
+
+    @property
+    def key(self) -> Any:
+        return self.cls, None
+
+
+@dataclass(frozen=True, eq=False)
+class ValueIs(ArgumentGuard):
+    """An argument that is a constant of the program: an equal value, or the same object."""
+
+    value: Any
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return f"a = args[{self.position}]", _static(self.position, self.value, code.scope)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (f"{name(self.position)} is {describe(self.value)}",)
+
+    def facts(self, name: Names) -> Facts:
+        return {name(self.position): self.value}
+
+    @property
+    def key(self) -> Any:
+        return type(self.value), _static_key(self.value)
+
+
+@dataclass(frozen=True, eq=False)
+class AnyNumber(ArgumentGuard):
+    """A number that is an input of the program: its type, and that it is finite."""
+
+    spec: ScalarSpec
+    value: int | float
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        code.scope["isfinite"] = math.isfinite
+        held = "int" if type(self.value) is int else "float or not isfinite(a)"
+        return f"a = args[{self.position}]", f"if type(a) is not {held}: return None"
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (f"{name(self.position)}: any {type(self.value).__name__}",)
+
+    def facts(self, name: Names) -> Facts:
+        return {name(self.position): self.value}
+
+    @property
+    def key(self) -> Any:
+        return type(self.spec.value), self.spec.name
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMeta(ArgumentGuard):
+    """A tensor's class, dtype, device, layout and sizes."""
+
+    spec: InputSpec
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        checks = _tensor(self.spec, code.scope, code.bound, code.bounds)
+        return f"a = args[{self.position}]", *checks
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[TensorMeta], code: GuardCode) -> Iterator[str]:
+        """Check tensors of fixed sizes at once in C++, and one by one if that fails."""
+        fixed = [guard for guard in guards if _is_fixed(guard.spec)]
+        yield from super().lines_of_many([x for x in guards if not _is_fixed(x.spec)], code)
+        closely = super().lines_of_many(fixed, code)
+        check = quick_check([guard.spec.example for guard in fixed])
+        if check is None:
+            yield from closely
+            return
+        code.scope["quick"] = check
+        every = ", ".join(f"args[{guard.position}]" for guard in fixed)
+        yield f"if not quick({'*args' if len(fixed) == code.count else every}):"
+        yield from (f"    {line}" for line in closely)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        x = self.spec.example
+        layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
+        dims = [dim.name if isinstance(dim, Dim) else dim for dim in self.spec.dims]
+        grad = None if self.spec.any_grad else x.requires_grad
+        text = tensor_text(x.dtype, dims, x.device, grad)
+        return (f"{name(self.position)}: {text} {layout}",)
+
+    def facts(self, name: Names) -> Facts:
+        x, at = self.spec.example, name(self.position)
+        facts = {f"{at}.dtype": x.dtype, f"{at}.device": x.device, f"{at}.dim()": x.dim()}
+        facts[f"{at}.requires_grad"] = x.requires_grad
+        for k, dim in enumerate(self.spec.dims):
+            word = dim.name if isinstance(dim, Dim) else dim
+            facts[f"{at}.shape[{k}]"] = dim if isinstance(dim, int) else Word(word)
+        contiguous = x.is_contiguous()
+        facts[f"{at}.stride()"] = Word("contiguous") if contiguous else tuple(x.stride())
+        return facts
+
+    @property
+    def key(self) -> Any:
+        x = self.spec.example
+        shape = tuple(str(dim) for dim in self.spec.dims)
+        return shape, (x.dtype, x.device, x.requires_grad, _layout_key(self.spec),
+                       users_class(type(x)))  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class DimIs(Guard):
+    """The sizes that a named dim may have; they are checked where the first tensor binds it."""
+
+    dim: Dim
+
+    def texts(self, name: Names) -> Iterable[str]:
+        dim = self.dim
+        return (str(Dim(dim.name, max(2, dim.min or 0), dim.max, dim.multiple_of, dim.one_of)),)
+
+
+@dataclass(frozen=True, eq=False)
+class SizesAre(Guard):
+    """The sizes of tensors that are expressions of named dims."""
+
+    inputs: Sequence[InputSpec]
+
+    def lines(self, code: GuardCode) -> Iterator[str]:
+        for i, k, dim, unknown in solving_order(self.inputs, code.bound):
+            size = f"args[{i}].shape[{k}]"
+            if unknown is None:
+                yield f"if {size} != ({_spelled(dim.text)}): return None"
+            else:
+                yield from _solved(size, dim, unknown, code.bounds[unknown])
+
+    def texts(self, name: Names) -> Iterator[str]:
+        for spec in self.inputs:
+            for k, size in enumerate(spec.dims):
+                if isinstance(size, DimExpr):
+                    yield f"{name(spec.position)}.shape[{k}] == {size}"
+
+
+@dataclass(frozen=True, eq=False)
+class Holds(Guard):
+    """A condition on named dims and numbers among the inputs."""
+
+    condition: Condition
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        code.scope["math"] = math
+        return (f"if not ({self.condition.code}): return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (self.condition.text,)
+
+
+@dataclass(frozen=True, eq=False)
+class Property(Guard):
+    """A fact about a tensor argument that the function read, other than its type and sizes."""
+
+    read: PropertyGuard
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        asked = f"asked_{len(code.scope)}"
+        code.scope[asked] = self.read.holds
+        return (f"if not {asked}(args[{self.read.position}]): return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (f"{self.read.fact.format(name(self.read.position))} is {self.read.answer}",)
+
+
+@dataclass(frozen=True, eq=False)
+class Aliasing(Guard):
+    """Arguments that are the same tensor, and those that are not: NOTE [tensor aliasing].
+
+    Attributes:
+        groups: the positions of the tensors, grouped by identity.
+    """
+
+    groups: Groups
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        parts = [f"args[{x}] is args[{other}]" for x, *others in self.groups for other in others]
+        if len(self.groups) > 1:
+            ids = ", ".join(f"id(args[{group[0]}])" for group in self.groups)
+            parts.append(f"len({{{ids}}}) == {len(self.groups)}")
+        return (f"if not ({' and '.join(parts)}): return None",) if parts else ()
+
+    def texts(self, name: Names) -> Iterator[str]:
+        for first, *others in self.groups:
+            yield from (f"{name(first)} is {name(other)}" for other in others)
+        if len(self.groups) > 1:
+            distinct = ", ".join(name(group[0]) for group in self.groups)
+            yield f"{distinct} are different tensors"
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Stand-in for an object whose attributes are watched."""
+
+    cls: type
+
+
+KINDS: tuple[type[Guard], ...] = (
+    TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre, Holds, Property, Aliasing,
+)  # fmt: skip
+"""The kinds of guards, in the order of their code: a size is bound before a condition uses it."""
+
+
+def guards_on_arguments(
+    flat: Sequence[Any], inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec] = ()
+) -> list[ArgumentGuard]:
+    """Return a guard for each flattened argument.
 
     Args:
-        inputs: the tensors among the arguments.
-        tracers: their tracers.
-        own: tensors that the function has from elsewhere, by id.
+        flat: the flattened arguments, or the leaves of a ``CallSpec``.
+        inputs: the tensors among them.
+        scalars: the numbers among them that are inputs.
     """
-    first: dict[int, Any] = dict(own)
-    return [
-        first.setdefault(id(spec.example), tracer)
-        for spec, tracer in zip(inputs, tracers, strict=True)
-    ]
-
-
-def groups_of(inputs: Sequence[InputSpec]) -> Groups:
-    """Return the positions of the tensors among the arguments, grouped by identity."""
-    found: dict[int, list[int]] = {}
-    for spec in inputs:
-        found.setdefault(id(spec.example), []).append(spec.position)
-    return tuple(tuple(group) for group in found.values())
-
-
-def condition(groups: Groups) -> str | None:
-    """Return the Python condition that the flattened arguments have exactly these identities."""
-    parts = [f"args[{one}] is args[{other}]" for one, *others in groups for other in others]
-    if len(groups) > 1:
-        ids = ", ".join(f"id(args[{group[0]}])" for group in groups)
-        parts.append(f"len({{{ids}}}) == {len(groups)}")
-    return " and ".join(parts) or None
-
-
-def hold(
-    guard_lines: GuardLines, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]
-) -> None:
-    """Guard the arguments that are, or are not, tensors that the function has from elsewhere."""
-    elsewhere = guard_lines.name(frozenset(own)) if own else None
-    for spec in inputs:
-        tensor = own.get(id(spec.example))
-        if tensor is not None:
-            guard_lines.require(f"args[{spec.position}] is {guard_lines.name(tensor)}")
-        elif elsewhere is not None:
-            guard_lines.require(f"id(args[{spec.position}]) not in {elsewhere}")
-
-
-# --- guards: straight-line Python over flattened arguments that accepts the calls of a program
-
-
-_PLAIN = (int, bool, str, type(None))
+    specs = {spec.position: spec for spec in inputs}
+    numbers = {spec.position: spec for spec in scalars}
+    found: list[ArgumentGuard] = []
+    for i, value in enumerate(flat):
+        if i in specs:
+            found.append(TensorMeta(i, specs[i]))
+        elif i in numbers:
+            found.append(AnyNumber(i, numbers[i], value))
+        elif isinstance(value, Watched) or is_instance(value):
+            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+        else:
+            found.append(ValueIs(i, value))
+    return found
 
 
 def guard_lines(
-    flat: Sequence[Any],
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    scalars: Sequence[ScalarSpec] = (),
-    conditions: Sequence[Condition] = (),
+    guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return the guard for calls that look like the one whose flattened arguments are given.
+    """Return lines that return None if a guard fails, and the objects that they refer to by name.
 
-    For numbers that are inputs, the guard checks their types and the conditions, which use the
-    variables that `variables_of` returns. The guard does not check objects whose attributes are
-    watched (``guard_codegen.py`` does).
-
-    Returns:
-        Lines that return None if the guard fails, and the objects that they refer to by name.
+    Args:
+        guards: the guards.
+        bounds: the named dims.
+        count: the number of flattened arguments.
     """
-    scope: dict[str, Any] = {}
-    specs = {spec.position: spec for spec in inputs}
-    numbers = {spec.position: spec for spec in scalars}
+    code = GuardCode(bounds, count)
     lines: list[str] = []
-    closely: list[str] = []  # the lines for tensors without named dims
-    bound: set[str] = set()
-    for i, value in enumerate(flat):
-        if is_instance(value):
-            continue
-        spec = specs.get(i)
-        if i in numbers:
-            held = "int" if type(value) is int else "float or not isfinite(a)"
-            lines += [f"a = args[{i}]", f"if type(a) is not {held}: return None"]
-        elif spec is None:
-            lines += [f"a = args[{i}]", _static(i, value, scope)]
-        else:
-            where = closely if _is_fixed(spec) else lines
-            where += [f"a = args[{i}]", *_tensor(spec, scope, bound, bounds)]
-    lines += _quickly([spec for spec in inputs if _is_fixed(spec)], len(flat), closely, scope)
-    # Expressions come last, after the names that are dims themselves are bound.
-    for i, k, dim, unknown in solving_order(inputs, bound):
-        size = f"args[{i}].shape[{k}]"
-        if unknown is None:
-            lines.append(f"if {size} != ({_spelled(dim.text)}): return None")
-        else:
-            lines.extend(_solved(size, dim, unknown, bounds[unknown]))
-    lines.extend(f"if not ({condition.code}): return None" for condition in conditions)
-    if scalars:
-        scope["isfinite"] = math.isfinite
-    if conditions:
-        scope["math"] = math
-    return lines, scope
+    for kind in KINDS:
+        lines += kind.lines_of_many([guard for guard in guards if type(guard) is kind], code)
+    return lines, code.scope
+
+
+def guard_texts(
+    guards: Iterable[Guard], name: Names, read: Mapping[str, Any], settings: Sequence[Any]
+) -> Guards:
+    """Return the guards of a program as text, for people.
+
+    Args:
+        guards: the guards on its arguments.
+        name: returns the user's spelling of an argument.
+        read: the values read from objects and from outside, keyed by the user's spelling.
+        settings: torch's settings.
+    """
+    lines = [line for guard in guards for line in guard.texts(name)]
+    lines += [f"{text} is {describe(value)}" for text, value in read.items()]
+    lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
+    return Guards(lines)
+
+
+# --- the code and the keys of single guards
+
+
+_PLAIN = (int, bool, str, type(None))
 
 
 def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> dict[str, str]:
@@ -194,19 +427,6 @@ def _size(name: str) -> str:
 
 def _is_fixed(spec: InputSpec) -> bool:
     return all(isinstance(dim, int) for dim in spec.dims)
-
-
-def _quickly(
-    inputs: Sequence[InputSpec], count: int, closely: Sequence[str], scope: dict[str, Any]
-) -> Sequence[str]:
-    """Return a check of all inputs of fixed sizes at once, followed by one of each if it fails."""
-    check = quick_check([spec.example for spec in inputs])
-    if check is None:
-        return closely
-    scope["quick"] = check
-    every = ", ".join(f"args[{spec.position}]" for spec in inputs)
-    given = "*args" if len(inputs) == count else every
-    return [f"if not quick({given}):", *(f"    {line}" for line in closely)]
 
 
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
@@ -260,7 +480,7 @@ def _tensor(
         if not example.is_contiguous():
             lines += ["t = a.stride()",
                       f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != "
-                      f"{order_of_strides(example)!r}: "
+                      f"{_order_of_strides(example)!r}: "
                       f"return None"]  # fmt: skip
             return lines
     lines.append("if not a.is_contiguous(): return None")
@@ -279,255 +499,69 @@ def _dim(k: int, dim: Any, bound: set[str], bounds: Mapping[str, Dim]) -> list[s
     return [f"{size} = s[{k}]", *_bounds(size, bounds[dim.name])]
 
 
-# --- the guards of a program as text, for people
-
-
-class Guards(tuple[str, ...]):
-    """Lines, each of which states a fact about every call that a program answers."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self)
-
-
-def guard_texts(
-    flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    settings: Sequence[Any],
-    arguments: Mapping[str, Any],
-    read: Mapping[str, Any],
-    open_numbers: Sequence[int],
-    conditions: Sequence[Condition],
-    property_guards: Sequence[PropertyGuard],
-) -> Guards:
-    """Return the guards of a program for a call.
-
-    Args:
-        flat: the flattened arguments.
-        places: the path of each from a parameter.
-        inputs: the tensors among them.
-        bounds: the named dims.
-        settings: torch's settings.
-        arguments: the arguments by parameter.
-        read: the values read from objects and from outside, keyed by the user's spelling.
-        open_numbers: the positions of the numbers that are inputs.
-        conditions: the conditions on these numbers and on sizes.
-        property_guards: the facts about tensor arguments that were read, other than types and
-        sizes.
-    """
-    specs = {spec.position: spec for spec in inputs}
-    lines: list[str] = []
-    for i, value in enumerate(flat):
-        name = place_text(places[i], arguments)
-        spec = specs.get(i)
-        if spec is not None:
-            lines.append(f"{name}: {_tensor_text(spec)}")
-        elif i in open_numbers:
-            lines.append(f"{name}: any {type(value).__name__}")
-        elif is_instance(value):
-            lines.append(f"type({name}) is {type(value).__qualname__}")
-        else:
-            lines.append(f"{name} is {describe(value)}")
-    lines += _sizes(inputs, bounds, places, arguments)
-    lines += [condition.text for condition in conditions]
-    for each in property_guards:
-        name = place_text(places[each.position], arguments)
-        lines.append(f"{each.fact.format(name)} is {each.answer}")
-    lines += [f"{name} is {describe(value)}" for name, value in read.items()]
-    lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
-    return Guards(lines)
-
-
-def _tensor_text(spec: InputSpec) -> str:
+def _layout_key(spec: InputSpec) -> Any:
+    """Return the memory layout that the guard of a program checks."""
     x = spec.example
-    layout = "contiguous" if x.is_contiguous() else f"strides {tuple(x.stride())}"
-    dims = [dim.name if isinstance(dim, Dim) else dim for dim in spec.dims]
-    grad = None if spec.any_grad else x.requires_grad
-    return f"{tensor_text(x.dtype, dims, x.device, grad)} {layout}"
+    if x.layout is not torch.strided or x.is_nested:
+        return x.layout
+    if x.is_contiguous():
+        return "contiguous"
+    fixed = all(isinstance(dim, int) for dim in spec.dims)
+    return tuple(x.stride()) if fixed else ("order", *_order_of_strides(x))
 
 
-def _sizes(
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    places: Mapping[int, tuple[Any, ...]],
-    arguments: Mapping[str, Any],
-) -> Iterator[str]:
-    for dim in bounds.values():
-        least = max(2, dim.min or 0)
-        yield str(Dim(dim.name, least, dim.max, dim.multiple_of, dim.one_of))
-    for spec in inputs:
-        for k, size in enumerate(spec.dims):
-            if isinstance(size, DimExpr):
-                name = place_text(places[spec.position], arguments)
-                yield f"{name}.shape[{k}] == {size}"
+def _order_of_strides(x: torch.Tensor) -> list[int]:
+    """Return the dims of a tensor, sorted by stride."""
+    return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
 
 
-# --- the form of a call: the assumptions of a program about the arguments it was made for
+def _static_key(value: Any) -> Any:
+    """Return a key that differs for different constants of a class."""
+    if isinstance(value, float):
+        return repr(value), math.copysign(1, value)
+    if isinstance(value, int | str):
+        return repr(value)
+    if has_contents(value):
+        return object()  # the contents may have changed
+    return id(value)
 
 
-@dataclass(frozen=True, eq=False)
-class CallSpec:
-    """The common part of all calls that pass one guard; it holds no tensors of a call.
-
-    Attributes:
-        tree: the structure of the arguments, a tuple of (args, kwargs).
-        leaves: the flattened arguments, with None in place of a tensor, and `Watched` in place of
-            an object whose attributes the program's ``closure_guard`` checks.
-        inputs: the tensors among them; their examples have no data.
-        bounds: the named dims.
-        ambient: torch's settings.
-        of_keywords: whether the function sees the order of the keyword arguments.
-        conditions: the conditions on the named dims, and on the numbers that are inputs.
-        property_guards: the facts about tensor arguments that were read, other than types and
-        sizes.
-        groups: the positions of the tensors, grouped by identity; empty if it does not matter.
-        scalars: the numbers among the arguments that are inputs, and may vary.
-    """
-
-    tree: optree.PyTreeSpec
-    leaves: tuple[Any, ...]
-    inputs: tuple[InputSpec, ...]
-    bounds: Mapping[str, Dim]
-    ambient: tuple[Any, ...]
-    of_keywords: bool = False
-    conditions: tuple[Condition, ...] = ()
-    property_guards: tuple[PropertyGuard, ...] = ()
-    groups: Groups = ()
-    scalars: tuple[ScalarSpec, ...] = ()
-
-    @functools.cached_property
-    def orders(self) -> tuple[Any, ...]:
-        """The orders of the keys among the arguments: NOTE [the order of keys]."""
-        return key_orders(self.tree, self.of_keywords)
-
-    def guard(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the guard for such calls; see ``guard_lines``."""
-        flat = list(self.leaves)
-        for spec in self.inputs:
-            flat[spec.position] = spec.example
-        lines, scope = guard_lines(flat, self.inputs, self.bounds, self.scalars, self.conditions)
-        return [*lines, *self.more(scope)], scope
-
-    def more(self, scope: dict[str, Any]) -> list[str]:
-        """Return the guard lines for facts about tensors other than types and sizes.
-
-        Args:
-            scope: receives the objects that the lines refer to by name.
-        """
-        lines = []
-        for i, each in enumerate(self.property_guards):
-            scope[f"asked_{i}"] = each.holds
-            lines.append(f"if not asked_{i}(args[{each.position}]): return None")
-        if self.groups:
-            lines.append(f"if not ({condition(self.groups)}): return None")
-        return lines
-
-    def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
-        """Return the conditions that fail for some arguments and sizes of named dims."""
-        named = variables_of(self.bounds, ())
-        known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
-        return [
-            condition.text
-            for condition in self.conditions
-            if not eval(condition.code, {"math": math, "args": flat}, known)
-        ]
+# --- arguments that are the same tensor, or a tensor that the function also has from elsewhere
 
 
-def form_of_call(
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    inputs: Sequence[InputSpec],
-    bounds: Mapping[str, Dim],
-    ambient: tuple[Any, ...],
-    of_keywords: bool,
-    conditions: tuple[Condition, ...],
-    property_guards: tuple[PropertyGuard, ...] = (),
-    groups: Groups = (),
-    scalars: Sequence[ScalarSpec] = (),
-) -> CallSpec:
-    """Return the form of a call that is being traced."""
-    leaves = tuple(_leaf(x) for x in flat)
-    fake = Symbols({}).fake
-    specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
-    return CallSpec(
-        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, property_guards,
-        groups, tuple(scalars),
-    )  # fmt: skip
-
-
-def example_call(
-    form: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
+def as_one(
+    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
 ) -> list[Any]:
-    """Return the flattened arguments of a call similar to those of a form, without data.
+    """Return the values that the function gets for its tensors: one object for each tensor.
 
     Args:
-        form: the form.
-        sizes: sizes for some of the named dims; the others keep their sizes in the form's call.
-        requires_grad: the positions of the tensors that require grad; None: as in the form's call.
+        inputs: the tensors among the arguments.
+        tracers: their tracers.
+        own: tensors that the function has from elsewhere, by id.
     """
-    flat = list(form.leaves)
-    named = {**sizes_of_call(form.inputs), **sizes}
-    fake = Symbols({}).fake
-    for spec in form.inputs:
-        shape = spec.shape(named)
-        own = spec.example.requires_grad
-        wanted = own if requires_grad is None else spec.position in requires_grad
-        flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
-    return flat
+    first: dict[int, Any] = dict(own)
+    return [
+        first.setdefault(id(spec.example), tracer)
+        for spec, tracer in zip(inputs, tracers, strict=True)
+    ]
 
 
-def _at_shape(
-    example: torch.Tensor,
-    shape: Sequence[Any],
-    requires_grad: bool,
-    fake: AbstractContextManager[Any],
-) -> torch.Tensor:
-    """Return a tensor like the example, with another shape and the same order of strides."""
-    order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
-    strides, step = [0] * len(shape), 1
-    for d in order:
-        strides[d] = step
-        step *= max(1, shape[d])
-    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
-        made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
-        can = made.is_floating_point() or made.is_complex()
-        return made.requires_grad_() if requires_grad and can else made
+def groups_of(inputs: Sequence[InputSpec]) -> Groups:
+    """Return the positions of the tensors among the arguments, grouped by identity."""
+    found: dict[int, list[int]] = {}
+    for spec in inputs:
+        found.setdefault(id(spec.example), []).append(spec.position)
+    return tuple(tuple(group) for group in found.values())
 
 
-@dataclass(frozen=True)
-class Watched:
-    """Stand-in for an object whose attributes are watched."""
-
-    cls: type
-
-
-def _leaf(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return None
-    return Watched(type(value)) if is_instance(value) else value
-
-
-def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
-    """Return a tensor of the same dtype, sizes, strides and device without memory."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
-        made = torch.empty_strided(
-            example.shape, example.stride(), dtype=example.dtype, device=example.device
-        )
-        return made.requires_grad_() if example.requires_grad else made
-
-
-def placeholder(
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    strides: Sequence[int] | None = None,
-    memory_format: torch.memory_format = torch.contiguous_format,
-) -> torch.Tensor:
-    """Return an example without data for an input with a known type."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
-        if strides is not None:
-            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
-        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=memory_format)
+def hold(
+    guard_lines: GuardLines, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]
+) -> None:
+    """Guard the arguments that are, or are not, tensors that the function has from elsewhere."""
+    elsewhere = guard_lines.name(frozenset(own)) if own else None
+    for spec in inputs:
+        tensor = own.get(id(spec.example))
+        if tensor is not None:
+            guard_lines.require(f"args[{spec.position}] is {guard_lines.name(tensor)}")
+        elif elsewhere is not None:
+            guard_lines.require(f"id(args[{spec.position}]) not in {elsewhere}")

@@ -26,10 +26,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.tensor_guards import users_class
 from tsfunc.errors import TypeCheckError
-from tsfunc.program.closure.guard_builder import is_instance
-from tsfunc.program.closure.viewed_state import has_contents
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
 from tsfunc.types.descriptors import child_at
@@ -307,53 +304,6 @@ def _with_names_fixed(dim: DimForm, size: int, small: Mapping[str, int]) -> DimF
         return size
     text = re.sub(r"[^\W\d]\w*", lambda name: str(small.get(name[0], name[0])), dim.text)
     return parse_dim(DimExpr(text).normal)
-
-
-def call_signature(
-    flat: Sequence[Any],
-    tree: optree.PyTreeSpec,
-    orders: Any,
-    ambient: Any,
-    inputs: Sequence[InputSpec],
-    scalars: Sequence[ScalarSpec],
-) -> Any:
-    """Return the part of a call that does not depend on sizes of named dims and on numbers."""
-    leaves: list[tuple[Any, Any]] = [(type(value), _static_key(value)) for value in flat]
-    for scalar in scalars:
-        leaves[scalar.position] = type(scalar.value), scalar.name
-    for spec in inputs:
-        x = spec.example
-        shape = tuple(str(dim) for dim in spec.dims)
-        kind = x.dtype, x.device, x.requires_grad, _layout_key(spec), users_class(type(x))
-        leaves[spec.position] = shape, kind
-    return tree, orders, ambient, tuple(leaves)
-
-
-def _layout_key(spec: InputSpec) -> Any:
-    """Return the memory layout that the guard of a program checks."""
-    x = spec.example
-    if x.layout is not torch.strided or x.is_nested:
-        return x.layout
-    if x.is_contiguous():
-        return "contiguous"
-    fixed = all(isinstance(dim, int) for dim in spec.dims)
-    return tuple(x.stride()) if fixed else ("order", *order_of_strides(x))
-
-
-def order_of_strides(x: torch.Tensor) -> list[int]:
-    """Return the dims of a tensor, sorted by stride."""
-    return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
-
-
-def _static_key(value: Any) -> Any:
-    """Return a key that differs for different leaves of a class; None for a watched object."""
-    if isinstance(value, float):
-        return repr(value), math.copysign(1, value)
-    if isinstance(value, int | str):
-        return repr(value)
-    if has_contents(value):
-        return object()  # the contents may have changed
-    return None if is_instance(value) else id(value)
 
 
 def _input_name(path: Sequence[Any], taken: set[str]) -> str:

@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.dispatch.state import tls
 from tsfunc.program import capture
 from tsfunc.program.calling.capture import TraceRequest
-from tsfunc.program.guarding.guards import placeholder
+from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.choice import ByExample, read

@@ -24,7 +24,7 @@ from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.values import NoFileForm
 from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import placeholder
+from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
 from tsfunc.transforms.control.custom_functions import Batched
 from tsfunc.transforms.control.functions import OperandType, PythonCallee

@@ -1,0 +1,106 @@
+"""Guards on arguments: the code, the key, the facts and the text of one guard agree."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import load, specialize
+from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.calling.cache import differing
+from tsfunc.program.closure.guard_codegen import ClosureGuard, GuardLines
+from tsfunc.program.guarding import guards
+from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, Guard, guard_lines
+from tsfunc.program.guarding.inputs import InputSpec
+
+
+class Holder:
+    """An object whose attributes are watched."""
+
+
+# Each is one object: the key of a guard may tell equal objects of other classes apart.
+CONSTANTS: tuple[Any, ...] = (
+    None, True, False, 0, 1, 2, 0.0, -0.0, 1.0, float("nan"), float("inf"), 1j, "", "a",
+    torch.float32, torch.float64, torch.device("cpu"), Path("a"), Path("b"), len, min,
+)  # fmt: skip
+
+
+def name(position: int) -> str:
+    return f"x[{position}]"
+
+
+def tensors(shape: Sequence[int]) -> Iterator[Tensor]:
+    """Yield tensors of the shape that differ in dtype, memory layout, and `requires_grad`."""
+    rows, columns = shape
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        yield torch.zeros(rows, columns, dtype=dtype)
+        yield torch.zeros(columns, rows, dtype=dtype).t()
+        yield torch.zeros(rows, 2 * columns, dtype=dtype)[:, ::2]
+        yield torch.zeros(1, columns, dtype=dtype).expand(rows, columns)
+        yield torch.zeros(rows, dtype=dtype)
+        if dtype.is_floating_point:
+            yield torch.zeros(rows, columns, dtype=dtype, requires_grad=True)
+
+
+def guards_of(value: Any) -> list[ArgumentGuard]:
+    inputs = [InputSpec(0, "x", value, tuple(value.shape))] if isinstance(value, Tensor) else []
+    return guards.guards_on_arguments([value], inputs)
+
+
+def compiled(value: Any) -> ClosureGuard:
+    """Return the generated guard of a call with one argument."""
+    lines, scope = guard_lines(guards_of(value), {}, 1)
+    return GuardLines().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
+
+
+def test_every_kind_of_guard_has_a_place() -> None:
+    defined = {
+        each for each in vars(guards).values() if isinstance(each, type) and issubclass(each, Guard)
+    }
+    assert defined - {Guard, ArgumentGuard} == set(KINDS)
+
+
+def test_code_key_and_facts_agree_about_every_pair_of_calls() -> None:
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    sizes = draw.sample(range(2, 9), 3)
+    values = [*CONSTANTS, *tensors(sizes[:2]), *tensors(sizes[1:])]
+    draw.shuffle(values)
+    made = [(value, *guards_of(value), compiled(value)) for value in values]
+    for one, first, answers in made:
+        for other, second, _ in made:
+            same_key = first.key == second.key
+            assert (answers([other]) is not None) == same_key, (one, other)
+            assert (not differing(first.facts(name), second.facts(name))) == same_key, (one, other)
+            assert same_key or one is not other
+
+
+@pytest.mark.parametrize("value", [None, 2, 1.5, "a", torch.float32, Holder()])
+def test_a_guard_has_a_text_and_facts(value: Any) -> None:
+    (guard,) = guards_of(value)
+    (text,) = guard.texts(name)
+    (fact,) = guard.facts(name)
+    assert "x[0]" in text and "x[0]" in fact
+
+
+def test_the_guards_show_which_arguments_are_one_tensor() -> None:
+    f = specialize(lambda x, y, z: x + 1 if x is y else x + z)
+    x, y = torch.ones(2), torch.ones(2)
+    f(x, x, y)
+    assert "x is y" in f.guards and "x, z are different tensors" in f.guards
+
+
+def test_a_file_keeps_the_guards(tmp_path: Path) -> None:
+    f = specialize(lambda x, y, k, c: x + k if x is y else x * y * len(c), {"k": int})
+    for y in (torch.ones(4, requires_grad=True), torch.ones(4)):
+        f(torch.ones(4), y, 2, "ab")
+    f.save(tmp_path / "f.tsfunc")
+    assert "x, y are different tensors" in f.guards and "k: any int" in f.guards
+    assert load(tmp_path / "f.tsfunc").guards == f.guards

@@ -1,0 +1,187 @@
+"""The form of a call: the assumptions of a program about the arguments it was made for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.sizes.symbols import Condition, Symbols
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
+from tsfunc.program.closure.guard_builder import is_instance
+from tsfunc.program.closure.guard_codegen import key_orders
+from tsfunc.program.guarding.guards import (
+    Aliasing,
+    ArgumentGuard,
+    DimIs,
+    Groups,
+    Guard,
+    Holds,
+    Property,
+    SizesAre,
+    Watched,
+    guards_on_arguments,
+    variables_of,
+)
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
+from tsfunc.types import Dim
+
+
+@dataclass(frozen=True, eq=False)
+class CallSpec:
+    """The common part of all calls that pass one guard; it holds no tensors of a call.
+
+    Attributes:
+        tree: the structure of the arguments, a tuple of (args, kwargs).
+        leaves: the flattened arguments, with None in place of a tensor, and `Watched` in place of
+            an object whose attributes the program's ``closure_guard`` checks.
+        inputs: the tensors among them; their examples have no data.
+        bounds: the named dims.
+        ambient: torch's settings.
+        of_keywords: whether the function sees the order of the keyword arguments.
+        conditions: the conditions on the named dims, and on the numbers that are inputs.
+        property_guards: the facts about tensor arguments that were read, other than types and
+        sizes.
+        groups: the positions of the tensors, grouped by identity; empty if it does not matter.
+        scalars: the numbers among the arguments that are inputs, and may vary.
+    """
+
+    tree: optree.PyTreeSpec
+    leaves: tuple[Any, ...]
+    inputs: tuple[InputSpec, ...]
+    bounds: Mapping[str, Dim]
+    ambient: tuple[Any, ...]
+    of_keywords: bool = False
+    conditions: tuple[Condition, ...] = ()
+    property_guards: tuple[PropertyGuard, ...] = ()
+    groups: Groups = ()
+    scalars: tuple[ScalarSpec, ...] = ()
+
+    @functools.cached_property
+    def orders(self) -> tuple[Any, ...]:
+        """The orders of the keys among the arguments: NOTE [the order of keys]."""
+        return key_orders(self.tree, self.of_keywords)
+
+    def guards(self, given: Sequence[ArgumentGuard] | None = None) -> tuple[Guard, ...]:
+        """Return the guards on the arguments of such calls.
+
+        Args:
+            given: those on single arguments, which know the classes of the call's tensors; None:
+                those that the form knows.
+        """
+        if given is None:
+            given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
+        return (
+            *given, *map(DimIs, self.bounds.values()), SizesAre(self.inputs),
+            *map(Holds, self.conditions), *map(Property, self.property_guards),
+            Aliasing(self.groups),
+        )  # fmt: skip
+
+    def unmet(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> list[str]:
+        """Return the conditions that fail for some arguments and sizes of named dims."""
+        named = variables_of(self.bounds, ())
+        known = {variable: sizes[name] for name, variable in named.items() if name in sizes}
+        return [
+            condition.text
+            for condition in self.conditions
+            if not eval(condition.code, {"math": math, "args": flat}, known)
+        ]
+
+
+def form_of_call(
+    flat: Sequence[Any],
+    tree: optree.PyTreeSpec,
+    inputs: Sequence[InputSpec],
+    bounds: Mapping[str, Dim],
+    ambient: tuple[Any, ...],
+    of_keywords: bool,
+    conditions: tuple[Condition, ...],
+    property_guards: tuple[PropertyGuard, ...] = (),
+    groups: Groups = (),
+    scalars: Sequence[ScalarSpec] = (),
+) -> CallSpec:
+    """Return the form of a call that is being traced."""
+    leaves = tuple(_leaf(x) for x in flat)
+    fake = Symbols({}).fake
+    specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
+    return CallSpec(
+        tree, leaves, specs, dict(bounds), ambient, of_keywords, conditions, property_guards,
+        groups, tuple(scalars),
+    )  # fmt: skip
+
+
+def example_call(
+    form: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
+) -> list[Any]:
+    """Return the flattened arguments of a call similar to those of a form, without data.
+
+    Args:
+        form: the form.
+        sizes: sizes for some of the named dims; the others keep their sizes in the form's call.
+        requires_grad: the positions of the tensors that require grad; None: as in the form's call.
+    """
+    flat = list(form.leaves)
+    named = {**sizes_of_call(form.inputs), **sizes}
+    fake = Symbols({}).fake
+    for spec in form.inputs:
+        shape = spec.shape(named)
+        own = spec.example.requires_grad
+        wanted = own if requires_grad is None else spec.position in requires_grad
+        flat[spec.position] = _at_shape(spec.example, shape, wanted, fake)
+    return flat
+
+
+def _at_shape(
+    example: torch.Tensor,
+    shape: Sequence[Any],
+    requires_grad: bool,
+    fake: AbstractContextManager[Any],
+) -> torch.Tensor:
+    """Return a tensor like the example, with another shape and the same order of strides."""
+    order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(1, shape[d])
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+        can = made.is_floating_point() or made.is_complex()
+        return made.requires_grad_() if requires_grad and can else made
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    return Watched(type(value)) if is_instance(value) else value
+
+
+def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
+    """Return a tensor of the same dtype, sizes, strides and device without memory."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
+        made = torch.empty_strided(
+            example.shape, example.stride(), dtype=example.dtype, device=example.device
+        )
+        return made.requires_grad_() if example.requires_grad else made
+
+
+def placeholder(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    strides: Sequence[int] | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    """Return an example without data for an input with a known type."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
+        if strides is not None:
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=memory_format)
