@@ -127,9 +127,9 @@ class _Ranks:
         )
 
     def _last_lines(self, rank: int) -> str:
-        """Return the last lines that a rank wrote to stderr."""
+        """Return the last lines that a rank wrote to stderr: a crash is said before the stacks."""
         written = (self.folder / f"stderr-{rank}").read_text(errors="replace")
-        return "\n".join(written.splitlines()[-30:])
+        return "\n".join(written.splitlines()[-100:])
 
     def _stack(self, rank: int) -> str:
         """Return the stack of a rank, which the rank writes to stderr on a signal."""
