@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, List  # noqa: UP035
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.transforms.support import same
 from tsfunc import MetaTensorType, grad, load, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorViolation
@@ -224,3 +226,32 @@ def test_derivatives_of_calls_past_the_parser(f: Any) -> None:
     program = specialize(grad(f), {"k": int})
     for k in (2, 3):
         torch.testing.assert_close(program(x, k), grad(f)(x, k))
+
+
+class Metres(float):
+    pass
+
+
+class Phase(complex):
+    pass
+
+
+class Count(int):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Metres, Phase, Count])
+@pytest.mark.parametrize("place", ["an argument", "in a list", "an attribute", "a variable"])
+def test_a_number_of_a_users_class_is_held_to_its_value(cls: Any, place: str) -> None:
+    x, k = torch.tensor([1.0, -2.0]), cls(1)
+    holder = types.SimpleNamespace()
+    f = {
+        "an argument": specialize(lambda x, n: x * n),
+        "in a list": specialize(lambda x, n: x * n[0]),
+        "an attribute": specialize(lambda x, n: x * n.k),
+        "a variable": specialize(lambda x, n: x * k),
+    }[place]
+    for value in (2, 3, 5, 2):
+        k = holder.k = cls(value)
+        given = {"an argument": k, "in a list": [k], "an attribute": holder, "a variable": None}
+        same(f(x, given[place]), x * value + (0j if cls is Phase else 0))

@@ -401,6 +401,7 @@ def is_instance(value: Any) -> bool:
 _OTHERS = (
     torch.Tensor, torch.jit.ScriptModule, type(torch.ops.aten.sin),
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
+    int, float, complex, str, bytes,  # the value of a subclass is not an attribute
 )  # fmt: skip
 _WATCHED = (  # exceptions among the classes of the standard library
     argparse.Namespace, ChainMap, UserDict, UserList, UserString, queue.Queue, threading.Event,

@@ -223,8 +223,8 @@ _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def same_float(a: Any, b: float) -> bool:
-    """Return True if a value is this float: equal or both NaN, with the same sign."""
-    if type(a) is not float:
+    """Return True if a value is this float: of its class, equal or both NaN, of the same sign."""
+    if type(a) is not type(b):
         return False
     return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)
 

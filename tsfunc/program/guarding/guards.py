@@ -445,7 +445,7 @@ def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
         own = f"same_value(inside_{i}, {expression.format('a')})"
         alone = hasattr(type(value), "__setitem__") or inside is not None
         return f"if {f'a is not value_{i} or ' if alone else ''}not {own}: return None"
-    if type(value) is float:
+    if isinstance(value, float):
         return f"if not same_float(a, value_{i}): return None"
     if type(value) in _PLAIN or has_value(type(value)):
         scope[f"type_{i}"] = type(value)
