@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -255,3 +256,21 @@ def test_a_number_of_a_users_class_is_held_to_its_value(cls: Any, place: str) ->
         k = holder.k = cls(value)
         given = {"an argument": k, "in a list": [k], "an attribute": holder, "a variable": None}
         same(f(x, given[place]), x * value + (0j if cls is Phase else 0))
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_numbers_of_objects_beside_sizes_of_0_and_1(kind: Any) -> None:
+    """A number that has become an input is one in the programs for small sizes as well."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    draw, holder = random.Random(seed), types.SimpleNamespace(v=kind(2))
+    for f in (
+        lambda x, k: x * k.v,
+        lambda x, k: x[: x.shape[0] // 2] + k.v * x.sum(),
+        lambda x, k: torch.full_like(x, 2 * k.v + 1).cumsum(0),
+    ):
+        g = specialize(f, {"x": META})
+        for _ in range(12):
+            holder.v = kind(draw.randint(1, 9))
+            x = torch.arange(1.0, 1 + draw.choice([0, 1, 2, 3, 5]))
+            same(g(x, holder), f(x, holder))

@@ -70,6 +70,14 @@ from tsfunc.types.checker import place_text
 Made = tuple[CachedProgram, Sequence[Any]]
 
 
+class _ValuesByName(dict[str, Any]):
+    """The values of sizes and numbers; a number that is read from outside has any value."""
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = any_number(float)
+        return self[name]
+
+
 class FirstCall:
     """A call that no program answers.
 
@@ -340,7 +348,7 @@ class FirstCall:
 
     def _does_the_same(self, general: CachedProgram, exact: CachedProgram) -> bool:
         """Return True if a program does the same as one in which some of its inputs are fixed."""
-        values: dict[str, Any] = dict(self.sizes)
+        values = _ValuesByName(self.sizes)
         values.update({spec.name: spec.value for spec in general.form.scalars})
         values.update({name: any_size(dim) for name, dim in exact.form.bounds.items()})
         values.update({x.name: any_number(type(x.value)) for x in exact.form.scalars})
