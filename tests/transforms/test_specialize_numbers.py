@@ -258,12 +258,17 @@ def test_a_number_of_a_users_class_is_held_to_its_value(cls: Any, place: str) ->
         same(f(x, given[place]), x * value + (0j if cls is Phase else 0))
 
 
+class Holder:
+    def __init__(self, v: float) -> None:
+        self.v = v
+
+
 @pytest.mark.parametrize("kind", [int, float])
 def test_numbers_of_objects_beside_sizes_of_0_and_1(kind: Any) -> None:
     """A number that has become an input is one in the programs for small sizes as well."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    draw, holder = random.Random(seed), types.SimpleNamespace(v=kind(2))
+    draw, holder = random.Random(seed), Holder(kind(2))
     for f in (
         lambda x, k: x * k.v,
         lambda x, k: x[: x.shape[0] // 2] + k.v * x.sum(),
