@@ -29,7 +29,7 @@ from tsfunc.rage.recorder import folder_of_files
 from tsfunc.transforms.files import LoadedFunction, load
 
 
-class Target(str, enum.Enum):
+class ExportTarget(str, enum.Enum):
     """A format that ``export`` writes."""
 
     PT2 = "pt2"
@@ -110,7 +110,7 @@ def verify_file(file: FileArgument) -> None:
 def export_file(
     file: FileArgument,
     to: Annotated[
-        Target, typer.Option(help="pt2: torch.export; onnx: ONNX; aoti: compiled by torch.")
+        ExportTarget, typer.Option(help="pt2: torch.export; onnx: ONNX; aoti: compiled by torch.")
     ],
     output: str = typer.Option("", help="The file to write; by default beside FILE."),
     program: int = typer.Option(1, help="The program to export; 1 is the one used last."),
@@ -123,9 +123,9 @@ def export_file(
     path = Path(output) if output else file.with_suffix(suffix)
     try:
         exported = loaded.programs[program - 1].to_exported_program()
-        if to is Target.PT2:
+        if to is ExportTarget.PT2:
             torch.export.save(exported, path)
-        elif to is Target.ONNX:
+        elif to is ExportTarget.ONNX:
             torch.onnx.export(exported, (), path, dynamo=True, verbose=False)
         else:
             write_aoti_package(exported, path)

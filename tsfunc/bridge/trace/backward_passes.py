@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.tracer import BackwardPass
 
 
 @dataclass
-class Slot:
+class GradSlot:
     """The ``.grad`` of a tensor from outside.
 
     Attributes:
@@ -75,7 +75,7 @@ class BackwardPasses:
     ) -> None:
         self.level, self._read, self._check, self._record = level, read, check, record
         self.needed = False
-        self.slots: dict[int, Slot] = {}
+        self.slots: dict[int, GradSlot] = {}
         self._freed: set[Any] = set()
 
     def serve(self, call: BackwardPass) -> bool:
@@ -110,7 +110,7 @@ class BackwardPasses:
         with DisableTorchFunctionSubclass():
             slot.tracer.grad = value
 
-    def _slot(self, owner: torch.Tensor) -> Slot:
+    def _slot(self, owner: torch.Tensor) -> GradSlot:
         """Return the ``.grad`` of a tensor from outside."""
         known = self.slots.get(id(owner))
         if known is None:
@@ -120,7 +120,7 @@ class BackwardPasses:
             before = None if found is None else self.level.lift(found)
             with DisableTorchFunctionSubclass():
                 tracer.grad = before
-            known = self.slots[id(owner)] = Slot(tracer, owner, before)
+            known = self.slots[id(owner)] = GradSlot(tracer, owner, before)
         return known
 
     def _argument_of(self, owner: torch.Tensor) -> TraceTracer | None:
@@ -128,7 +128,7 @@ class BackwardPasses:
         known = self.level.tensor_guards.arguments
         return next((tracer for tracer, each in known if each.example is owner), None)
 
-    def changed(self) -> Iterator[Slot]:
+    def changed(self) -> Iterator[GradSlot]:
         """Yield each ``.grad`` that the function has replaced."""
         return (slot for slot in self.slots.values() if slot.now is not slot.before)
 

@@ -49,7 +49,7 @@ class Counters:
             return None
         nodes = _leading_to(node, known)
         roots = [each for each in nodes if each in sources]
-        compute = Answer(node, nodes, roots)
+        compute = NodeFunction(node, nodes, roots)
         answer = compute(*(sources[each] for each in roots))
         guard_lines = self._builder.lines_of(True)
         given = ", ".join(self._source(sources[each]).variable for each in roots)
@@ -70,7 +70,7 @@ class Counters:
         )
 
 
-class Answer:
+class NodeFunction:
     """The value of a node of a graph, as a function of the tensors that it depends on.
 
     Args:

@@ -59,7 +59,7 @@ from tsfunc.types.values import same_value
 
 
 @dataclass(frozen=True)
-class Slot:
+class ResultSlot:
     """Stand-in for a tensor in the value of an update: its index among the updates' tensors."""
 
     index: int
@@ -86,7 +86,7 @@ class Update:
         text: the user's spelling of the target.
         owner: the owner of the target, by its index in the list that the program is called with.
         target: the Python expression of the target, with ``{}`` for the owner.
-        value: lists, tuples and dicts of constants, with a ``Slot`` for each tensor.
+        value: lists, tuples and dicts of constants, with a ``ResultSlot`` for each tensor.
         fills: whether the owner is a container whose elements are all replaced.
         deletes: whether the target is deleted.
         buffer: the name of the assigned buffer if the owner is a module.
@@ -110,7 +110,7 @@ class Update:
         except (AttributeError, LookupError, ValueError):
             return None
 
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ResultSlot]:
         """Return the places of the tensors in its value."""
         return list(_slots(self.value))
 
@@ -133,8 +133,8 @@ class Update:
         return filled
 
 
-def _slots(value: Any) -> Iterator[Slot]:
-    if isinstance(value, Slot):
+def _slots(value: Any) -> Iterator[ResultSlot]:
+    if isinstance(value, ResultSlot):
         yield value
     else:
         for item in _elements(value):
@@ -143,7 +143,7 @@ def _slots(value: Any) -> Iterator[Slot]:
 
 def fill(value: Any, tensors: Sequence[Any]) -> Any:
     """Return the value of an update with tensors, or other values, in its slots."""
-    if isinstance(value, Slot):
+    if isinstance(value, ResultSlot):
         return tensors[value.index]
     if isinstance(value, dict):
         filled = {key: fill(item, tensors) for key, item in value.items()}
@@ -186,7 +186,7 @@ class UpdateValues:
         """
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             self.tensors.append(value)
-            return Slot(len(self.tensors) - 1)
+            return ResultSlot(len(self.tensors) - 1)
         if isinstance(value, PLAIN):
             return value
         cls = type(value)

@@ -65,7 +65,7 @@ _LONGEST_TEXT = 20_000
 
 
 @dataclass(frozen=True)
-class Answer:
+class SavedProgram:
     """A program of a function, and a kind of call that it answers."""
 
     program: Program
@@ -91,7 +91,7 @@ class SavedFunction:
     signature: inspect.Signature
     descriptors: tuple[Mapping[str, Descriptor], ...]
     limit: int
-    answers: tuple[Answer, ...]
+    answers: tuple[SavedProgram, ...]
     made_with: str = torch.__version__
     state: CellState = field(default_factory=CellState)
 
@@ -322,7 +322,7 @@ def _count_of_programs(archive: Archive) -> int:
 
 def _read_answers(
     archive: Archive, calls: Field, context: FileContext, signature: inspect.Signature
-) -> tuple[Answer, ...]:
+) -> tuple[SavedProgram, ...]:
     """Return the programs with the calls that they answer."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
@@ -373,7 +373,7 @@ def _open(form: CallSpec) -> list[Any]:
     return leaves
 
 
-def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Answer:
+def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> SavedProgram:
     count = len(form.leaves)
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)
@@ -387,7 +387,7 @@ def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Answ
         number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
         if at not in tensors and not number:
             field.fail("its program has inputs that the call does not have")
-    return Answer(program, form, reason)
+    return SavedProgram(program, form, reason)
 
 
 def _reads(program: Program) -> int:

@@ -1,4 +1,4 @@
-"""What a file is made of, and the variants that it serves.
+"""Files of functions and programs, with variants of the calls that were made.
 
 A specialized function traces a call of a new kind when it comes. A loaded function can't, so these
 calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
@@ -26,7 +26,12 @@ from tsfunc.program.calling.cache import Cache, CachedProgram
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import Target
 from tsfunc.program.files.archive import replace
-from tsfunc.program.files.functions import Answer, SavedFunction, function_bytes, read_function
+from tsfunc.program.files.functions import (
+    SavedFunction,
+    SavedProgram,
+    function_bytes,
+    read_function,
+)
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
 from tsfunc.program.graphs.program import Program
@@ -164,7 +169,9 @@ def function_to_save(
     if not exact:
         for entry in tuple(chosen):
             chosen += also_answered(target, entry, chosen)
-    answers = tuple(Answer(entry.program, storable(entry.form), entry.text) for entry in chosen)
+    answers = tuple(
+        SavedProgram(entry.program, storable(entry.form), entry.text) for entry in chosen
+    )
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)
 
@@ -183,7 +190,7 @@ def program_to_save(program: Program) -> SavedFunction:
     kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
     _refuse_attributes(program.name, [program])
-    answer = Answer(program, storable(program.form), "the program itself")
+    answer = SavedProgram(program, storable(program.form), "the program itself")
     return SavedFunction(program.name, signature, (), 1, (answer,))
 
 

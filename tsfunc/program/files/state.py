@@ -20,7 +20,7 @@ import torch.fx
 
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.closure.guard_codegen import GuardLines
-from tsfunc.program.closure.results import Slot, Update
+from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.files.archive import Field
 from tsfunc.program.files.values import (
     NoFileForm,
@@ -153,7 +153,7 @@ def _named_tensor(value: Any, tensors: TensorWriter) -> Any:
 
 
 def _slot(value: Any) -> Any:
-    return {"result": value.index} if isinstance(value, Slot) else None
+    return {"result": value.index} if isinstance(value, ResultSlot) else None
 
 
 def _tensors(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -232,9 +232,9 @@ class ProgramState:
             self.inputs.append(self.arguments + i)
         slots: list[int] = []
 
-        def slot(index: Field) -> Slot:
+        def slot(index: Field) -> ResultSlot:
             slots.append(index.integer(0, max(results - 1, 0)))
-            return Slot(slots[-1])
+            return ResultSlot(slots[-1])
 
         owner = self.arguments + len(self.inputs)
         reader = values.with_other({"result": slot})
