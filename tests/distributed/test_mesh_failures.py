@@ -16,6 +16,7 @@ import tsfunc
 from tests.distributed.checks import Check, failures
 from tsfunc import P, shard_map
 from tsfunc.errors import RanksDisagree
+from tsfunc.testing import spawn
 
 Body = Callable[[Tensor, int], Any]
 
@@ -207,3 +208,15 @@ def errors() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", list(CHECKS))
 def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
     assert not errors[name], "\n".join(errors[name])
+
+
+def summed(rank: int, size: int) -> float:
+    x = torch.tensor(float(rank), dtype=torch.float64)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_spawn_starts_new_processes_after_a_rank_has_left_a_collective() -> None:
+    """The group still has parts of that collective, which the next one would take."""
+    spawn(waiting_in_a_program, 2)
+    assert spawn(summed, 2) == [1.0, 1.0]

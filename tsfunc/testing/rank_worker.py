@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 import tsfunc.transforms.vmap  # noqa: F401  (imported once, before the ranks are forked)
+from tsfunc.bridge.mesh.failures import has_unusable_groups
 
 # Seconds after which gloo gives up a collective that another rank does not join.
 _COLLECTIVE_TIMEOUT = 30
@@ -88,10 +89,11 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
     failed = False
     try:
         fn, args = pickle.loads(call)
-        reply = pickle.dumps((True, time.monotonic(), fn(rank, size, *args)))
+        value = fn(rank, size, *args)
+        reply = pickle.dumps((True, time.monotonic(), value, has_unusable_groups()))
     except BaseException:
         failed = True
-        reply = pickle.dumps((False, time.monotonic(), traceback.format_exc()))
+        reply = pickle.dumps((False, time.monotonic(), traceback.format_exc(), True))
     connection.send_bytes(reply)
     if failed and dist.is_initialized():
         dist.destroy_process_group()  # other ranks that wait for this rank fail at once

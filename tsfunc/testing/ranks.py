@@ -80,13 +80,18 @@ class _Forker:
 
 
 class _Ranks:
-    """The processes of one process group, each of which runs one function at a time."""
+    """The processes of one process group, each of which runs one function at a time.
+
+    Attributes:
+        usable: False once a rank has left a collective, of which its group still has the parts.
+    """
 
     def __init__(
         self, forker: _Forker, folder: Path, connections: list[Connection], pids: list[int]
     ) -> None:
         self.forker, self.folder = forker, folder
         self.connections, self.pids = connections, pids
+        self.usable = True
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], timeout: float) -> list[Any]:
         """Run the function on every rank and return each rank's result.
@@ -106,7 +111,8 @@ class _Ranks:
                 assert isinstance(ready, Connection)
                 rank = pending.pop(ready)
                 try:
-                    succeeded, reported, value = pickle.loads(ready.recv_bytes())
+                    succeeded, reported, value, unusable = pickle.loads(ready.recv_bytes())
+                    self.usable = self.usable and not unusable
                 except (EOFError, OSError):
                     succeeded, reported = False, time.monotonic()
                     value = f"the process ended\n{self._last_lines(rank)}"
@@ -191,10 +197,13 @@ def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> 
     if ranks is None:
         ranks = running.ranks[n] = running.forker.start(n)
     try:
-        return ranks.run(fn, args, timeout)
+        results = ranks.run(fn, args, timeout)
     except (RanksFailed, KeyboardInterrupt, OSError):
         stop(n)
         raise
+    if not ranks.usable:
+        stop(n)
+    return results
 
 
 def stop(n: int) -> None:

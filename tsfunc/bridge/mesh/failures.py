@@ -33,6 +33,8 @@ from tsfunc.errors import RanksDisagree
 # The time after which a rank that waits reads the reports, and between its reads.
 _PATIENCE = datetime.timedelta(seconds=1)
 _LONGEST = 4000  # characters of a report
+# The collectives that this process no longer waits for. Their process groups can't be used again.
+_unfinished: list[Any] = []
 
 
 def wait_for(work: Any, mesh: Mesh, axis: str, x: torch.Tensor) -> None:
@@ -68,7 +70,9 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
         except RuntimeError as failed:
             error, reports = failed, _reports(mesh, axis)
             if not reports:
+                _unfinished.append(work)
                 raise
+    _unfinished.append(work)
     ranks = mesh.ranks[axis]
     lines = [f"  rank {ranks[at]}: {text}" for at, text in reports.items()]
     lines.append(f"  rank {ranks[mesh.index(axis)]}: waited for the others at {users_place()}")
@@ -76,6 +80,11 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
         f"expected all ranks along mesh axis {axis!r} to join an exchange, got ranks that raised "
         f"before it:\n" + "\n".join(lines)
     ) from error
+
+
+def has_unusable_groups() -> bool:
+    """Return True if this process has left a collective, so that its group can't be used again."""
+    return bool(_unfinished)
 
 
 def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None:
