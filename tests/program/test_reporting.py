@@ -1,4 +1,4 @@
-"""What is logged of new programs, and the progress that a terminal shows."""
+"""Logs of new programs, and the progress that a terminal shows."""
 
 from __future__ import annotations
 

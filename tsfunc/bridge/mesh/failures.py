@@ -33,8 +33,8 @@ from tsfunc.errors import RanksDisagree
 # The time after which a rank that waits reads the reports, and between its reads.
 _PATIENCE = datetime.timedelta(seconds=1)
 _LONGEST = 4000  # characters of a report
-# The collectives that this process no longer waits for. Their process groups can't be used again.
-_unfinished: list[Any] = []
+# The axes along which this process has left a collective: their groups can't be used again.
+_left: set[str] = set()
 
 
 def wait_for(work: Any, mesh: Mesh, axis: str, x: torch.Tensor) -> None:
@@ -50,7 +50,11 @@ def wait_for(work: Any, mesh: Mesh, axis: str, x: torch.Tensor) -> None:
     try:
         work.wait(_PATIENCE)
     except RuntimeError as error:
-        _wait_longer(work, mesh, axis, error)
+        try:
+            _wait_longer(work, mesh, axis, error)
+        except BaseException:
+            _left.add(axis)
+            raise
 
 
 def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
@@ -70,9 +74,7 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
         except RuntimeError as failed:
             error, reports = failed, _reports(mesh, axis)
             if not reports:
-                _unfinished.append(work)
                 raise
-    _unfinished.append(work)
     ranks = mesh.ranks[axis]
     lines = [f"  rank {ranks[at]}: {text}" for at, text in reports.items()]
     lines.append(f"  rank {ranks[mesh.index(axis)]}: waited for the others at {users_place()}")
@@ -84,7 +86,7 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
 
 def has_unusable_groups() -> bool:
     """Return True if this process has left a collective, so that its group can't be used again."""
-    return bool(_unfinished)
+    return bool(_left)
 
 
 def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None:

@@ -129,7 +129,7 @@ def _varying_axes(graph: torch.fx.Graph, aliases: Aliases) -> dict[torch.fx.Node
         elif node.target is INDEX:
             varying[node] = frozenset({str(node.args[0])})
         elif isinstance(node.target, ControlFlow):
-            # Of values that are equal, bodies without a part of a rank compute equal values.
+            # Bodies without a part of a rank compute equal values from equal values.
             varying[node] = of_inputs | _axes_of_parts(node.target, every)
         elif communicates(node):
             varying[node] = every
