@@ -194,6 +194,7 @@ if __name__ == "__main__":
         size = dist.get_world_size()
         half = 2 if size % 2 == 0 else 1
         main(init_device_mesh("cpu", (size // half, half), mesh_dim_names=("dp", "tp")))
+        dist.barrier()  # no rank ends while another one works
         dist.destroy_process_group()
     else:
         main(VirtualMesh(dp=2, tp=2))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import tsfunc
 from tests.distributed.checks import Check, failures
 from tsfunc import P, shard_map
-from tsfunc.errors import RanksDisagree
+from tsfunc.bridge.mesh.meshes import registered
+from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.testing import spawn
 
 Body = Callable[[Tensor, int], Any]
@@ -188,11 +191,26 @@ def a_rank_that_recovers(rank: int, size: int) -> None:
     torch.testing.assert_close(f(x), x.sum())
 
 
+def a_destroyed_group(rank: int, size: int) -> None:
+    """A destroyed group is freed, with its threads, and its mesh refuses to exchange values."""
+    group = dist.new_group()
+    reference, mesh = weakref.ref(group), registered({"mine": group})
+    summed = shard_map(lambda x: tsfunc.psum(x, "mine"), {"mine": group}, P("mine"), P())
+    assert summed(torch.ones(size)).tolist() == [size]
+    dist.destroy_process_group(group)
+    del group, summed
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(MeshError, match="'mine' whose group has been destroyed"):
+        mesh.group("mine")
+
+
 CHECKS: dict[str, Check] = {name: refused(*case) for name, case in BODIES.items()}
 CHECKS["an error on all ranks"] = equal_errors
 CHECKS["other programs"] = other_programs
 CHECKS["a rank that recovers"] = a_rank_that_recovers
 CHECKS["other values"] = other_values
+CHECKS["a destroyed group"] = a_destroyed_group
 
 
 # Ranks that were left waiting leave their process group unusable: these are the last.

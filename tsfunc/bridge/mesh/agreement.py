@@ -81,7 +81,7 @@ def exchanged_texts(mesh: Mesh, axis: str, text: str, note: str = "") -> list[st
     Raises:
         RanksDisagree: another rank has raised: NOTE [reports of failures] in ``failures``.
     """
-    group, device = mesh.groups[axis], mesh.devices[axis]
+    group, device = mesh.group(axis), mesh.devices[axis]
     number = _number_of(text)
     both = torch.tensor([number, -number], device=device)
     wait_for(group.allreduce([both], _LARGEST), mesh, axis, both)

@@ -132,7 +132,7 @@ def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
 
 def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     out = _in_reals(x).clone(memory_format=torch.contiguous_format)
-    wait_for(mesh.groups[axis].allreduce([out]), mesh, axis, out)
+    wait_for(mesh.group(axis).allreduce([out]), mesh, axis, out)
     return _as_before(out, x)
 
 
@@ -141,7 +141,7 @@ def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     sent = _in_bytes(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
-    wait_for(mesh.groups[axis]._allgather_base(out, sent.view(-1)), mesh, axis, out)
+    wait_for(mesh.group(axis)._allgather_base(out, sent.view(-1)), mesh, axis, out)
     return _from_bytes(out.view(size, *sent.shape), x)
 
 
@@ -157,7 +157,7 @@ def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     sent = _in_reals(x.movedim(ints[0], 0)).contiguous()
     out = sent.new_empty(sent.shape[1:])
-    work = mesh.groups[axis]._reduce_scatter_base(out.view(-1), sent.view(-1))
+    work = mesh.group(axis)._reduce_scatter_base(out.view(-1), sent.view(-1))
     wait_for(work, mesh, axis, out)
     return _as_before(out, x)
 
@@ -165,7 +165,7 @@ def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     sent = _in_bytes(x.movedim(ints[0], 0).contiguous())
     out = torch.empty_like(sent)
-    wait_for(mesh.groups[axis].alltoall_base(out, sent, [], []), mesh, axis, out)
+    wait_for(mesh.group(axis).alltoall_base(out, sent, [], []), mesh, axis, out)
     return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
 
 
@@ -182,7 +182,7 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
         if destination == me:
             receives[source] = elements
     out = sent.new_zeros(sum(receives))
-    work = mesh.groups[axis].alltoall_base(out, sent[: sum(sends)], receives, sends)
+    work = mesh.group(axis).alltoall_base(out, sent[: sum(sends)], receives, sends)
     wait_for(work, mesh, axis, out)
     if not any(receives):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)

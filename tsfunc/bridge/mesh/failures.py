@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.dispatch.places import place_of, users_place
-from tsfunc.errors import RanksDisagree
+from tsfunc.errors import MeshError, RanksDisagree
 
 # The time after which a rank that waits reads the reports, and between its reads.
 _PATIENCE = datetime.timedelta(seconds=1)
@@ -102,7 +102,7 @@ def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None
     known = error.axis_name if isinstance(error, RanksDisagree) else None
     mesh.reports += 1
     mesh.reported = id(error)
-    for axis in mesh.groups:
+    for axis in mesh.sizes:
         if axis != known and axis not in told:
             _write(mesh, axis, f"{mesh.reports} {describe(error)[:_LONGEST]}")
 
@@ -115,20 +115,21 @@ def describe(error: BaseException) -> str:
 def withdraw_report(mesh: Mesh) -> None:
     """Withdraw this rank's report, because the rank goes on."""
     mesh.reported = None
-    for axis in mesh.groups:
+    for axis in mesh.sizes:
         _write(mesh, axis, "")
 
 
 def _write(mesh: Mesh, axis: str, text: str) -> None:
-    store = _store_of(mesh.groups[axis])
-    with suppress(RuntimeError):  # the process that has the store has ended
+    # The process that has the store may have ended, and the group may have been destroyed.
+    with suppress(RuntimeError, MeshError):
+        store = _store_of(mesh.group(axis))
         if store is not None:
             store.set(f"tsfunc/raised/{mesh.index(axis)}", text)
 
 
 def _reports(mesh: Mesh, axis: str) -> dict[int, str]:
     """Return the reports of the other ranks along an axis, by their index."""
-    store, own = _store_of(mesh.groups[axis]), mesh.index(axis)
+    store, own = _store_of(mesh.group(axis)), mesh.index(axis)
     found: dict[int, str] = {}
     with suppress(RuntimeError):
         for index in range(mesh.sizes[axis]):

@@ -23,7 +23,7 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
     if check in ("calls", "values"):
         return NotImplemented
     known = mesh_named(text)
-    group, size, me = known.groups[axis].group_name, known.sizes[axis], known.index(axis)
+    group, size, me = known.group(axis).group_name, known.sizes[axis], known.index(axis)
     reals = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     if kind in ("sum", "scatter"):
         reals = reals.to(result_dtype(kind, reals.dtype))

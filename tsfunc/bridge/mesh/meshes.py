@@ -6,6 +6,9 @@ It can't hold process groups, whose names are counters. Instead it holds the axi
 texts (``"dp"``, ``"dp=2,tp=4"``). A process registers each mesh that it uses by its text; a second
 mesh with the same text over other ranks is refused.
 
+A mesh refers to its process groups weakly: torch owns them, and ``destroy_process_group`` has to
+end their threads before the interpreter ends.
+
 Private names used here (torch 2.11 to 2.14): ``ProcessGroup._device_types`` are the devices whose
 tensors a group can exchange.
 """
@@ -13,6 +16,7 @@ tensors a group can exchange.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +31,6 @@ class Mesh:
 
     Attributes:
         sizes: the number of ranks along each axis, by name, the outermost axis first.
-        groups: for each axis, the process group that contains this rank.
         text: the names and sizes, in the form that programs contain.
         devices: for each axis, a device whose tensors its group can exchange.
         agreed: the programs, by axis and mark, that the ranks have agreed on.
@@ -36,7 +39,7 @@ class Mesh:
     """
 
     def __init__(self, groups: Mapping[str, Any]) -> None:
-        self.groups = dict(groups)
+        self._groups = {name: weakref.ref(group) for name, group in groups.items()}
         self.sizes = {name: group.size() for name, group in groups.items()}
         self.ranks = {
             name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()
@@ -47,9 +50,29 @@ class Mesh:
         self.reports = 0
         self.reported: int | None = None
 
+    def group(self, axis: str) -> Any:
+        """Return the process group of an axis that contains this rank.
+
+        Raises:
+            MeshError: the group has been destroyed.
+        """
+        group = self._groups[axis]()
+        if group is None:
+            raise MeshError(
+                f"mesh ({self.text}): expected process groups that exist, got an axis {axis!r} "
+                f"whose group has been destroyed. Make a new mesh after init_process_group."
+            )
+        return group
+
+    def has_groups(self, groups: Mapping[str, Any]) -> bool:
+        """True if these are the mesh's axes and process groups, in the same order."""
+        return list(self._groups) == list(groups) and all(
+            self._groups[axis]() is group for axis, group in groups.items()
+        )
+
     def index(self, axis: str) -> int:
         """Return this rank's index along an axis."""
-        index: int = self.groups[axis].rank()
+        index: int = self.group(axis).rank()
         return index
 
     def has_programs(self, axis: str) -> bool:
@@ -84,7 +107,7 @@ def registered(groups: Mapping[str, Any]) -> Mesh:
             MeshError: another mesh over other ranks has the same names and sizes.
     """
     for other in _registered.values():
-        if other.groups == groups and list(other.groups) == list(groups):
+        if other.has_groups(groups):
             return other
     mesh = Mesh(groups)
     known = _registered.get(mesh.text)
@@ -106,8 +129,8 @@ def is_registered(mesh: Mesh) -> bool:
 def _in_use(mesh: Mesh) -> bool:
     """True if the mesh's groups have not been destroyed."""
     try:
-        return all(dist.get_rank(group) >= 0 for group in mesh.groups.values())
-    except (ValueError, RuntimeError):
+        return all(dist.get_rank(mesh.group(axis)) >= 0 for axis in mesh.sizes)
+    except (MeshError, ValueError, RuntimeError):
         return False
 
 
