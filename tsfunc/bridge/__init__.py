@@ -15,6 +15,7 @@ from tsfunc.bridge.batch import (
     selection_items,
     selection_rows,
     selection_sums,
+    sized_composites,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.trace import anomaly, data_methods, tracing
@@ -41,6 +42,7 @@ __all__ = [
     "selection_items",
     "selection_rows",
     "selection_sums",
+    "sized_composites",
     "tracing",
     "zero_tangents",
 ]

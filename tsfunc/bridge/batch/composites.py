@@ -27,7 +27,7 @@ from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
 
 
-def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a replacement of ``functions`` on tracers.
 
     A replacement that returns NotImplemented leaves the call to torch.
@@ -44,7 +44,7 @@ def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], C
     return declare
 
 
-@_instead(torch.narrow, Tensor.narrow)
+@instead(torch.narrow, Tensor.narrow)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     """``narrow`` with a start for each example (NOTE [gathered views])."""
     if not isinstance(start, Tracer):
@@ -66,7 +66,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
 FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
 
 
-@_instead(F.affine_grid)
+@instead(F.affine_grid)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
     """Check traced sizes one by one; torch takes their ``min``, which compares them all."""
     if not any(isinstance(each, torch.SymInt) for each in size):
@@ -77,7 +77,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
     return torch.affine_grid_generator(theta, [*size], bool(align_corners))
 
 
-@_instead(torch.vander)
+@instead(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     """Take the powers from ``linalg.vander``; the C++ code writes them into an untraced tensor."""
     if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
@@ -86,7 +86,7 @@ def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     return out if increasing else out.flip(-1)
 
 
-@_instead(torch.linalg.vander)
+@instead(torch.linalg.vander)
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     if not isinstance(x, Tracer) or not x.dim() or not x.dispatch_level.autograd:
         return NotImplemented
@@ -97,7 +97,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
 
 
-@_instead(torch._sparse_sum)
+@instead(torch._sparse_sum)
 def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     """Sum all elements over dims; the C++ code sums stored values, whose number may differ."""
     if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
@@ -107,7 +107,7 @@ def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     return torch._sparse_sum(x, list(range(x.dim())))
 
 
-@_instead(torch.istft, Tensor.istft)
+@instead(torch.istft, Tensor.istft)
 def _istft(*args: Any, **kwargs: Any) -> Any:
     """Call the Python decomposition; the C++ code reads the windows' values to check them."""
     level = innermost_level((*args, *kwargs.values()))
@@ -116,7 +116,7 @@ def _istft(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten.istft.default.decompose(*args, **kwargs)
 
 
-@_instead(torch.index_fill, Tensor.index_fill)
+@instead(torch.index_fill, Tensor.index_fill)
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """``index_fill`` with a tensor as the value.
 
@@ -127,7 +127,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
 
 
-@_instead(Tensor.index_fill_)
+@instead(Tensor.index_fill_)
 def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
@@ -153,7 +153,7 @@ def _number_to_fill(value: Tensor) -> Tensor:
     return value
 
 
-@_instead(torch.cov, Tensor.cov)
+@instead(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,
     *,
@@ -195,7 +195,7 @@ def _cov(
     return (products / degrees.clamp(min=0)).squeeze()
 
 
-@_instead(torch.gradient)
+@instead(torch.gradient)
 def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
     """``gradient`` with coordinate tensors, by the formulas of ``numpy.gradient``."""
     if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
@@ -245,7 +245,7 @@ def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor
     return torch.cat([first, inside, last], dim)
 
 
-@_instead(F.gaussian_nll_loss)
+@instead(F.gaussian_nll_loss)
 def _gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -281,7 +281,7 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-@_instead(F.scaled_dot_product_attention)
+@instead(F.scaled_dot_product_attention)
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -321,7 +321,7 @@ def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *re
     return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
 
 
-@_instead(F.linear_cross_entropy)
+@instead(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """Compute the loss without chunks; torch's chunked operator is opaque to the tracers."""
     if options is None:
@@ -329,7 +329,7 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any
     return F.linear_cross_entropy(*args, **kwargs)
 
 
-@_instead(torch.histogramdd)
+@instead(torch.histogramdd)
 def _histogramdd(
     x: Tensor,
     bins: Any,
@@ -348,7 +348,7 @@ def _histogramdd(
     return torch.return_types.histogramdd((counts, tuple(edges)))
 
 
-@_instead(torch.bernoulli, Tensor.bernoulli)
+@instead(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Count ``x`` as a tensor of probabilities even if ``p`` is a number, as torch.func does."""
     if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
@@ -356,7 +356,7 @@ def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-@_instead(Tensor.resize_as_)
+@instead(Tensor.resize_as_)
 def _resize_as(
     x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
@@ -377,7 +377,7 @@ DECOMPOSITIONS["aten::resize_as_"] = _resize_as
 DECOMPOSITIONS["aten::ctc_loss.IntList"] = _ctc_loss
 
 
-@_instead(Tensor.coalesce)
+@instead(Tensor.coalesce)
 def _coalesce(x: Tensor) -> Any:
     """Coalesce the values of all examples at once.
 

@@ -25,6 +25,7 @@ from tsfunc.bridge.tracers.tracer import (
     metadata,
     refuse_escaped,
 )
+from tsfunc.dispatch import register_catch_all
 
 
 def _show(
@@ -152,6 +153,22 @@ for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
 _IMAGINARY = frozenset({torch.imag, _T.imag.__get__})  # type: ignore[attr-defined]
 for _func in (torch.real, _T.real.__get__, *_IMAGINARY):  # type: ignore[attr-defined]
     METHODS[_func] = _part
+
+
+# C++ code without support for symbolic sizes asks for sizes or strides as plain ints. Symbolic ones
+# are then required to be those of the call.
+@register_catch_all("aten::size")
+def _plain_sizes(x: torch.Tensor) -> list[int]:
+    with DisableTorchFunctionSubclass():
+        return [int(size) for size in x.shape]
+
+
+@register_catch_all("aten::stride")
+def _plain_strides(x: torch.Tensor) -> list[int]:
+    with DisableTorchFunctionSubclass():
+        return [int(stride) for stride in x.stride()]
+
+
 METHODS[_T.__repr__] = _show
 METHODS[_T.__format__] = _format
 METHODS[_T.requires_grad_] = _require_grad

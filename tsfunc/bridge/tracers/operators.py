@@ -109,8 +109,9 @@ class TorchOperator(Operator):
         self.overload = overload
         self.row = find(self.name)
         # True if it has a composite kernel, which calls other operators and does no checks itself.
-        self.composite = _dispatch_has_kernel_for_dispatch_key(
-            self.name, "CompositeImplicitAutograd"
+        # TorchScript alone defines some operators, such as ``aten::size``.
+        self.composite = _dispatch_has_kernel(self.name) and (
+            _dispatch_has_kernel_for_dispatch_key(self.name, "CompositeImplicitAutograd")
         )
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         # True if its rule also gets calls without batched arguments.
