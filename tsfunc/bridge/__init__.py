@@ -21,6 +21,7 @@ from tsfunc.bridge.batch import (
     selection_sums,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
+from tsfunc.bridge.sizes import kernel_sizes
 from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
 from tsfunc.bridge.tracers import (
     attributes,
@@ -37,8 +38,8 @@ from tsfunc.bridge.writing import reshaped_views, reshaping, writes
 # The modules that declare function rules.
 _RULES = (
     attributes, backward, batching, batching_functions, composites, compressed, data_methods,
-    foreach, indexing, masks, methods, reshaped_views, reshaping, selection_items, selection_rows,
-    selection_sums, tensor_guards, tracing, writes,
+    foreach, indexing, kernel_sizes, masks, methods, reshaped_views, reshaping, selection_items,
+    selection_rows, selection_sums, tensor_guards, tracing, writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, tracing)

@@ -195,10 +195,10 @@ def _lifting_all(
 
 
 function_rules: Final = FunctionRules()
+_RECURRENT = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu"
 function_rules.add(
-    Stage.METHOD, _lifting_all, torch._VF.lstm_cell, torch._VF.gru_cell, torch._VF.rnn_tanh_cell,
-    torch._VF.rnn_relu_cell, torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu,
-)  # fmt: skip
+    Stage.METHOD, _lifting_all, *[getattr(torch._VF, name) for name in _RECURRENT.split()]
+)
 
 
 @register("aten::detach", DispatchKey.Batch)

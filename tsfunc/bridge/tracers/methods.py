@@ -72,10 +72,8 @@ def _named(refuse: Method, name: str) -> Method:
 
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _copy, _T.__deepcopy__)
-function_rules.add(
-    Stage.METHOD, refuse_storage, _T.data_ptr, _T.__dlpack__, _T.untyped_storage, _T.storage,
-    _T._typed_storage, _T.share_memory_, _T.apply_, _T.map_,
-)  # fmt: skip
+_STORAGES = "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
+function_rules.add(Stage.METHOD, refuse_storage, *[getattr(_T, name) for name in _STORAGES.split()])
 function_rules.add(
     Stage.METHOD,
     _named(refuse_storage, _DATA),
