@@ -31,7 +31,7 @@ class Scaled(torch.Tensor):
     def scale() -> float:
         return SCALE
 
-    def __add__(self, other: Any) -> Any:  # type: ignore[override]
+    def __add__(self, other: Any) -> Any:
         return torch.mul(self, other)
 
     def __len__(self) -> int:
@@ -41,7 +41,8 @@ class Scaled(torch.Tensor):
         return super().sin() * 10
 
     def chain(self) -> Any:
-        return (self * 2).double().half.sin()
+        scaled: Any = self * 2
+        return scaled.double().half.sin()
 
 
 FUNCTIONS: dict[str, Any] = {

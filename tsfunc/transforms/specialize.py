@@ -25,7 +25,7 @@ from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.tracing import surely, tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled, watched_for_nans
+from tsfunc.bridge.tracers.tracebacks import boundary, fold, is_boundary, spelled, watched_for_nans
 from tsfunc.config import config
 from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
@@ -486,6 +486,7 @@ def specialize(
     auto_widen: bool = True,
     backend: Any = "python",
 ) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
+@boundary("specialize", traceable=True)
 def specialize(
     func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
     descriptors: Descriptors | None = None,

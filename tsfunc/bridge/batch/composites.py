@@ -5,46 +5,57 @@ arguments or to slice. For tracers, the function handler calls the replacements 
 operators without such reads, so that every level sees these operators. Checks are made for all
 examples at once.
 
-``PARTS`` holds the replacements of operators that C++ code calls too.
+``DECOMPOSITIONS`` holds the replacements of operators that C++ code calls too.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
 
+function_rules: Final = FunctionRules()
 
-def instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement of ``functions`` on tracers.
+
+def _instead(
+    *functions: Callable[..., Any], numbers: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a replacement of ``functions`` on tracers.
 
     A replacement that returns NotImplemented leaves the call to torch.
+
+    Args:
+        functions: the functions of torch.
+        numbers: True if it serves only calls in which a tensor stands for a number.
     """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(mine)
         def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return mine(*args, **kwargs)
 
-        for function in functions:
-            METHODS[function] = method
+        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers)
         return mine
 
     return declare
 
 
-@instead(torch.narrow, Tensor.narrow)
+@_instead(torch.narrow, Tensor.narrow, numbers=True)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     """``narrow`` with a start for each example (NOTE [gathered views])."""
     if not isinstance(start, Tracer):
@@ -63,10 +74,7 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     return gather(x, dim, places)
 
 
-FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
-
-
-@instead(F.affine_grid)
+@_instead(F.affine_grid)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
     """Check traced sizes one by one; torch takes their ``min``, which compares them all."""
     if not any(isinstance(each, torch.SymInt) for each in size):
@@ -77,7 +85,7 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
     return torch.affine_grid_generator(theta, [*size], bool(align_corners))
 
 
-@instead(torch.vander)
+@_instead(torch.vander)
 def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     """Take the powers from ``linalg.vander``; the C++ code writes them into an untraced tensor."""
     if not isinstance(x, Tracer) or x.dim() != 1 or not x.dispatch_level.autograd:
@@ -86,7 +94,7 @@ def _vander(x: Tensor, N: int | None = None, increasing: bool = False) -> Any:
     return out if increasing else out.flip(-1)
 
 
-@instead(torch.linalg.vander)
+@_instead(torch.linalg.vander)
 def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     if not isinstance(x, Tracer) or not x.dim() or not x.dispatch_level.autograd:
         return NotImplemented
@@ -97,7 +105,7 @@ def _linalg_vander(x: Tensor, *, N: int | None = None) -> Any:
     return torch.cat([torch.ones_like(x).unsqueeze(-1), powers.cumprod(-1)], -1)
 
 
-@instead(torch._sparse_sum)
+@_instead(torch._sparse_sum)
 def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     """Sum all elements over dims; the C++ code sums stored values, whose number may differ."""
     if dim or kwargs or not isinstance(x, BatchTracer) or not x.dispatch_level.autograd:
@@ -107,7 +115,7 @@ def _sparse_sum(x: Tensor, *dim: Any, **kwargs: Any) -> Any:
     return torch._sparse_sum(x, list(range(x.dim())))
 
 
-@instead(torch.istft, Tensor.istft)
+@_instead(torch.istft, Tensor.istft)
 def _istft(*args: Any, **kwargs: Any) -> Any:
     """Call the Python decomposition; the C++ code reads the windows' values to check them."""
     level = innermost_level((*args, *kwargs.values()))
@@ -116,7 +124,7 @@ def _istft(*args: Any, **kwargs: Any) -> Any:
     return torch.ops.aten.istft.default.decompose(*args, **kwargs)
 
 
-@instead(torch.index_fill, Tensor.index_fill)
+@_instead(torch.index_fill, Tensor.index_fill)
 def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     """``index_fill`` with a tensor as the value.
 
@@ -127,7 +135,7 @@ def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     return x.masked_fill(_filled_places(x, dim, index), _number_to_fill(value))
 
 
-@instead(Tensor.index_fill_)
+@_instead(Tensor.index_fill_)
 def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(index, Tracer):
         return NotImplemented
@@ -153,7 +161,7 @@ def _number_to_fill(value: Tensor) -> Tensor:
     return value
 
 
-@instead(torch.cov, Tensor.cov)
+@_instead(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,
     *,
@@ -161,8 +169,8 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Any:
-    """Weighted covariance; torch reads the values of the weights to check them."""
-    if fweights is None and aweights is None:
+    """Covariance with weights, whose values torch reads to check them, or of symbolic sizes."""
+    if fweights is None and aweights is None and not needs_plain_sizes(x):
         return NotImplemented
     if x.dim() > 2:
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
@@ -182,7 +190,9 @@ def _cov(
             raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
         require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
-    assert weights is not None
+    if weights is None:
+        centred = x - x.mean(1, keepdim=True)
+        return (centred @ centred.mT.conj() / torch.sym_max(x.shape[1] - correction, 0)).squeeze()
     total = weights.sum()
     require(total != 0, "cov(): weights sum to zero, can't be normalized")
     mean = (x * weights).sum(1) / total
@@ -195,7 +205,7 @@ def _cov(
     return (products / degrees.clamp(min=0)).squeeze()
 
 
-@instead(torch.gradient)
+@_instead(torch.gradient)
 def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: int = 1) -> Any:
     """``gradient`` with coordinate tensors, by the formulas of ``numpy.gradient``."""
     if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
@@ -245,7 +255,7 @@ def _differences(x: Tensor, points: Tensor, dim: int, edge_order: int) -> Tensor
     return torch.cat([first, inside, last], dim)
 
 
-@instead(F.gaussian_nll_loss)
+@_instead(F.gaussian_nll_loss)
 def _gaussian_nll_loss(
     input: Tensor,
     target: Tensor,
@@ -281,7 +291,7 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-@instead(F.scaled_dot_product_attention)
+@_instead(F.scaled_dot_product_attention)
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -321,7 +331,7 @@ def _ctc_loss(x: Tensor, targets: Tensor, lengths: Any, target_lengths: Any, *re
     return torch.ops.aten.ctc_loss.Tensor(x, targets, *tensors, *rest)
 
 
-@instead(F.linear_cross_entropy)
+@_instead(F.linear_cross_entropy)
 def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any:
     """Compute the loss without chunks; torch's chunked operator is opaque to the tracers."""
     if options is None:
@@ -329,7 +339,7 @@ def _linear_cross_entropy(*args: Any, options: Any = None, **kwargs: Any) -> Any
     return F.linear_cross_entropy(*args, **kwargs)
 
 
-@instead(torch.histogramdd)
+@_instead(torch.histogramdd)
 def _histogramdd(
     x: Tensor,
     bins: Any,
@@ -348,7 +358,7 @@ def _histogramdd(
     return torch.return_types.histogramdd((counts, tuple(edges)))
 
 
-@instead(torch.bernoulli, Tensor.bernoulli)
+@_instead(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Count ``x`` as a tensor of probabilities even if ``p`` is a number, as torch.func does."""
     if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
@@ -356,7 +366,7 @@ def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
-@instead(Tensor.resize_as_)
+@_instead(Tensor.resize_as_)
 def _resize_as(
     x: Tensor, template: Tensor, *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
@@ -377,7 +387,7 @@ DECOMPOSITIONS["aten::resize_as_"] = _resize_as
 DECOMPOSITIONS["aten::ctc_loss.IntList"] = _ctc_loss
 
 
-@instead(Tensor.coalesce)
+@_instead(Tensor.coalesce)
 def _coalesce(x: Tensor) -> Any:
     """Coalesce the values of all examples at once.
 

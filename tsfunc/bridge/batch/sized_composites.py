@@ -8,96 +8,48 @@ sizes. Without autograd a composite operator reaches the trace whole, and needs 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.batch.composites import instead
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
-from tsfunc.ops.refusal import require
+
+function_rules: Final = FunctionRules()
 
 
 def _for_symbolic_sizes(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a replacement for tracers with symbolic sizes at a level that records autograd."""
+    """Declare a replacement for tracers with symbolic sizes at a level that records autograd.
+
+    One that returns NotImplemented leaves the call to torch.
+    """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(mine)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            tensors = [x for x in _tensors((*args, *kwargs.values())) if isinstance(x, Tracer)]
-            level = innermost_level(tensors)
-            if level is None or not level.autograd:
-                return NotImplemented
-            return mine(*args, **kwargs) if _symbolic(tensors) else NotImplemented
+        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            serves = needs_plain_sizes(*args, *kwargs.values())
+            return mine(*args, **kwargs) if serves else NotImplemented
 
-        instead(*functions)(method)
+        function_rules.add(Stage.METHOD, method, *functions)
         return mine
 
     return declare
 
 
-def _symbolic(tensors: Sequence[Tensor]) -> bool:
-    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
-
-
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors among arguments, including those in lists."""
-    return [
+def needs_plain_sizes(*values: Any) -> bool:
+    """True if C++ would run a composite kernel, and a size is symbolic."""
+    tensors = [
         x
         for value in values
         for x in (value if isinstance(value, list | tuple) else (value,))
-        if isinstance(x, Tensor)
+        if isinstance(x, Tracer)
     ]
-
-
-@instead(torch.cov, Tensor.cov)
-def _cov(
-    input: Tensor,
-    *,
-    correction: int = 1,
-    fweights: Tensor | None = None,
-    aweights: Tensor | None = None,
-) -> Any:
-    """``cov`` for symbolic sizes; and with weights, whose values torch's kernel reads."""
-    level = innermost_level(_tensors((input, fweights, aweights)))
-    given = [w for w in (fweights, aweights) if w is not None]
-    if given:
-        served = level is not None and (level.autograd or isinstance(level, BatchLevel))
-    else:
-        served = level is not None and level.autograd and _symbolic([input])
-    if not served or input.dim() > 2 or any(w.dim() != 1 for w in given):
-        return NotImplemented  # for wrong ranks torch reports the error
-    columns = input.reshape(1, -1) if input.dim() < 2 else input
-    if fweights is not None and fweights.is_floating_point():
-        return NotImplemented
-    if any(w.shape != columns.shape[1:] for w in given):
-        return NotImplemented
-    for name, w in (("fweights", fweights), ("aweights", aweights)):
-        if w is not None:
-            require(w >= 0, f"cov(): {name} cannot be negative")
-    if not (columns.is_floating_point() or columns.is_complex()):
-        columns = columns.to(torch.get_default_dtype())
-    weights = fweights if aweights is None else aweights
-    if fweights is not None and aweights is not None:
-        weights = fweights * aweights
-    if weights is None:
-        total: Any = columns.shape[1]
-        mean = columns.sum(1, keepdim=True) / total
-        norm = total - correction
-    else:
-        total = weights.sum()
-        mean = (columns * weights).sum(1, keepdim=True) / total
-        if correction and aweights is not None:
-            norm = total - correction * (weights * aweights).sum() / total
-        else:
-            norm = total - correction
-    centered = columns - mean
-    weighted = centered if weights is None else centered * weights
-    norm = norm.clamp(min=0) if isinstance(norm, Tensor) else torch.sym_max(norm, 0)
-    return (centered @ weighted.mT.conj() / norm).squeeze()
+    level = innermost_level(tensors)
+    if level is None or not level.autograd:
+        return False
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
 @_for_symbolic_sizes(torch.corrcoef, Tensor.corrcoef)
@@ -146,25 +98,3 @@ def _multi_dot(*tensors: Any) -> Any:
     if len(parts) < 2 or any(x.dim() != 2 for x in parts[1:-1]):
         return NotImplemented
     return functools.reduce(torch.matmul, parts)
-
-
-def _scaled(function: Callable[..., Any], overload: Any) -> None:
-    """Replace an upsampling function: the sizes are computed from its scale factors first."""
-    corners = any(argument.name == "align_corners" for argument in overload._schema.arguments)
-
-    @_for_symbolic_sizes(function)
-    def upsampled(x: Tensor, output_size: Any, *rest: Any) -> Any:
-        *options, factors = rest
-        if factors is None or output_size is not None or len(options) != corners:
-            return NotImplemented
-        spatial = zip(x.shape[2:], factors, strict=True)
-        sizes = [torch.sym_int(math.floor(size * factor)) for size, factor in spatial]
-        return overload(x, sizes, *options, *factors)
-
-
-for _kind in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d",
-              "bicubic2d"):  # fmt: skip
-    _scaled(
-        getattr(torch._C._nn, f"upsample_{_kind}"),
-        getattr(torch.ops.aten, f"upsample_{_kind}").default,
-    )

@@ -11,14 +11,15 @@ Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
 
 from tsfunc.bridge.trace.tracing import TraceLevel, tracing_here
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.tracer import METHODS, innermost_level
+from tsfunc.bridge.tracers.tracer import innermost_level
 
 
 def _is_traced(*values: Any) -> bool:
@@ -37,14 +38,6 @@ def _answered(overload: OpOverload) -> Callable[..., Any]:
     return method
 
 
-for _overload, _functions in {
-    torch.ops.aten.equal.default: (torch.equal, torch.Tensor.equal),
-    torch.ops.aten.allclose.default: (torch.allclose, torch.Tensor.allclose),
-}.items():
-    for _function in _functions:
-        METHODS[_function] = _answered(_overload)
-
-
 def _one_hot(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -56,9 +49,6 @@ def _one_hot(
         return func(x, x.max().item() + 1)
 
     return called(*args, **{{"input": "x", "tensor": "x"}.get(k, k): v for k, v in kwargs.items()})
-
-
-METHODS[torch.nn.functional.one_hot] = _one_hot
 
 
 def _batch_norm(
@@ -73,17 +63,15 @@ def _batch_norm(
         return NotImplemented
     found = mean.clone(), variance.clone()
     out = func(x, weight, bias, *found, True, 1.0, *rest)
+    kept: Any = 1.0 - momentum  # type: ignore[operator]
     with torch.no_grad():
         for running, of_batch in zip((mean, variance), found, strict=True):
-            running.mul_(1.0 - momentum).add_(of_batch * momentum)
+            running.mul_(kept).add_(of_batch * momentum)
     return out
 
 
-METHODS[torch.batch_norm] = _batch_norm
-
-
 def _float(value: Any) -> Any:
-    """Return ``float(value)``; for a traced number of batches, the number of the program."""
+    """Return ``float(value)``; for a traced count of batches, the number of the program."""
     if isinstance(value, torch.Tensor) and tracing_here():
         return value.item()
     return float(value)
@@ -91,3 +79,13 @@ def _float(value: Any) -> Any:
 
 # BatchNorm calls float() on its count of batches, and Python requires a float of ``__float__``.
 vars(torch.nn.modules.batchnorm)["float"] = _float
+
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _batch_norm, torch.batch_norm)
+function_rules.add(
+    Stage.METHOD, _answered(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
+)
+function_rules.add(
+    Stage.METHOD, _answered(torch.ops.aten.allclose.default), torch.allclose, torch.Tensor.allclose
+)
+function_rules.add(Stage.METHOD, _one_hot, torch.nn.functional.one_hot)

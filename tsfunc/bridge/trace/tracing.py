@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import optree
 import torch
@@ -57,13 +57,13 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     NO_KWARGS,
     BackwardPass,
     Tracer,
@@ -121,10 +121,12 @@ class TraceLevel(TracerLevel):
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
             in programs] in ``backward_passes``.
         passes: the backward passes of the function that reach these tensors.
+        failing: functions that are called with the error if no program is made.
     """
 
     __slots__ = (
         "bodies",
+        "failing",
         "fake",
         "graph",
         "lifted",
@@ -144,6 +146,7 @@ class TraceLevel(TracerLevel):
         self.records = records
         self.autograd += records
         self.passes: Passes | None = None
+        self.failing: list[Callable[[BaseException], None]] = []
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
@@ -355,7 +358,12 @@ def _reads_requires_grad(
     return args[0].tracks
 
 
-METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD,
+    _reads_requires_grad,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+)
 
 
 def _new_tensor(
@@ -375,7 +383,7 @@ def _new_tensor(
     return made.requires_grad_() if requires_grad else made
 
 
-METHODS[torch.Tensor.new_tensor] = _new_tensor
+function_rules.add(Stage.METHOD, _new_tensor, torch.Tensor.new_tensor)
 
 
 @register("aten::detach", DispatchKey.Trace)

@@ -1,11 +1,11 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of installed packages. Further code is scanned when the trace meets it (an
-attribute that is a function, a method of an object). Numbers and strings are guarded by value,
-containers by their elements, tensors and all other objects by identity. The program reads a
-tensor's data anew at every call, so writes to it are seen. The attributes of objects: NOTE
-[attributes] in ``guard_builder.py``.
+to, except those of libraries (NOTE [code of libraries] in ``packages.py``). Further code is scanned
+when the trace meets it (an attribute that is a function, a method of an object). Numbers and
+strings are guarded by value, containers by their elements, tensors and all other objects by
+identity. The program reads a tensor's data anew at every call, so writes to it are seen. The
+attributes of objects: NOTE [attributes] in ``guard_builder.py``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import Copied, Source, is_instance, put_back
 from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.packages import is_installed
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
-    PACKAGE,
     SideEffect,
     Variable,
     bases_of,
     is_empty,
     is_followed,
-    is_installed,
-    is_library_code,
 )
 from tsfunc.program.closure.watching import OURS
 
@@ -126,7 +124,7 @@ class FreeVariables:
         if callable(inner):
             self.scan(inner)
         if is_installed(func):
-            self._transformed(func)
+            self._wrapped(func)
             return
         self.guard_lines.require_same(
             self.guard_lines.bind(f"{self.guard_lines.name(func)}.__code__"), func.__code__
@@ -160,13 +158,12 @@ class FreeVariables:
             for look in self._waiting.pop(name, ()):
                 look()
 
-    def _transformed(self, func: types.FunctionType) -> None:
-        """Scan the functions that a function of ours closes over (one that ``vmap`` returns)."""
-        if func.__code__.co_filename.startswith(PACKAGE):
-            for cell in func.__closure__ or ():
-                inner = Variable(cell, None, "", "", "").before
-                if inner is not MISSING and callable(inner):
-                    self.scan(inner)
+    def _wrapped(self, func: types.FunctionType) -> None:
+        """Scan the functions that a library's function closes over (one that ``vmap`` returns)."""
+        for cell in func.__closure__ or ():
+            inner = Variable(cell, None, "", "", "").before
+            if inner is not MISSING and callable(inner):
+                self.scan(inner)
 
     def _defaults(self, func: types.FunctionType) -> None:
         at = None
@@ -193,7 +190,7 @@ class FreeVariables:
         """Look at the methods and attributes of a class that the function's code names."""
         derived: list[type] = []  # the classes that override an attribute if they have it
         for base in cls.__mro__:
-            if is_library_code(base) or is_installed(base):
+            if is_installed(base):
                 continue
             for name, value in list(vars(base).items()):
                 look = functools.partial(self._member, base, name, value, tuple(derived))
@@ -205,7 +202,7 @@ class FreeVariables:
 
     def _module(self, module: types.ModuleType) -> None:
         """Look at the variables of a module whose names the code uses as attribute names."""
-        if not is_library_code(module) and not is_installed(module):
+        if not is_installed(module):
             for name in list(vars(module)):
                 if not (name.startswith("__") and name.endswith("__")):
                     text = f"{module.__name__}.{name}"

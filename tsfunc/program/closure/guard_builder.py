@@ -31,7 +31,6 @@ import argparse
 import copy
 import enum
 import functools
-import queue
 import sys
 import threading
 import types
@@ -403,10 +402,8 @@ _OTHERS = (
     type(torch.ops.aten.sin.default), type, enum.Enum, *_SEQUENCES, *_SETS, dict,
     int, float, complex, str, bytes,  # the value of a subclass is not an attribute
 )  # fmt: skip
-_WATCHED = (  # exceptions among the classes of the standard library
-    argparse.Namespace, ChainMap, UserDict, UserList, UserString, queue.Queue, threading.Event,
-    threading.Semaphore,
-)  # fmt: skip
+# Classes of the standard library whose attributes are a user's data.
+_WATCHED = (argparse.Namespace, ChainMap, UserDict, UserList, UserString)
 _OPERATORS = ("torch._library", "torch._ops")  # the modules of the classes of operators
 # A class that was created outside of a module has "builtins" as its module.
 _OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}

@@ -25,6 +25,7 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
 from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.numbers import Earlier
+from tsfunc.program.closure.packages import is_installed
 from tsfunc.program.closure.refusals import TracedGenerators
 from tsfunc.program.closure.results import Updates, has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
@@ -333,7 +334,7 @@ class WatchedObject:
     def _typed(self, name: str, value: Any) -> Any:
         """Return the value, or a stand-in for it if its class declares the attribute as ``Any``."""
         cls = type(self.value)
-        if value is None or is_traced(value) or _is_installed(cls) or not says_any(cls, name):
+        if value is None or is_traced(value) or is_installed(cls) or not says_any(cls, name):
             return value
         mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
         return OpaqueValue(value, f"{self.source.text}.{name}", mend)
@@ -351,7 +352,7 @@ class WatchedObject:
         """
         cls = type(self.value)
         owner = f"{cls.__name__}.{name}"
-        declared = None if _is_installed(cls) else attribute_types(cls).get(name)
+        declared = None if is_installed(cls) else attribute_types(cls).get(name)
         mismatches = [] if declared is None else check(value, declared, owner)
         if mismatches:
             listed = "".join(f"  {mismatch}\n" for mismatch in mismatches)
@@ -502,11 +503,6 @@ def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
     if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
         return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
     return None
-
-
-def _is_installed(cls: type) -> bool:
-    module = sys.modules.get(cls.__module__)
-    return "site-packages" in (getattr(module, "__file__", None) or "")
 
 
 def _is_data_descriptor(found: Any) -> bool:

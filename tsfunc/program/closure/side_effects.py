@@ -1,14 +1,11 @@
 """Side effects of a traced function on variables, containers and objects.
 
 See NOTE [updates] in ``results.py``.
-
-The module of a variable's owner decides whether the variable belongs to the user.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from tsfunc.program.closure.guard_builder import (
     is_namespace,
     put_back,
 )
+from tsfunc.program.closure.packages import is_installed, is_library
 from tsfunc.program.closure.results import (
     NotKept,
     Update,
@@ -223,11 +221,8 @@ def bases_of(owner: Any) -> tuple[Any, ...]:
     """Return the objects that may hold an attribute of a module, class or function."""
     if not isinstance(owner, type):
         return (owner,)
-    metas = [meta for meta in type.mro(type(owner)) if not is_library_code(meta)]
+    metas = [meta for meta in type.mro(type(owner)) if not is_library(meta)]
     return *owner.__mro__, *metas
-
-
-LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})
 
 
 def is_followed(owner: Any, name: str) -> bool:
@@ -236,28 +231,8 @@ def is_followed(owner: Any, name: str) -> bool:
     It is not if its owner is library code, or if it is code of an installed package.
     """
     has_members = isinstance(owner, types.ModuleType | types.FunctionType | type)
-    if not has_members or is_library_code(owner):
+    if not has_members or is_library(owner):
         return False
     if name.startswith("__") and name.endswith("__"):
         return isinstance(owner, types.ModuleType)
     return not (isinstance(vars(owner).get(name), CODE) and is_installed(owner))
-
-
-def is_library_code(owner: Any) -> bool:
-    """Return True if a module, class or function is of the standard library, torch or tsfunc."""
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return (module or "").partition(".")[0] in LIBRARIES
-
-
-def is_installed(code: Any) -> bool:
-    """Return True if a function, class or module belongs to an installed package or to tsfunc."""
-    if isinstance(code, types.FunctionType):
-        filename = code.__code__.co_filename
-    elif isinstance(code, types.ModuleType):
-        filename = vars(code).get("__file__") or ""
-    else:
-        filename = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-    return "site-packages" in filename or filename.startswith(PACKAGE)
-
-
-PACKAGE = __file__.rsplit("program", 1)[0]
