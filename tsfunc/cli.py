@@ -90,7 +90,7 @@ def show_file(
         else:
             print(program)
         print("guards:")
-        for line in program.guards:
+        for line in program.guards.texts:
             print(f"  {line}")
 
 
