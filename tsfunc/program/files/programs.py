@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
@@ -223,10 +224,11 @@ class FormReader:
         dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
         any_grad = self._version >= _SINCE_ANY_GRAD and grad.value is None
         try:
-            with self._fake:
-                example = torch.empty_strided(
-                    shape, steps, dtype=dtype_of(dtype), device=self._values.device(device)
-                ).requires_grad_(not any_grad and grad.flag())
+            requires_grad = not any_grad and grad.flag()
+            example = new_fake_input(
+                self._fake, shape, steps, dtype_of(dtype), self._values.device(device),
+                requires_grad,
+            )  # fmt: skip
         except (RuntimeError, OverflowError, TypeError) as error:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
         return InputSpec(position, name.line(), example, dims, any_grad)
