@@ -11,9 +11,9 @@ import queue
 import random
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tsfunc
 from tests.transforms.test_soundness import ONES
 from tsfunc import specialize
-from tsfunc.errors import ReadOnceWarning
+from tsfunc.errors import ReadOnceWarning, TypeCheckError
 
 # A function, what changes its answer, and what undoes that.
 Case = tuple[Callable[[Tensor], Any], Callable[[], Any], Callable[[], Any]]
@@ -42,55 +43,19 @@ def nothing() -> None:
 
 
 def settings() -> Iterator[tuple[str, Case]]:
-    context, precision = decimal.getcontext(), decimal.getcontext().prec
-
-    def rounds(digits: int) -> None:
-        context.prec = digits
-
-    put = functools.partial(rounds, 2), functools.partial(rounds, precision)
-    yield "decimal", (lambda x: x * float(Decimal(1) / Decimal(3)), *put)
-    third = Decimal(1)
-    yield "a decimal number", (lambda x: x * float(third / 3), *put)
-    folder = os.getcwd()
-    yield "the folder", (
-        lambda x: x * len(os.path.abspath("a")), lambda: os.chdir("/"), lambda: os.chdir(folder),
-    )  # fmt: skip
     key = "READ_LIBRARIES"
-    yield "a path with a variable", (
-        lambda x: x * len(os.path.expandvars("$READ_LIBRARIES")),
+    yield "a variable of the environment", (
+        lambda x: x * len(os.getenv("READ_LIBRARIES", "")),
         lambda: os.environ.update({key: "a"}), lambda: os.environ.pop(key),
     )  # fmt: skip
     yield "sys.path", (
         lambda x: x * len(sys.path), lambda: sys.path.append("here"), lambda: sys.path.pop(),
-    )  # fmt: skip
-    old = np.geterr()
-    yield "how NumPy warns", (
-        lambda x: x * len(np.geterr()["divide"]), lambda: np.seterr(divide="raise"),
-        lambda: np.seterr(**old),
     )  # fmt: skip
     fill: Any = torch.utils.deterministic
     put_fill = functools.partial(setattr, fill, "fill_uninitialized_memory")
     yield "a flag that torch makes up", (
         lambda x: x * (2 if fill.fill_uninitialized_memory else 3),
         lambda: put_fill(False), lambda: put_fill(True),
-    )  # fmt: skip
-    thread = threading.current_thread()
-    name = thread.name
-    yield "the name of a thread", (
-        lambda x: x * len(threading.current_thread().name),
-        lambda: setattr(thread, "name", "another name"), lambda: setattr(thread, "name", name),
-    )  # fmt: skip
-
-
-def states() -> Iterator[tuple[str, Case]]:
-    lock, line, items = threading.Lock(), threading.Semaphore(2), queue.SimpleQueue[int]()
-    logger = logging.getLogger("read_libraries")
-    yield "a lock", (lambda x: x * (3 if lock.locked() else 2), lock.acquire, nothing)
-    yield "a semaphore", (lambda x: x * (3 if line._value < 2 else 2), line.acquire, nothing)
-    yield "a queue", (lambda x: x * (2 if items.empty() else 3), lambda: items.put(1), nothing)
-    yield "a logger", (
-        lambda x: x * (3 if logger.isEnabledFor(logging.DEBUG) else 2),
-        lambda: logger.setLevel(logging.DEBUG), lambda: logger.setLevel(logging.NOTSET),
     )  # fmt: skip
 
 
@@ -116,12 +81,13 @@ def members() -> Iterator[tuple[str, Case]]:
 
 
 def cases() -> dict[str, Case]:
-    return {name: case for part in (settings, states, members) for name, case in part()}
+    return {name: case for part in (settings, members) for name, case in part()}
 
 
 @pytest.mark.parametrize("what", cases())
 def test_what_changes_is_seen(what: str) -> None:
     f, change, undo = cases()[what]
+    specialize(torch.sin)(ONES)  # the first trace loads modules, which set variables
     before = f(ONES)
     g = specialize(f)
     for _ in range(2):
@@ -147,6 +113,12 @@ CHANGING: dict[str, Callable[[Tensor], Any]] = {
     r"PosixPath.read_text": lambda x: x * len(PATH.read_text()),
     "exists": lambda x: x * os.path.exists(__file__),
     "listdir": lambda x: x * len(os.listdir(".")),
+    "abspath": lambda x: x * len(os.path.abspath("a")),
+    "getcwd": lambda x: x * len(os.getcwd()),
+    "expandvars": lambda x: x * len(os.path.expandvars("$READ_LIBRARIES")),
+    "geterr": lambda x: x * len(np.geterr()["divide"]),
+    "current_thread": lambda x: x * len(threading.current_thread().name),
+    "getcontext": lambda x: x * decimal.getcontext().prec,
 }
 
 
@@ -155,6 +127,57 @@ def test_what_may_change_by_itself_is_told_of(what: str) -> None:
     with pytest.warns(ReadOnceWarning, match=f"{what} may give something else") as told:
         specialize(CHANGING[what])(ONES)
     assert told[0].filename == __file__
+
+
+def test_an_object_of_a_library_is_guarded_by_identity() -> None:
+    """A lock, an event, a queue or a logger with another state is the same object."""
+    lock, event, items = threading.Lock(), threading.Event(), queue.SimpleQueue[int]()
+    logger = logging.getLogger("read_libraries")
+    variable: Any = None
+
+    def f(x: Tensor) -> Tensor:
+        return x * (3 if variable is None else 2)
+
+    for variable in (lock, event, items, logger):
+        g = specialize(f)
+        assert g(ONES).equal(ONES * 2)
+        lock.acquire(blocking=False)
+        event.set()
+        items.put(1)
+        logger.disabled = not logger.disabled
+        assert g(ONES).equal(ONES * 2) and g.cache_info().programs == 1
+        variable = None
+        assert g(ONES).equal(ONES * 3) and g.cache_info().programs == 2
+    logger.disabled = False
+
+
+SCALE = 2.0
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE if x.is_leaf else x
+
+
+def seeds(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x
+
+
+FILES = [torch.__file__, torch.nn.functional.__file__, tsfunc.__file__, os.__file__, "<string>", ""]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_file_of_the_code_decides_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    f = types.FunctionType(scaled.__code__.replace(co_filename=file), globals())
+    g = specialize(f)
+    leaf = torch.ones(2, requires_grad=True)
+    assert g(leaf).equal(ONES * 2)
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert g(leaf).equal(ONES * 3) and g.cache_info().programs == 2
+    assert g(leaf * 1).equal(ONES) and g.cache_info().programs == 3
+    h = types.FunctionType(seeds.__code__.replace(co_filename=file), globals())
+    with pytest.raises(TypeCheckError, match="seed"):
+        specialize(h)(ONES)
 
 
 def test_generators_with_a_seed_of_the_functions_own() -> None:

@@ -89,16 +89,6 @@ def made(name: str, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[None]:
-    before = os.getcwd()
-    os.chdir("/")
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
-@contextlib.contextmanager
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
@@ -131,7 +121,6 @@ READS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {
                           lambda: torch.backends.cudnn.flags(enabled=False)),
     "what torch.nn says": (lambda x: x * (2 if torch.is_anomaly_enabled() else 3),
                            lambda: anomaly()),
-    "the folder": (lambda x: x * len(os.getcwd()), lambda: folder()),
     "the environment as bytes": (lambda x: x * len(os.environb.get(b"SURROUNDINGS", b"")),
                                  lambda: changed(os.environ._data, b"SURROUNDINGS", b"abc")),  # type: ignore[attr-defined]
     "the command line": (lambda x: x * len(sys.argv), lambda: changed(sys, "argv", [])),
@@ -156,7 +145,7 @@ def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     window, thing, local = memoryview(raw), types.SimpleNamespace(factor=2.0), threading.local()
     variable = contextvars.ContextVar("variable", default=2.0)
     chain: Any = collections.ChainMap({}, table)
-    event, local.factor = threading.Event(), 2.0
+    local.factor = 2.0
 
     class Plain:
         factor = 2.0
@@ -169,7 +158,6 @@ def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
         table["a"] = thing.factor = local.factor = plain.factor = 3.0
         raw[0], numbers[0] = 3, 3.0
         variable.set(3.0)
-        event.set()
 
     reads: dict[str, Callable[[Tensor], Any]] = {
         "a proxy": lambda x: x * proxy["a"], "a view": lambda x: x * sum(view),
@@ -177,7 +165,6 @@ def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
         "a window": lambda x: x * window[0], "an array": lambda x: x * numbers[0],
         "a chain": lambda x: x * chain["a"], "a namespace": lambda x: x * thing.factor,
         "a thread's own": lambda x: x * local.factor, "a context": lambda x: x * variable.get(),
-        "an event": lambda x: x * (3 if event.is_set() else 2),
         "a reference": lambda x: x * referred().factor,  # type: ignore[union-attr]
         "a set": lambda x: x * sum(each.factor for each in some),
         "keys": lambda x: x * sum(each.factor for each in keyed),

@@ -70,6 +70,13 @@ TOWERS: dict[str, Function] = {
     "specialize(scan)": lambda: specialize(
         lambda x: scan(lambda c, row: (c, wrong(row, W)), torch.zeros(()), x)[1]
     )(X),
+    "scan": lambda: scan(lambda c, row: (c, wrong(row, W)), torch.zeros(()), X),
+    "map": lambda: tsfunc.map(lambda row: wrong(row, W), X),
+    "associative_scan": lambda: tsfunc.associative_scan(lambda a, b: wrong(a, W), X),
+    "cond": lambda: tsfunc.cond(X.sum() < 1e9, wrong, lambda x, w: x.sum(), X, W),
+    "switch": lambda: tsfunc.switch(torch.tensor(0), [wrong, wrong], X, W),
+    "fori_loop": lambda: tsfunc.fori_loop(0, 2, lambda i, x: wrong(x, W), X),
+    "while_loop": lambda: tsfunc.while_loop(lambda x: True, lambda x: wrong(x, W), X),
 }
 
 
@@ -81,6 +88,21 @@ def test_the_users_line_is_last(tower: str) -> None:
     assert (found[-1].name, found[-1].line) == (
         "wrong", "return (hidden @ w.T).sum()  # the line that fails",
     )  # fmt: skip
+    assert len("".join(traceback.format_exception(error)).splitlines()) <= 25
+
+
+REFUSED: dict[str, Function] = {
+    "specialize": lambda: specialize(wrong, {"no": 1}),
+    "scan": lambda: scan(lambda c, row: (row, c), torch.zeros(()), X),
+    "while_loop": lambda: tsfunc.while_loop(lambda x: x > 0, lambda x: x, X),
+    "cond": lambda: tsfunc.cond(X.sum() < 1e9, torch.sum, torch.sin, X),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_a_refusal_shows_the_users_call_alone(call: str) -> None:
+    error = raised(REFUSED[call])
+    assert [frame.filename for frame in frames(error)] == [__file__] * 2
     assert len("".join(traceback.format_exception(error)).splitlines()) <= 25
 
 

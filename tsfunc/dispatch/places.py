@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import os
 import re
@@ -20,6 +21,8 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 # torch calls its deprecated functions through a wrapper of one of these modules.
 _WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
+_OWN = __name__.partition(".")[0]
+_PACKAGES = frozenset({_OWN, "torch", *(module.__name__ for module in _WRAPPERS)})
 GENERATED = "<tsfunc "  # the file name of code that this package generates
 LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in _WRAPPERS))
 
@@ -35,9 +38,18 @@ class Place(NamedTuple):
         return f"{self.file}:{self.line}, in {self.function}"
 
 
+def package_of(frame: FrameType) -> str:
+    """Return the root package of a frame's module; an empty string for code without a module."""
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else ""
+
+
 def is_users(frame: FrameType) -> bool:
     """True if a frame runs code of neither this package nor torch."""
-    return not frame.f_code.co_filename.startswith(LIBRARIES)
+    package = package_of(frame)
+    return package not in _PACKAGES and not (
+        package == "" and frame.f_code.co_filename.startswith(GENERATED)
+    )
 
 
 def users_frame() -> FrameType:
@@ -70,19 +82,31 @@ def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -
         passing: predicate for further frames that only pass a call on and are skipped.
     """
     frame = sys._getframe(1)
-    if frame.f_code.co_filename.startswith(_OURS) and frame.f_back is not None:
+    if package_of(frame) == _OWN and frame.f_back is not None:
         frame = frame.f_back  # the caller of this function
-    while frame.f_back is not None and (
-        frame.f_code.co_filename.startswith(_TORCH) or passing(frame)
-    ):
+    while frame.f_back is not None and (package_of(frame) == "torch" or passing(frame)):
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(_OURS)
+    return package_of(frame) != _OWN
 
 
 def users_place() -> Place:
     """Return the line of the user's code that runs now."""
     frame = users_frame()
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def users_call() -> str:
+    """Return the place of the call in the user's code that runs now, with its column.
+
+    Two calls on one line have different places, from Python 3.11 on.
+    """
+    frame = users_frame()
+    code, line = frame.f_code, frame.f_lineno
+    column = None
+    if hasattr(code, "co_positions"):
+        *_, column, _ = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    at = f"{line}" if column is None else f"{line}:{column + 1}"
+    return f"{code.co_filename}:{at}, in {code.co_name}"
 
 
 def place_of(error: BaseException) -> Place:

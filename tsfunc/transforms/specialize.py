@@ -25,7 +25,7 @@ from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.tracing import surely, tracing_here
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled, watched_for_nans
+from tsfunc.bridge.tracers.tracebacks import boundary, fold, is_boundary, spelled, watched_for_nans
 from tsfunc.config import config
 from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
@@ -41,10 +41,10 @@ from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import Closure
+from tsfunc.program.closure.read_guards import Texts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
-from tsfunc.program.guarding.guards import Guards
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
@@ -283,9 +283,9 @@ class Specialized(Generic[_Params, _Result]):
         return self.program.descriptors
 
     @property
-    def guards(self) -> Guards:
+    def guards(self) -> Texts:
         """The conditions that every call of the current program meets, one per line."""
-        return self.program.guards
+        return self.program.guards.texts
 
     def properties(self) -> ProgramProperties:
         """Return the known properties of each value of the current program."""
@@ -486,6 +486,7 @@ def specialize(
     auto_widen: bool = True,
     backend: Any = "python",
 ) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
+@boundary("specialize", traceable=True)
 def specialize(
     func: Callable[..., Any] | classmethod[Any, ..., Any] | property | Descriptors | None = None,
     descriptors: Descriptors | None = None,

@@ -102,8 +102,8 @@ def test_branches_of_two_types_are_refused_with_both_shown(run: Any) -> None:
     with pytest.raises(TypeCheckError) as error:
         run(f)(torch.tensor([[1.0], [-1.0]]))
     text = str(error.value)
-    assert "what false_fun returns: {'a': f64[" in text
-    assert "what true_fun returns: {'a': f32[" in text
+    assert "the result of false_fun: {'a': f64[" in text
+    assert "the result of true_fun: {'a': f32[" in text
     assert "At result['a'] one is f64[" in text
     assert "x.to(dtype)" in text
 
@@ -112,7 +112,7 @@ def test_branches_of_two_structures_are_refused() -> None:
     def f(x: torch.Tensor) -> Any:
         return cond(x > 0, lambda: (x, x), lambda: x)
 
-    with pytest.raises(TypeError, match=r"what true_fun returns: \(f32\[\], f32\[\]\)"):
+    with pytest.raises(TypeError, match=r"the result of true_fun: \(f32\[\], f32\[\]\)"):
         vmap(f)(torch.tensor([1.0, -1.0]))
 
 

@@ -176,7 +176,7 @@ def test_a_carry_that_changes_its_type_is_refused(run: Any) -> None:
     with pytest.raises(TypeCheckError) as error:
         run(f)(torch.ones(2))
     assert "the carry: {'x': f32[2]}" in str(error.value)
-    assert "what the body returns: {'x': f32[4]}" in str(error.value)
+    assert "the result of the body: {'x': f32[4]}" in str(error.value)
     assert "At result['x'] f32[2] has become f32[4]" in str(error.value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -13,9 +13,10 @@ from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
-from tsfunc.bridge.tracers.tracer import METHODS, call_torch, innermost_level
+from tsfunc.bridge.tracers.tracer import call_torch, innermost_level
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -193,8 +194,11 @@ def _lifting_all(
     return call_torch(func, types, args, kwargs)
 
 
-for _name in "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu".split():
-    METHODS[getattr(torch._VF, _name)] = _lifting_all
+function_rules: Final = FunctionRules()
+_RECURRENT = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu"
+function_rules.add(
+    Stage.METHOD, _lifting_all, *[getattr(torch._VF, name) for name in _RECURRENT.split()]
+)
 
 
 @register("aten::detach", DispatchKey.Batch)

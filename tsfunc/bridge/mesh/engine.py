@@ -6,7 +6,9 @@ Private names used here (torch 2.11 to 2.14): ``ProcessGroup._allgather_base`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
 
 
@@ -51,6 +53,7 @@ def exchange_over(
 # The kinds that communicate, with the collective of each; the other kinds are local to a rank.
 COLLECTIVES = {
     "sum": "psum",
+    "total": "psum",
     "gather": "all_gather",
     "tile": "all_gather",
     "scatter": "psum_scatter",
@@ -84,7 +87,31 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
             f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
-        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_place()}")
+        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_call()}{_transposed.call}")
+
+
+class _Transposed(threading.local):
+    """The call whose transpose this thread runs, as a part of an agreement's text."""
+
+    call = ""
+
+
+_transposed = _Transposed()
+
+
+@contextmanager
+def transposing(call: str) -> Iterator[None]:
+    """Context manager: exchanges in the block are the transpose of those of a call.
+
+    All transposes of a backward pass run from one line of the user's, so agreements compare the
+    lines of their calls too.
+    """
+    outer = _transposed.call
+    _transposed.call = f", as the transpose of the call at {call}"
+    try:
+        yield
+    finally:
+        _transposed.call = outer
 
 
 def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:
@@ -101,7 +128,7 @@ def _checksum(x: Tensor) -> int:
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a result: sums of integers are int64, as in ``torch.sum``."""
-    if kind in ("sum", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
+    if kind in ("sum", "total", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return dtype
 
@@ -207,6 +234,7 @@ def _share(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 _KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
     "sum": _sum,
+    "total": _sum,
     "gather": _gather,
     "scatter": _scatter,
     "all_to_all": _all_to_all,

@@ -15,13 +15,14 @@ all_to_all dim, to each rank is sent its index along dim               (reversed
 permute    pairs   sources, then destinations; zeros without a source  (reversed)
 slice      dim     a rank's own part of a value that all ranks have    (tile)
 tile       dim     the concatenated parts, on all ranks                (slice)
-enter              an equal value of all ranks, as one value per rank  (sum)
+enter              an equal value of all ranks, as one value per rank  (total)
+total              the sum over the ranks, as one value of all         (enter)
 leave              equal values, one per rank, as one value of all     (share)
 share              an equal value of all, divided by the rank count    (join)
 join               as leave, but of cotangents of a shared value       (share)
 ========== ======= ==================================================================
 
-The last six are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
+The last seven are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
 ``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
 similar operators, which involve one process only.
 
@@ -34,6 +35,7 @@ tells whether a dual level is entered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,11 +50,12 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.mesh.engine import exchange, result_dtype
+from tsfunc.bridge.mesh.engine import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
 
 _library = torch.library.Library("tsfunc_mesh", "DEF")
@@ -112,7 +115,8 @@ _TRANSPOSED = {
     "permute": "permute",
     "slice": "tile",
     "tile": "slice",
-    "enter": "sum",
+    "enter": "total",
+    "total": "enter",
     "leave": "share",
     "share": "join",
     "join": "share",
@@ -140,6 +144,8 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, keys: Any, grad_mode: bool, x: Tensor, *call: Any) -> Any:
         ctx.call = call
+        compared = str(call[-1]).endswith((";calls", ";values")) and not in_trace()
+        ctx.place = users_call() if compared else None
         # Values inside of tracers belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return _below_autograd(keys, x, *call)
@@ -147,7 +153,8 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
-        pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
+        with nullcontext() if ctx.place is None else transposing(ctx.place):
+            pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
         return (None, None, pulled, None, None, None, None)
 
     @staticmethod
@@ -195,10 +202,15 @@ def runs_now(x: Tensor) -> bool:
 
 def in_trace() -> bool:
     """True if a program is being traced, whose exchanges run later."""
-    for level in tls.state.levels:  # noqa: SIM110 - every exchange asks, and a generator is slow
+    return outermost_trace() is not None
+
+
+def outermost_trace() -> TraceLevel | None:
+    """Return the level of the program that is being traced, or None."""
+    for level in tls.state.levels:
         if isinstance(level, TraceLevel):
-            return True
-    return False
+            return level
+    return None
 
 
 def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:

@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,15 +62,14 @@ def no_seeding(what: str) -> Iterator[None]:
                 module.default_generator = torch.default_generator
 
 
-_HERE = Path(torch.__file__).parent
-_BETWEEN = (*(str(_HERE / name) for name in ("random.py", "_compile.py")), contextlib.__file__)
-_DYNAMO = str(_HERE / "_dynamo")
+# The modules that call the generator for the caller of a function of ``torch.random``.
+_BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
 
 
 def _asked_by_user() -> bool:
     """True if code outside of torch and this package calls a function of ``torch.random``."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
-    while frame is not None and frame.f_code.co_filename.startswith((*_BETWEEN, _DYNAMO)):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and is_users(frame)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import optree
 import torch
@@ -59,13 +59,13 @@ from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     NO_KWARGS,
     BackwardPass,
     Tracer,
@@ -123,10 +123,12 @@ class TraceLevel(TracerLevel):
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
             in programs] in ``backward_passes``.
         passes: the backward passes of the function that reach these tensors.
+        failing: functions that are called with the error if no program is made.
     """
 
     __slots__ = (
         "bodies",
+        "failing",
         "fake",
         "graph",
         "lifted",
@@ -147,6 +149,7 @@ class TraceLevel(TracerLevel):
         self.records = records
         self.autograd += records
         self.passes: Passes | None = None
+        self.failing: list[Callable[[BaseException], None]] = []
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
@@ -357,11 +360,21 @@ def _reads_requires_grad(
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
-    args[0].dispatch_level.tensor_guards.of_grad = True
-    return args[0].tracks
+    return records_outside(args[0])
 
 
-METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+def records_outside(value: TraceTracer) -> bool:
+    """True if autograd will record on a tensor when the program runs; guards compare that."""
+    value.dispatch_level.tensor_guards.of_grad = True
+    return value.tracks
+
+
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD,
+    _reads_requires_grad,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+)
 
 
 def _new_tensor(
@@ -381,7 +394,7 @@ def _new_tensor(
     return made.requires_grad_() if requires_grad else made
 
 
-METHODS[torch.Tensor.new_tensor] = _new_tensor
+function_rules.add(Stage.METHOD, _new_tensor, torch.Tensor.new_tensor)
 
 
 @register("aten::detach", DispatchKey.Trace)

@@ -13,9 +13,9 @@ since the tensors differ at every call, and if the variable holds an object of a
 methods may do anything. Changes that do not accumulate (``last[key] = x``, ``names.add(x)``,
 ``last.update(...)``, ``last.clear()``) are assignments: every call makes them.
 
-The code of installed packages is not scanned. This module lists the library functions that user
-code may call. A function whose answer can be asked for again at every call becomes a guard
-(``is_question``). A function that gives another answer each time causes a warning
+The code of libraries is not scanned. This module lists the library functions that user
+code may call. A function that returns a setting of torch becomes a guard (``is_question``). A
+function that may give another answer at the next call causes a warning
 (``changes_by_itself``).
 """
 
@@ -27,6 +27,7 @@ import dis
 import functools
 import gc
 import glob
+import operator
 import os
 import pathlib
 import random
@@ -43,8 +44,9 @@ from typing import Any, Literal
 import torch
 
 from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.packages import is_library
+from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Source
 from tsfunc.program.closure.side_effects import CODE, MISSING
 
 # --- variables that a piece of code may read from outside, and the attributes read from them
@@ -309,39 +311,18 @@ def _questions() -> frozenset[Callable[[], Any]]:
         torch.get_num_threads, torch.get_num_interop_threads, torch.is_anomaly_enabled,
         torch.is_anomaly_check_nan_enabled, torch.is_warn_always_enabled,
         cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled,
-        cuda.cudnn_sdp_enabled, os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled,
-        threading.get_ident, threading.current_thread, threading.active_count,
-        *_of_numpy("geterr", "get_printoptions"),
+        cuda.cudnn_sdp_enabled,
     })  # fmt: skip
 
 
-def _of_numpy(*names: str) -> list[Any]:
-    """Return functions of NumPy; an empty list if NumPy has not been imported."""
-    numpy = sys.modules.get("numpy")
-    return [] if numpy is None else [getattr(numpy, name) for name in names]
+def is_question(value: Any) -> bool:
+    """Return True if a value is a function of torch that returns a setting."""
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
+        value in _questions()
+    )
 
 
-_CODE = (type, types.FunctionType, types.BuiltinFunctionType)
-
-
-def settings_of(value: Any) -> tuple[Callable[[], Any], ...]:
-    """Return the questions whose answers a function, class or number of a library depends on."""
-    if (value if isinstance(value, _CODE) else type(value)).__module__ == "decimal":
-        return (_decimal_context,)
-    return _SETTINGS.get(value, ()) if isinstance(value, types.FunctionType) else ()
-
-
-def _decimal_context() -> str:
-    """Return the context of ``decimal`` as a text: precision, rounding, traps."""
-    return repr(sys.modules["decimal"].getcontext())
-
-
-_SETTINGS: dict[Any, tuple[Callable[[], Any], ...]] = {
-    os.path.abspath: (os.getcwd,), os.path.realpath: (os.getcwd,), os.path.relpath: (os.getcwd,),
-}  # fmt: skip
-_OF_ENVIRONMENT = (
-    os.getenv, getattr(os, "getenvb", None), os.path.expandvars, os.path.expanduser,
-)  # fmt: skip
+_OF_ENVIRONMENT = (os.getenv, getattr(os, "getenvb", None))
 
 
 def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
@@ -350,31 +331,10 @@ def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
     return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
 
 
-def is_library(owner: Any) -> bool:
-    """Return True if a module, class or function is of the standard library, torch or NumPy."""
-    if isinstance(owner, types.BuiltinFunctionType | types.BuiltinMethodType):
-        return True
-    if not isinstance(owner, (*_MODULES, types.FunctionType)):
-        return False
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return (module or "").partition(".")[0] in _NAMES
-
-
-_NAMES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "numpy"})
-
-
-def is_question(value: Any) -> bool:
-    """Return True if a value is a function without arguments that returns a setting."""
-    return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
-        value in _questions()
-    )
-
-
-def is_setting(root: Any, attributes: Sequence[str]) -> bool:
-    """Return True for a flag of torch (``torch.backends.cudnn.enabled``) and for ``sys.argv``."""
-    if root is not torch or attributes[:1] != ("backends",):
-        return root is sys and tuple(attributes) == ("argv",)
-    return isinstance(reached(root, attributes), bool | int | str | types.NoneType)
+def _of_numpy(*names: str) -> list[Any]:
+    """Return functions of NumPy; an empty list if NumPy has not been imported."""
+    numpy = sys.modules.get("numpy")
+    return [] if numpy is None else [getattr(numpy, name) for name in names]
 
 
 @functools.cache
@@ -390,7 +350,13 @@ def _changing() -> frozenset[Any]:
     path, numpy = os.path, _of_numpy("load", "loadtxt", "genfromtxt", "fromfile", "memmap")
     files = [path.exists, path.isfile, path.isdir, path.getsize, path.getmtime, os.listdir,
              os.scandir, os.stat, os.walk, glob.glob, glob.iglob]  # fmt: skip
-    return frozenset([*found, *files, *numpy, os.urandom, builtins.open, builtins.input])
+    process = [path.abspath, path.realpath, path.relpath, path.expandvars, path.expanduser,
+               os.getcwd, os.getpid, sys.getrecursionlimit, gc.isenabled, threading.get_ident,
+               threading.current_thread, threading.active_count,
+               *_of_numpy("geterr", "get_printoptions")]  # fmt: skip
+    return frozenset([
+        *found, *files, *process, *numpy, os.urandom, builtins.open, builtins.input,
+    ])  # fmt: skip
 
 
 _OF_PATHS = frozenset({
@@ -406,6 +372,7 @@ _UNSEEDED = frozenset({
 _NOISE = frozenset({
     ("uuid", "uuid1"), ("uuid", "uuid4"), ("secrets", "randbits"), ("secrets", "randbelow"),
     ("secrets", "token_bytes"), ("secrets", "token_hex"), ("secrets", "token_urlsafe"),
+    ("decimal", "getcontext"),
 })  # fmt: skip
 
 
@@ -426,7 +393,9 @@ _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
 def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
-    """Return True if a function may give another result each time: a clock, a file, random bytes.
+    """Return True if a function may give another result at another call.
+
+    Such a function reads a clock, a file, random bytes or a state of the process.
 
     Args:
         owner: the object that has the function as an attribute, if any.
@@ -457,17 +426,14 @@ class LibraryReads:
 
     Args:
         instances: the watched objects of the trace.
-        name: returns the name of an object in the generated code.
         met: called with each class that is read.
     """
 
-    def __init__(
-        self, instances: Instances, name: Callable[[Any], str], met: Callable[[type], None]
-    ) -> None:
+    def __init__(self, instances: Instances, met: Callable[[type], None]) -> None:
         self.instances = instances
         self.builder = instances.builder
-        self.guard_lines = instances.builder.lines_of(own=True)
-        self._name, self._met = name, met
+        self.guards = instances.builder.guards_of(own=True)
+        self._met = met
         self._holds_environment = False
 
     def look(
@@ -492,12 +458,6 @@ class LibraryReads:
         for attribute in way:
             above, last = last, reached(last, (attribute,))
             self._look_at_environment(above, attribute, last)
-        if is_setting(value, way):
-            at = self.guard_lines.bind(".".join((self.guard_lines.name(value), *way)))
-            self.builder.guard(last, Source(at, ".".join(way), "", True))
-            return
-        for question in settings_of(last):
-            self._ask(question)
         if way and changes_of_object(value, way[0]):
             self._warn(f"{type(value).__name__}.{way[0]}", line)
         if is_library(above):
@@ -515,23 +475,22 @@ class LibraryReads:
             return
         found = vars(above).get(way[-1], MISSING)
         if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
-            self.guard_lines.require_member(above, way[-1], found)
+            self.guards.add(MemberIs(above, way[-1], found))
             if isinstance(found, type):
                 self._met(found)
         elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
             # A list may be filled; a module's __getattr__ may make a flag at each read.
             value = reached(above, way[-1:])
-            if isinstance(value, (list, *_PLAIN)):
+            if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, way[-1]):
                 text = f"{above.__name__}.{way[-1]}"
-                at = self.guard_lines.bind(f"{self._name(above)}.{way[-1]}")
-                self.builder.guard(value, Source(at, text, text, True))
+                self.builder.guard(value, Source.of_object(above, text).attribute(way[-1]))
 
     def hold_environment(self) -> None:
         """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
-            at = self.guard_lines.name(os.environ)
-            self.guard_lines.require(f"{at} == {self.guard_lines.name(dict(os.environ))}")
+            unchanged = functools.partial(operator.eq, dict(os.environ))
+            self.guards.add(AnswerIs(unchanged, (Source.of_object(os.environ),), True))
 
     def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
         if asks_environment(owner, name, value):
@@ -539,8 +498,8 @@ class LibraryReads:
 
     def _ask(self, question: Callable[[], Any]) -> None:
         """Guard the answer of a function without arguments."""
-        at = self.guard_lines.bind(f"{self._name(question)}()")
-        self.builder.guard(question(), Source(at, f"{question.__name__}()", "", True))
+        source = Source.of_object(question, f"{question.__name__}()").at("{}()")
+        self.builder.guard(question(), source)
 
     def _warn(self, function: str, line: str) -> None:
         """Warn of a function that may give another result at another call."""

@@ -1,14 +1,11 @@
 """Side effects of a traced function on variables, containers and objects.
 
 See NOTE [updates] in ``results.py``.
-
-The module of a variable's owner decides whether the variable belongs to the user.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,11 +16,12 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import EscapedTracerError, TypeCheckError
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
-    Source,
     changed,
     is_namespace,
     put_back,
 )
+from tsfunc.program.closure.packages import is_installed, is_library
+from tsfunc.program.closure.read_guards import Source
 from tsfunc.program.closure.results import (
     NotKept,
     Update,
@@ -119,7 +117,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
             continue
         for tensor in replaced(change.before, change.after):
             builder.loosen(tensor)
-        number = builder.lines_of(change.source.own).result(change.source.variable, change.owner)
+        number = builder.guards_of(change.source.own).result(change.source, change.owner)
         keeps = change.text not in builder.read or unchanged(change.before, change.after)
         updates.append(
             Update(
@@ -164,12 +162,15 @@ class Variable:
         owner: a namespace (dict), a cell, a module or a class.
         name: the name of the variable; None for the content of a cell.
         text: the user's spelling of it.
-        at: the name of the owner in the generated code.
         line: the line that reads or assigns it; empty if it is not known.
+
+    Attributes:
+        source: the source of the owner, with the spelling of the variable.
     """
 
-    def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
-        self.owner, self.name, self.text, self.at, self.line = owner, name, text, at, line
+    def __init__(self, owner: Any, name: str | None, text: str, line: str) -> None:
+        self.owner, self.name, self.text, self.line = owner, name, text, line
+        self.source = Source.of_object(owner, text)
         self.before = self.read()
         self.is_read = self.is_written = False
         self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
@@ -223,11 +224,8 @@ def bases_of(owner: Any) -> tuple[Any, ...]:
     """Return the objects that may hold an attribute of a module, class or function."""
     if not isinstance(owner, type):
         return (owner,)
-    metas = [meta for meta in type.mro(type(owner)) if not is_library_code(meta)]
+    metas = [meta for meta in type.mro(type(owner)) if not is_library(meta)]
     return *owner.__mro__, *metas
-
-
-LIBRARIES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "tsfunc"})
 
 
 def is_followed(owner: Any, name: str) -> bool:
@@ -236,28 +234,8 @@ def is_followed(owner: Any, name: str) -> bool:
     It is not if its owner is library code, or if it is code of an installed package.
     """
     has_members = isinstance(owner, types.ModuleType | types.FunctionType | type)
-    if not has_members or is_library_code(owner):
+    if not has_members or is_library(owner):
         return False
     if name.startswith("__") and name.endswith("__"):
         return isinstance(owner, types.ModuleType)
     return not (isinstance(vars(owner).get(name), CODE) and is_installed(owner))
-
-
-def is_library_code(owner: Any) -> bool:
-    """Return True if a module, class or function is of the standard library, torch or tsfunc."""
-    module = owner.__name__ if isinstance(owner, types.ModuleType) else owner.__module__
-    return (module or "").partition(".")[0] in LIBRARIES
-
-
-def is_installed(code: Any) -> bool:
-    """Return True if a function, class or module belongs to an installed package or to tsfunc."""
-    if isinstance(code, types.FunctionType):
-        filename = code.__code__.co_filename
-    elif isinstance(code, types.ModuleType):
-        filename = vars(code).get("__file__") or ""
-    else:
-        filename = getattr(sys.modules.get(code.__module__), "__file__", None) or ""
-    return "site-packages" in filename or filename.startswith(PACKAGE)
-
-
-PACKAGE = __file__.rsplit("program", 1)[0]

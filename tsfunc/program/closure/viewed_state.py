@@ -9,9 +9,6 @@ from __future__ import annotations
 import array
 import contextvars
 import enum
-import logging
-import queue
-import threading
 import types
 import weakref
 from typing import Any
@@ -21,14 +18,6 @@ import torch
 _DICT: dict[Any, Any] = {}
 _VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
 _BYTES = (bytearray, array.array, memoryview)
-
-# Objects with a state, and the Python expression for the part of it that can be read.
-_TELL: dict[type, str] = {
-    type(threading.Lock()): "{}.locked()",
-    threading.Thread: "{}.name",
-    queue.SimpleQueue: "{}.qsize()",
-    logging.Logger: "[{0}.getEffectiveLevel(), {0}.disabled]",
-}
 
 _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # every enum member has these
 
@@ -59,9 +48,6 @@ def viewed_state(value: Any) -> tuple[str, Any] | None:
         return "{}.get(...)", value.get(...)
     if isinstance(value, _BYTES):
         return "memoryview({}).tobytes()", memoryview(value).tobytes()
-    for cls, expression in _TELL.items():
-        if isinstance(value, cls):
-            return expression, eval(expression.format("value"), {"value": value})
     if isinstance(value, weakref.ref):
         # A referenced tensor is compared by identity, as the reference itself is.
         referent = value()

@@ -30,6 +30,7 @@ from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import guarded_subset, run_in_subset, subset_of
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,
@@ -56,6 +57,7 @@ Branch = Callable[..., Any]
 _Result = TypeVar("_Result")
 
 
+@boundary("cond", traceable=True)
 @also_called(true_fn="true_fun", false_fn="false_fun")
 def cond(
     pred: Any,
@@ -161,6 +163,7 @@ def _index_of(value: Any, what: str, last: int) -> Choice:
     return choice
 
 
+@boundary("switch", traceable=True)
 def switch(
     index: Any,
     branches: Sequence[Callable[..., _Result]],
@@ -324,7 +327,7 @@ class _SwitchCall:
         for i, out in zip(taken[1:], outs[1:], strict=True):
             check_branches(
                 self.what,
-                (f"what {self.names[taken[0]]} returns", f"what {self.names[i]} returns"),
+                (f"the result of {self.names[taken[0]]}", f"the result of {self.names[i]}"),
                 (outs[0], out),
             )
 

@@ -30,6 +30,7 @@ from tsfunc.bridge.control.subsets import (
 from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
@@ -58,6 +59,7 @@ _ADVICE = (
 )
 
 
+@boundary("while_loop", traceable=True)
 @also_called(cond_fn="cond_fun", body_fn="body_fun", carried_inputs="init_val")
 def while_loop(
     cond_fun: Callable[..., Any],
@@ -125,6 +127,7 @@ def while_loop(
     return last
 
 
+@boundary("fori_loop", traceable=True)
 def fori_loop(
     lower: Any,
     upper: Any,
@@ -341,7 +344,7 @@ class Loop:
         """Run the body once; only the first result's type is checked."""
         new = self.body_fun(carry)
         if not self.checked:
-            check_carried(self.what, ("the carry", "what the body returns"), (carry, new), _ADVICE)
+            check_carried(self.what, ("the carry", "the result of the body"), (carry, new), _ADVICE)
             self.checked = True
         return new
 

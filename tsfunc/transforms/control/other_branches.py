@@ -97,7 +97,7 @@ def _looked_at(
                 continue
             if _depends_on_data(other):
                 continue
-            called = (f"what {names[taken]} returns", f"what {names[i]} returns")
+            called = (f"the result of {names[taken]}", f"the result of {names[i]}")
             check_branches(what, called, (out, other))
             every.append(pytrees.flatten(other)[0])
     seen[key] = [common_dtype(column) for column in zip(*every, strict=True)]

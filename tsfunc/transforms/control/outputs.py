@@ -174,7 +174,7 @@ def _check(
         ]
         found = "\n" + "\n".join(lines)
     raise TypeCheckError(
-        f"{what}: {names[0]} and {names[1]} must have one type, got\n"
+        f"{what}: expected {names[0]} and {names[1]} to have one type, got\n"
         f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{found}\n{advice}"
     )
 

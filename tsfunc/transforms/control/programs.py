@@ -71,7 +71,7 @@ def record_switch(
         bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), (), hidden))
     for name, body in zip(names[1:], bodies[1:], strict=True):
         check_branches(
-            what, (f"what {names[0]} returns", f"what {name} returns"), (bodies[0].out, body.out)
+            what, (f"the result of {names[0]}", f"the result of {name}"), (bodies[0].out, body.out)
         )
     dtypes = [common_dtype(column) for column in zip(*(b.leaves for b in bodies), strict=True)]
     for body in bodies:
@@ -320,7 +320,7 @@ def record_while(
     Raises:
         CannotUnbatch: a vmap can't be hidden.
     """
-    names = ("the carry", "what the body returns")
+    names = ("the carry", "the result of the body")
     trace = _trace()
     carry = Carry(trace, init, HiddenVmaps([] if choice is None else vmaps_of(choice)))
     while True:
@@ -352,7 +352,7 @@ def record_while(
     return carry.tree(call_of(op, carry.hidden, trace, [*inputs, *tensors], numbers, results))
 
 
-ELEMENTS = ("the elements", "what the function returns")
+ELEMENTS = ("the elements", "the result of the function")
 
 
 def record_associative_scan(

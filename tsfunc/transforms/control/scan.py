@@ -16,6 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
@@ -43,6 +44,7 @@ _ADVICE = (
 )
 
 
+@boundary("scan", traceable=True)
 @also_called(combine_fn="f")
 def scan(
     f: Callable[[_Carry, Any], tuple[_Carry, _Y]],
@@ -173,6 +175,7 @@ def _stack(column: Sequence[Any], dim: int) -> Any:
     return torch.stack(tensors, stacked_dim(tensors[0].dim(), dim))
 
 
+@boundary("map", traceable=True)
 def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None) -> _Y:
     """Call a function with each slice along the first dim, in order, and stack the results.
 
@@ -221,6 +224,7 @@ def _dim_third(func: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@boundary("associative_scan", traceable=True)
 @_dim_third
 @also_called(combine_fn="fn", xs="elems")
 def associative_scan(

@@ -54,7 +54,7 @@ def check_zero_steps(
     def step(carry: Any) -> None:
         new = body(carry)
         try:
-            check_carried(what, ("the carry", "what the body returns"), (carry, new), advice)
+            check_carried(what, ("the carry", "the result of the body"), (carry, new), advice)
         except TypeCheckError as error:
             faults.append(error)
 
