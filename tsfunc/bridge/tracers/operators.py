@@ -13,10 +13,11 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C import (
+    DisableTorchFunctionSubclass,
     _dispatch_has_kernel,
     _dispatch_has_kernel_for_dispatch_key,
     _jit_resolve_packet,
@@ -206,11 +207,28 @@ def _reader() -> Any:
 install(_reader)
 
 
+class _FixedSizes:
+    """``aten::size``, by which C++ code asks a tensor with symbolic sizes for ints.
+
+    It is not in torch's dispatcher. Each symbolic size becomes a guard on its value, so a program
+    for named dims is refused in terms of their names.
+    """
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], known: bool) -> list[int]:
+        with DisableTorchFunctionSubclass():
+            return [int(size) for size in args[0].shape]
+
+
+_SIZE, _FIXED_SIZES = torch.ops.aten.size.default, cast("TorchOperator", _FixedSizes())
+
+
 def operator_of(overload: OpOverload) -> TorchOperator:
     """Return the row of an overload, made at the first call."""
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
     op = operators_by_id.get(id(overload))
     if op is None:
+        if overload is _SIZE:
+            return _FIXED_SIZES
         # Of two threads that ask at once, one makes the row before the other sees it.
         with _lock:
             found = find_operator(overload.name())
