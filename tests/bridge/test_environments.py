@@ -18,7 +18,7 @@ from tsfunc import MetaTensorType as Meta
 from tsfunc.bridge.sizes.shape_environment import environment_class
 from tsfunc.errors import ConstraintViolation
 
-FILE = Path(__file__).parents[1] / "program" / "files" / "format_1.tsf"
+FILE = Path(__file__).parents[1] / "program" / "files" / "containers.tsf"
 
 
 @contextmanager

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import faulthandler
+import functools
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tsfunc.testing import spawn
 from tsfunc.testing.ranks import stop
 
 Check = Callable[[int, int], None]
+
+
+@functools.cache
+def mesh_of(names: tuple[str, ...], shape: tuple[int, ...]) -> DeviceMesh:
+    """Return a mesh of the CPU, made once in a process: each of its groups has threads."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@contextmanager
+def watched(seconds: float) -> Iterator[None]:
+    """Context manager: ends the process, with the stacks of its threads, if the block hangs."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def failures(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -44,6 +47,23 @@ def swapped(x: Tensor, rank: int) -> Any:
     return second * tsfunc.psum(x, "i")
 
 
+def swapped_in_a_line(x: Tensor, rank: int) -> Any:
+    return tsfunc.psum(x, "i") - tsfunc.psum(-x, "i") if rank else tsfunc.psum(-x, "i") - x
+
+
+def other_lanes(x: Tensor, rank: int) -> Any:
+    rows = x * torch.ones(2 + rank, 1)
+    return tsfunc.vmap(lambda v: tsfunc.psum(v, "i"))(rows).sum(0)
+
+
+def other_transposes(x: Tensor, rank: int) -> Any:
+    leaf = x.clone().requires_grad_()
+    first = tsfunc.psum(leaf.sin(), "i")
+    second = tsfunc.psum(leaf.cos(), "i")
+    (first if rank else second).sum().backward()
+    return leaf.grad
+
+
 def unused(x: Tensor, rank: int) -> Any:
     if rank:
         tsfunc.psum(x, "i")
@@ -61,9 +81,17 @@ BODIES: dict[str, tuple[Body, str]] = {
     "other types": (other_type, "(?s)rank 0: sum.*float32.*rank 1: sum.*float64"),
     "other kinds": (other_kind, "(?s)rank 0: gather.*rank 1: sum"),
     "swapped calls": (swapped, "(?s)rank 0: sum.*rank 1: sum"),
+    "other lanes": (other_lanes, r"(?s)rank 0: sum.*\(2, 2\).*rank 1: sum.*\(3, 2\)"),
+    "transposes of other calls": (
+        other_transposes,
+        "(?s)rank 0: sum.* as the transpose of .*rank 1: sum.* as the transpose",
+    ),
     "a call that others do not make": (unused, "(?s)rank 0: tile.*rank 1: sum"),
     "a rank that raises": (raising, "(?s)rank 0: sum.*rank 1: raised ArithmeticError"),
 }
+
+if sys.version_info >= (3, 11):  # older releases have no columns of calls
+    BODIES["swapped calls in a line"] = swapped_in_a_line, r"(?s)rank 0: sum.*rank 1: sum"
 
 
 def refused(body: Body, pattern: str) -> Check:
@@ -89,8 +117,10 @@ def other_programs(rank: int, size: int) -> None:
     """Ranks that run different programs learn it at the first exchange of the program."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     bodies = [lambda x: tsfunc.psum(x.sin(), "i"), lambda x: tsfunc.psum(x.cos(), "i")]
-    for backend in ("python", "aot_eager"):
-        mapped = shard_map(bodies[rank], mesh, P("i"), P())
+    shapes = [lambda x: x * tsfunc.psum(torch.ones(2), "i"), lambda x: tsfunc.psum(x[:1], "i")]
+    lanes = [functools.partial(other_lanes, rank=each) for each in range(2)]
+    for both, backend in itertools.product((bodies, shapes, lanes), ("python", "aot_eager")):
+        mapped = shard_map(both[rank], mesh, P("i"), P("i"))
         program = tsfunc.specialize(mapped, backend=backend)
         with pytest.raises(RanksDisagree, match=r"(?s)rank 0: program .*rank 1: program "):
             program(torch.ones(4))
@@ -168,6 +198,26 @@ def waiting_unchecked(rank: int, size: int) -> None:
                 f(x, good)
 
 
+def waiting_for_a_trace(rank: int, size: int) -> None:
+    """A rank that raises while its program is traced ends ranks that have made theirs."""
+
+    def body(x: Tensor) -> Any:
+        if rank == 1:
+            raise ArithmeticError("rank 1 can't")
+        return tsfunc.scan(lambda c, t: (c + tsfunc.psum(t, "t"), None), x[0], x)[0]
+
+    for backend in ("python", "aot_eager"):
+        mapped = shard_map(body, {"t": dist.new_group()}, P(), P())
+        started = time.monotonic()
+        if rank == 1:
+            with pytest.raises(ArithmeticError, match="rank 1 can't"):
+                tsfunc.specialize(mapped, backend=backend)(torch.arange(4.0))
+        else:
+            with pytest.raises(RanksDisagree, match="rank 1: raised ArithmeticError: rank 1 can't"):
+                tsfunc.specialize(mapped, backend=backend)(torch.arange(4.0))
+        assert time.monotonic() - started < 20
+
+
 def a_rank_that_recovers(rank: int, size: int) -> None:
     """A rank that handles its error, and then joins the others, does not disturb them."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
@@ -215,6 +265,7 @@ CHECKS["a destroyed group"] = a_destroyed_group
 
 # Ranks that were left waiting leave their process group unusable: these are the last.
 CHECKS["waiting without checks"] = waiting_unchecked
+CHECKS["waiting for a trace"] = waiting_for_a_trace
 CHECKS["waiting in a program"] = waiting_in_a_program
 
 

@@ -131,66 +131,6 @@ def collectives_of_equal_values_are_local(rank: int, size: int) -> None:
 
 
 @check
-def promises_are_proved_or_refused(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
-    x, offset = torch.arange(4.0), torch.ones(())
-
-    def mapped(f: Callable[[Tensor], Any], **options: Any) -> Any:
-        return tsfunc.specialize(shard_map(f, mesh, P("i"), P(), **options))
-
-    def steps(total: Tensor, x: Tensor) -> Tensor:
-        out: Tensor = tsfunc.fori_loop(0, 3, lambda _, c: c + tsfunc.psum(x.sum() * c, "i"), total)
-        return out
-
-    broken: list[Callable[[Tensor], Any]] = [
-        lambda x: x.sum(),
-        lambda x: tsfunc.psum(x.sum(), "i") + tsfunc.axis_index("i"),
-        lambda x: tsfunc.ppermute(tsfunc.psum(x, "i"), "i", [(0, 1)]),
-        lambda x: tsfunc.cond(x.sum() > 9, torch.sin, torch.cos, x.sum()),
-    ]
-    for f in broken:
-        with pytest.raises(
-            MeshError, match=r"(?s)equal on all ranks along 'i'.*test_mesh_programs"
-        ):
-            mapped(f)(x)
-        # The eager body, and a body without this check, are the user's promise.
-        mapped(f, check=None)(x)
-    kept: list[Callable[[Tensor], Any]] = [
-        lambda x: tsfunc.psum(x.sum(), "i") * offset,
-        lambda x: tsfunc.all_gather(x, "i")[0],
-        lambda x: tsfunc.pmax(x, "i"),
-        lambda x: steps(tsfunc.psum(x.sum(), "i"), x),
-        lambda x: torch.zeros(2).copy_(tsfunc.psum(x, "i")),
-    ]
-    for f in kept:
-        want = shard_map(f, VirtualMesh(i=size), P("i"), P())(x)
-        close(mapped(f)(x), want)
-        loss = lambda x, f=f: shard_map(f, mesh, P("i"), P())(x).square().sum()  # noqa: E731
-        close(tsfunc.specialize(tsfunc.hessian(loss))(x), tsfunc.hessian(loss)(x))
-    # A proved promise is not compared when the program runs, and one of a loop is.
-    proved = mapped(kept[0], check="values")
-    assert "'leave', [], 'i', 'i=2;unchecked'" in str(proved.lower(x))
-    assert "'leave', [], 'i', 'i=2;values'" in str(mapped(kept[3], check="values").lower(x))
-
-
-@check
-def loops_over_equal_values_are_equal(rank: int, size: int) -> None:
-    """A sum after a loop over equal values needs no collective."""
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
-
-    def body(w: Tensor) -> Tensor:
-        w = tsfunc.fori_loop(0, 2, lambda _, w: w.sin() + tsfunc.psum(w, "i"), w)
-        out: Tensor = tsfunc.psum(w, "i")
-        return out
-
-    f = shard_map(body, mesh, P(), P())
-    program = tsfunc.specialize(f)
-    close(program(torch.ones(3)), f(torch.ones(3)))
-    (use,) = program.properties().collectives
-    assert use.times == 2  # those of the loop's steps
-
-
-@check
 def captured_tensors_are_exchanged_by_name(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     own = torch.ones(2) + rank

@@ -116,19 +116,6 @@ def _(primals: Any, tangents: Any) -> Any:
     return found, 2 * found * tangents[0]
 
 
-@tsfunc.custom_vmap
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.mT
-
-
-@product.def_vmap
-def _(size: int, batched: Any, a: Tensor, b: Tensor) -> Any:
-    a, b = (
-        x if flag else x.expand(size, *x.shape) for x, flag in zip((a, b), batched, strict=True)
-    )
-    return a @ b.mT, True
-
-
 class Scaling(torch.autograd.Function):
     """A function that keeps a tensor of its own, its shape and a number."""
 
@@ -147,7 +134,7 @@ class Scaling(torch.autograd.Function):
 
 
 class Turning(torch.autograd.Function):
-    """A function with all methods."""
+    """A function with both derivatives."""
 
     @staticmethod
     def forward(x: Tensor, size: int) -> Tensor:
@@ -169,10 +156,6 @@ class Turning(torch.autograd.Function):
         x, _ = ctx.saved_tensors
         return 3 * tangents[0] * x.cos() * ctx.size
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor, size: int) -> Any:
-        return Turning.apply(x, size), in_dims[0]  # type: ignore[no-untyped-call]
-
 
 GENERATOR = torch.Generator().manual_seed(3)
 
@@ -184,7 +167,7 @@ def ruled(x: Tensor) -> Any:
     total, at = apply(x, 2.0)
     slope = tsfunc.vmap(tsfunc.grad(lambda x: exponential(x).sum()))(x)
     noise = torch.rand(x.shape, generator=GENERATOR)
-    return clipped(x), total, at, slope, product(x, x), turned(x, x.shape[0]), noise
+    return clipped(x), total, at, slope, turned(x, x.shape[0]), noise
 
 
 def solving(a: Tensor, b: Tensor) -> Any:

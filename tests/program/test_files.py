@@ -613,27 +613,26 @@ class TestState:
             loaded(torch.ones(1))
 
 
-class TestVersions:
-    def test_a_file_of_format_5(self) -> None:
-        """It was written by the first version that wrote this format, and is kept as it was."""
-        loaded = load(KEPT / "format_5.tsf")
+class TestKeptFiles:
+    """Files that were written once, and are kept as they were."""
+
+    def test_tensors_that_may_require_grad(self) -> None:
+        loaded = load(KEPT / "any_grad.tsf")
         a, c, y = torch.ones(4), torch.full((4,), 2.0), torch.full((4,), 3.0)
         same(loaded({"a": a, "b": {"c": c}}, y), torch.tensor(24.0))
         same(grad(lambda c, y: loaded({"a": a, "b": {"c": c}}, y), (0, 1))(c, y), (a * y, a * c))
         loaded.program.verify()
 
-    def test_a_file_of_format_3(self) -> None:
-        """It was written by the first version that wrote this format, and is kept as it was."""
-        loaded = load(KEPT / "format_3.tsf")
+    def test_conditions_and_shapes(self) -> None:
+        loaded = load(KEPT / "conditions.tsf")
         got = loaded(torch.ones(8), torch.ones(5))
         same(got[0], torch.full((5,), 2.0))
         assert got[1] == torch.Size([8])
         with pytest.raises(DescriptorViolation, match=r"n % 2 == 0 does not hold"):
             loaded(torch.ones(7), torch.ones(5))
 
-    def test_a_file_of_format_2(self) -> None:
-        """It was written by the first version that wrote this format, and is kept as it was."""
-        loaded, net = load(KEPT / "format_2.tsf"), Running()
+    def test_state(self) -> None:
+        loaded, net = load(KEPT / "state.tsf"), Running()
         net.total = torch.tensor([3.0, 3.0])
         for n, update in ((3, True), (1, True), (2, False), (4, True)):
             x = torch.arange(2.0 * n).reshape(n, 2)
@@ -641,15 +640,14 @@ class TestVersions:
         assert loaded.state["self.total"].equal(net.total)
         loaded.program.verify()
 
-    def test_what_needs_no_later_format_has_the_first(self, tmp_path: Path) -> None:
+    def test_the_version(self, tmp_path: Path) -> None:
         f = specialize(lambda x: x + 1)
         f(torch.ones(2))
         f.save(tmp_path / "f.tsf", exact=True)
         assert b'"version":1' in (tmp_path / "f.tsf").read_bytes()
 
-    def test_a_file_of_format_1(self) -> None:
-        """It was written by the first version that wrote files, and is never written again."""
-        step = load(KEPT / "format_1.tsf")
+    def test_containers_and_numbers(self) -> None:
+        step = load(KEPT / "containers.tsf")
         weight = torch.arange(12.0).reshape(4, 3)
         for n in (5, 1, 2, 9):
             x, y = torch.ones(n, 4), torch.zeros(2)
@@ -667,9 +665,8 @@ class TestVersions:
             step(torch.ones(2, 3), y, scale=2.0)
         step.program.verify()
 
-    def test_a_file_of_format_3_with_checkpoints(self) -> None:
-        """It was written by the first version that wrote these, and is kept as it was."""
-        loaded = load(KEPT / "format_3_again.tsf")
+    def test_checkpoints(self) -> None:
+        loaded = load(KEPT / "checkpoints.tsf")
         for n in (4, 7):
             _same_when_seeded(loaded, again, torch.randn(n, 3))
         loaded.program.verify()
@@ -694,11 +691,10 @@ class TestRunAgain:
             x = torch.randn(n, 3)
             _same_when_seeded(loaded, again, x)
             assert type(loaded(x)[-1]) is torch.Size
-        assert b'"version":3' in (tmp_path / "f.tsf").read_bytes()
 
     def test_in_a_process_that_has_only_loaded_it(self) -> None:
         code = "import sys, torch, tsfunc; tsfunc.load(sys.argv[1])(torch.randn(4, 3))"
-        subprocess.run([sys.executable, "-c", code, str(KEPT / "format_3_again.tsf")], check=True)
+        subprocess.run([sys.executable, "-c", code, str(KEPT / "checkpoints.tsf")], check=True)
 
     @pytest.mark.parametrize("policy", [None, "dots_saveable", [torch.ops.aten.mm]])
     def test_under_transforms(self, policy: Any, tmp_path: Path) -> None:

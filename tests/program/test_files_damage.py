@@ -225,7 +225,6 @@ class TestContainers:
             (GRAPH, lambda d: d.pop("state"), "the graph has 2 results"),
             (FUNCTION, lambda d: d.pop("state"), "expected an integer from 0"),
             (FUNCTION, lambda d: d["state"][0].update(value={"tensor": "t9"}), "no tensor 't9'"),
-            ("format.json", lambda d: d.update(version=1), "there is no 'state'"),
         ],
     )
     def test_state(self, entry: str, change: Any, match: str, tmp_path: Path) -> None:
@@ -247,12 +246,11 @@ class TestContainers:
             (FUNCTION, lambda d: form_of(d)["conditions"].append("n"), "not a comparison of sizes"),
             (FUNCTION, lambda d: form_of(d)["conditions"].append(3), "expected"),
             (FUNCTION, lambda d: form_of(d).update(conditions={}), "expected"),
-            ("format.json", lambda d: d.update(version=2), "conditions"),
             (GRAPH, lambda d: shape_of(d).update(args=[[1], [2]]), "a list of numbers"),
             (GRAPH, lambda d: shape_of(d).update(args=[[{"node": "x"}]]), "a list of numbers"),
             (GRAPH, lambda d: shape_of(d).update(args=[3]), "a list of numbers"),
         ],
-        ids=["call", "name", "no fact", "number", "object", "version", "two", "tensor", "no list"],
+        ids=["call", "name", "no fact", "number", "object", "two", "tensor", "no list"],
     )
     def test_conditions_and_shapes(
         self, entry: str, change: Any, match: str, tmp_path: Path
@@ -288,8 +286,6 @@ class TestContainers:
             change(program["graph"]["nodes"][control]["control"])
 
         refused(tmp_path, edited(data, name, changed), match)
-        older = edited(data, "format.json", lambda head: {**head, "version": 2})
-        refused(tmp_path, older, "expected a kind of control flow")
 
     def test_nothing_is_derived_from_states(self, tmp_path: Path) -> None:
         f = specialize(checkpoint(torch.sin))
@@ -422,8 +418,6 @@ FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("dims", lambda d: first_leaf(d).update(dims=["__import__('os')", 4]), "joins integers and"),
     ("bounds", lambda d: d["calls"][0]["form"]["dims"].update(n="tensor[m]"), "of the dim 'n'"),
     ("grad", lambda d: first_leaf(d).update(requires_grad=1), "grad: expected true or false"),
-    ("either in an early format", lambda d: first_leaf(d).update(requires_grad=None),
-     "requires_grad: expected true or false"),
     ("settings", lambda d: d["calls"][0]["form"]["settings"].update(mood=1), "no such setting"),
 ]  # fmt: skip
 
@@ -489,6 +483,16 @@ def _function(kind: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return changed
 
 
+def _part(name: str, change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change to a part of the first function with a `custom_vjp`."""
+    return _function("vjp", lambda function: change(function["parts"][name]))
+
+
+def _indices(kind: str, **new: Any) -> Callable[[Any], Any]:
+    """Other indices of the first function of a kind."""
+    return _function(kind, lambda function: function["indices"].update(new))
+
+
 def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A change to the first call of a function."""
 
@@ -501,29 +505,40 @@ def _call(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _calls_itself(function: Any) -> None:
     """The function now calls one of its rules, which calls the function."""
-    function["primal"] = copy.deepcopy(function["forward"])
-    del function["primal"]["graph"]["outputs"][1:]
+    parts = function["parts"]
+    parts["primal"] = copy.deepcopy(parts["forward"])
+    del parts["primal"]["graph"]["outputs"][1:]
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         (_function("vjp", lambda f: f.update(kind="eval")), "kind: expected a kind of function"),
-        (_function("vjp", lambda f: f.update(kind="jvp")), "by is missing"),
+        (_function("vjp", lambda f: f.update(kind="jvp")), "by.* is missing|no 'smooth'"),
         (_function("vjp", lambda f: f.update(tensors=2)), "called with other values"),
         (_function("vjp", lambda f: f.update(tensors=1 << 40)), "tensors: expected an integer"),
         (_function("vjp", lambda f: f.update(results=2)), "it returns 1 values, not 2"),
         (_function("vjp", lambda f: f.update(count=2)), "count: expected an integer"),
-        (_function("vjp", lambda f: f.update(smooth=[1])), "smooth.*expected an integer"),
-        (_function("vjp", lambda f: f["backward"]["inputs"].append(0)), "has other inputs"),
-        (_function("vjp", lambda f: f["primal"].update(name="a\nb")), "expected a line of text"),
-        (_function("vjp", lambda f: f["primal"]["graph"].update(outputs=[None])), "nothing where"),
+        (
+            _indices("vjp", smooth=[1]),
+            "smooth.*expected an integer",
+        ),
+        (
+            _part("backward", lambda p: p["inputs"].append(0)),
+            "has other inputs",
+        ),
+        (
+            _part("primal", lambda p: p.update(name="a\nb")),
+            "expected a line of text",
+        ),
+        (_part("primal", lambda p: p["graph"].update(outputs=[None])), "nothing where"),
         (_function("vjp", _calls_itself), "in a circle, or too deeply"),
-        (_function("jvp", lambda f: f.update(by=[3])), "by.*expected an integer"),
+        (_indices("jvp", by=[3]), "by.*expected an integer"),
         (_function("jvp", lambda f: f.update(more=1)), "there is no 'more' in such an object"),
-        (_function("vmap", lambda f: f["batches"][0].update(given=[True])), "a list of 2"),
-        (_function("vmap", lambda f: f["batches"][0].update(returned=[1])), "true or false"),
-        (_function("methods", lambda f: f.update(kept=[9])), "kept.*expected an integer"),
+        (
+            _indices("methods", kept=[9]),
+            "kept.*expected an integer",
+        ),
         (_function("methods", lambda f: f.update(refusal="a\nb")), "refusal: expected a line"),
         (_function("methods", lambda f: f.update(once=0)), "once: expected true or false"),
         (_call(lambda c: c.update(number=99)), "number: expected an integer"),
@@ -534,7 +549,7 @@ def _calls_itself(function: Any) -> None:
     ],
 )
 def test_rules(change: Callable[[Any], Any], match: str, tmp_path: Path) -> None:
-    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
+    data = (Path(__file__).parent / "files" / "rules.tsf").read_bytes()
     refused(tmp_path, edited(data, GRAPH, lambda d: change(d) and None), match)
 
 
@@ -559,12 +574,10 @@ def test_what_people_are_told(told: Any, match: str, tmp_path: Path) -> None:
         next(n for n in program["graph"]["nodes"] if "told" in n)["told"] = told
 
     refused(tmp_path, edited(data, GRAPH, changed), f"told.*{match}|{match}")
-    older = edited(data, "format.json", lambda head: {**head, "version": 4})
-    refused(tmp_path, older, "there is no 'told' in such an object")
 
 
 def test_generators(tmp_path: Path) -> None:
-    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
+    data = (Path(__file__).parent / "files" / "rules.tsf").read_bytes()
 
     def generator(state: Any) -> Callable[[Any], Any]:
         def changed(program: Any) -> None:
@@ -585,9 +598,3 @@ def test_generators(tmp_path: Path) -> None:
     memory[-5056:] = bytes(5056)
     entries["tensors.safetensors"] = bytes(memory)
     refused(tmp_path, file_of(entries), "not the state of a generator of cpu")
-
-
-def test_functions_of_earlier_formats(tmp_path: Path) -> None:
-    data = (Path(__file__).parent / "files" / "format_4.tsf").read_bytes()
-    older = edited(data, "format.json", lambda head: {**head, "version": 3})
-    refused(tmp_path, older, "there is no 'functions' in such an object")

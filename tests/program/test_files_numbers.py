@@ -105,7 +105,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage(name: str, tmp_path: Path) -> None:
     new, match = DAMAGE[name]
-    data = (KEPT / "format_4_numbers.tsf").read_bytes()
+    data = (KEPT / "numbers.tsf").read_bytes()
 
     def changed(function: Any) -> None:
         leaves = function["calls"][0]["form"]["leaves"]
@@ -117,18 +117,14 @@ def test_damage(name: str, tmp_path: Path) -> None:
 
 
 def test_a_kept_file() -> None:
-    """It was written by the first version that wrote open numbers, and is kept as it was."""
-    loaded = load(KEPT / "format_4_numbers.tsf")
+    loaded = load(KEPT / "numbers.tsf")
     x = torch.randn(5, 2)
     for k, s in ((3, 0.5), (2, 8.0), (9, -1.5)):
         torch.testing.assert_close(loaded(x, k, s), numbered(x, k, s))
     with pytest.raises(DescriptorViolation, match="k >= 2 does not hold"):
         loaded(x, 1, 0.5)
     loaded.program.verify()
-    assert (
-        b'"numbers":{"k":3'
-        in entries_of((KEPT / "format_4_numbers.tsf").read_bytes())["programs/0.json"]
-    )
+    assert b'"numbers":{"k":3' in entries_of((KEPT / "numbers.tsf").read_bytes())["programs/0.json"]
 
 
 def folded(kind: str, leaf: Callable[[int], Any], count: int) -> Any:
@@ -148,7 +144,7 @@ ENDLESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_sizes_that_would_take_minutes(name: str, tmp_path: Path) -> None:
-    data = (KEPT / "format_4_numbers.tsf").read_bytes()
+    data = (KEPT / "numbers.tsf").read_bytes()
 
     def changed(program: Any) -> None:
         node = next(x for x in program["graph"]["nodes"] if x.get("type", {}).get("shape"))
@@ -160,7 +156,7 @@ def test_sizes_that_would_take_minutes(name: str, tmp_path: Path) -> None:
 
 
 def test_a_number_that_is_none(tmp_path: Path) -> None:
-    data = (KEPT / "format_4_numbers.tsf").read_bytes()
+    data = (KEPT / "numbers.tsf").read_bytes()
 
     def changed(program: Any) -> None:
         program["numbers"]["k"] = None

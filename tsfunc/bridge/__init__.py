@@ -17,6 +17,7 @@ from tsfunc.bridge.batch import (
     selection_sums,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
+from tsfunc.bridge.sizes import kernel_sizes
 from tsfunc.bridge.trace import anomaly, data_methods, tracing
 from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
 from tsfunc.bridge.writing import reshaped_views, reshaping
@@ -33,6 +34,7 @@ __all__ = [
     "foreach",
     "grad_level",
     "indexing",
+    "kernel_sizes",
     "methods",
     "reshaped_views",
     "reshaping",

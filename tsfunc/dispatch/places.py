@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 import os
 import re
@@ -92,6 +93,20 @@ def users_place() -> Place:
     """Return the line of the user's code that runs now."""
     frame = users_frame()
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def users_call() -> str:
+    """Return the place of the call in the user's code that runs now, with its column.
+
+    Two calls on one line have different places, from Python 3.11 on.
+    """
+    frame = users_frame()
+    code, line = frame.f_code, frame.f_lineno
+    column = None
+    if hasattr(code, "co_positions"):
+        *_, column, _ = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+    at = f"{line}" if column is None else f"{line}:{column + 1}"
+    return f"{code.co_filename}:{at}, in {code.co_name}"
 
 
 def place_of(error: BaseException) -> Place:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.control.control_flow import Body, ControlFlow
+from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
@@ -168,6 +168,11 @@ class CheckpointCall(ControlFlowOperator):
             self.bodies[0], operands, NO_KWARGS, self.policy, self.preserve
         )
         return found
+
+    def flow(
+        self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
+    ) -> list[Axes]:
+        return through(self.bodies[0], operands)
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         return writer.inline(self.bodies[0], operands)

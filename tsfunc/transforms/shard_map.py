@@ -24,7 +24,7 @@ from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
-from tsfunc.bridge.mesh.operators import in_trace
+from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
@@ -234,9 +234,12 @@ class bound:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         levels = list(self._levels.values())
         try:
-            if in_trace():
-                return
-            if error is not None:
+            trace_level = outermost_trace()
+            if trace_level is not None:
+                if error is not None:
+                    # The other ranks may wait in an exchange of the program that they have made.
+                    trace_level.failing.append(functools.partial(report, self._mesh))
+            elif error is not None:
                 _tell(self._mesh, levels, error)
             elif self._check is not None:
                 for level in levels:

@@ -70,10 +70,10 @@ def way_of(name: str) -> str:
         return "by the form that returns its result, which is then copied"
     if op.overload.namespace != "aten" and has_torchs_rule(op):
         return "by the rule that was registered with torch"
-    if op.composite:
-        return "by its parts, as torch composes it"
     if own_decomposition(name) is not None:
         return "by its parts, as written here"
+    if op.composite:
+        return "by its parts, as torch composes it"
     if _decomposition_of(op) is not None:
         return "by torch's decomposition"
     if op.is_view:
@@ -145,7 +145,7 @@ def _decomposition_of(op: TorchOperator) -> Callable[..., Any] | None:
 
 def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
     """Return the name and ``file:line`` of a decomposition, as reports show them."""
-    if op.composite:
+    if op.composite and own_decomposition(op.name) is None:
         return "torch's own composite", ""
     code = getattr(inspect.unwrap(decomposition), "__code__", None)  # C functions have none
     place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"

@@ -47,6 +47,10 @@ class Body:
         return tuple(self.function(operands))
 
 
+# The mesh axes along which a value differs between ranks (``program.passes.equal_values``).
+Axes = frozenset[str]
+
+
 class NoTorchOperator(Exception):
     """Internal: torch has no operator for this control flow."""
 
@@ -99,6 +103,20 @@ class ControlFlow:
             operands: the nodes of the call's operands.
         """
         return 1
+
+    def flow(
+        self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
+    ) -> list[Axes] | None:
+        """Return the mesh axes along which each result differs, or None if that is not known.
+
+        A result has the axes of all values that it depends on.
+
+        Args:
+            operands: the axes of each operand.
+            through: returns the axes of a body's results, given those of the operands that
+                ``Body.inputs`` counts.
+        """
+        return None
 
     def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operator as torch's own (``program.torch_operators``) and return its results.

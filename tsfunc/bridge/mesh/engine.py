@@ -6,7 +6,9 @@ Private names used here (torch 2.11 to 2.14): ``ProcessGroup._allgather_base`` a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
 
 
@@ -84,7 +86,31 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
             f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
-        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_place()}")
+        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_call()}{_transposed.call}")
+
+
+class _Transposed(threading.local):
+    """The call whose transpose this thread runs, as a part of an agreement's text."""
+
+    call = ""
+
+
+_transposed = _Transposed()
+
+
+@contextmanager
+def transposing(call: str) -> Iterator[None]:
+    """Context manager: exchanges in the block are the transpose of those of a call.
+
+    All transposes of a backward pass run from one line of the user's, so agreements compare the
+    lines of their calls too.
+    """
+    outer = _transposed.call
+    _transposed.call = f", as the transpose of the call at {call}"
+    try:
+        yield
+    finally:
+        _transposed.call = outer
 
 
 def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:

@@ -27,7 +27,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import place_of, users_place
+from tsfunc.dispatch.places import LIBRARIES, place_of, users_place
 from tsfunc.errors import MeshError, RanksDisagree
 
 # The time after which a rank that waits reads the reports, and between its reads.
@@ -109,7 +109,10 @@ def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None
 
 def describe(error: BaseException) -> str:
     """Return an error with its line, for the message of another rank."""
-    return f"raised {type(error).__name__}: {error} at {place_of(error)}"
+    place = place_of(error)
+    if place.file.startswith(LIBRARIES):  # the user's frames are not in the traceback yet
+        place = users_place()
+    return f"raised {type(error).__name__}: {error} at {place}"
 
 
 def withdraw_report(mesh: Mesh) -> None:

@@ -34,6 +34,7 @@ tells whether a dual level is entered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.mesh.engine import exchange, result_dtype
+from tsfunc.bridge.mesh.engine import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
 
 _library = torch.library.Library("tsfunc_mesh", "DEF")
@@ -140,6 +142,8 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, keys: Any, grad_mode: bool, x: Tensor, *call: Any) -> Any:
         ctx.call = call
+        compared = str(call[-1]).endswith((";calls", ";values")) and not in_trace()
+        ctx.place = users_call() if compared else None
         # Values inside of tracers belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return _below_autograd(keys, x, *call)
@@ -147,7 +151,8 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
-        pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
+        with nullcontext() if ctx.place is None else transposing(ctx.place):
+            pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
         return (None, None, pulled, None, None, None, None)
 
     @staticmethod
@@ -195,10 +200,15 @@ def runs_now(x: Tensor) -> bool:
 
 def in_trace() -> bool:
     """True if a program is being traced, whose exchanges run later."""
-    for level in tls.state.levels:  # noqa: SIM110 - every exchange asks, and a generator is slow
+    return outermost_trace() is not None
+
+
+def outermost_trace() -> TraceLevel | None:
+    """Return the level of the program that is being traced, or None."""
+    for level in tls.state.levels:
         if isinstance(level, TraceLevel):
-            return True
-    return False
+            return level
+    return None
 
 
 def axis_index(axis: str, mesh: str, device: torch.device | None) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards, suppress_guards_of
 from tsfunc.bridge.tracers.operators import overload_of
@@ -209,11 +210,8 @@ def _upsampled(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:
     """Take the spatial sizes from the arguments or from factors; keep the input's dim order."""
     if all(isinstance(size, int) and size for size in x.shape):
         return NotImplemented
-    if output_size is None:
-        factors = kwargs.get("scale_factors") or args[-1]
-        pairs = zip(x.shape[2:], factors, strict=True)
-        output_size = [torch.sym_int(size * factor) for size, factor in pairs]
-    shape = [*x.shape[:2], *output_size]
+    factors = kwargs.get("scale_factors") or args[-1] if output_size is None else None
+    shape = [*x.shape[:2], *upsampled_sizes(x, output_size, factors)]
     spatial = range(2, x.dim())
     last = x.dim() > 3 and known(x.stride(1) == 1) and not known(x.shape[1] == 1)
     return new_like(x, shape, order=[0, *spatial, 1] if last else [])

@@ -121,10 +121,12 @@ class TraceLevel(TracerLevel):
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
             in programs] in ``backward_passes``.
         passes: the backward passes of the function that reach these tensors.
+        failing: functions that are called with the error if no program is made.
     """
 
     __slots__ = (
         "bodies",
+        "failing",
         "fake",
         "graph",
         "lifted",
@@ -144,6 +146,7 @@ class TraceLevel(TracerLevel):
         self.records = records
         self.autograd += records
         self.passes: Passes | None = None
+        self.failing: list[Callable[[BaseException], None]] = []
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake

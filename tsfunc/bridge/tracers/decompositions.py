@@ -86,15 +86,8 @@ def decomposition_of(overload: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: _skip_one_hop_torch_function(decomposition, (), args, kwargs)
 
 
-# ``decompose`` runs torch's Python decompositions of these operators. Those of recurrent networks
-# omit dropout, and those of upsampling compute the result differently from the kernel.
-_COMPOSED_IN_CPP = frozenset({
-    *(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")),
-    *(f"aten::upsample_{kind}" for kind in (
-        "nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d",
-    )),
-    *(f"aten::_upsample_nearest_exact{rank}d" for rank in (1, 2, 3)),
-})  # fmt: skip
+# ``decompose`` runs torch's Python decompositions of these operators, which omit dropout.
+_COMPOSED_IN_CPP = frozenset(f"aten::{name}" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"))
 
 
 # Decompositions for tracers, by operator name with or without the overload.

@@ -105,14 +105,16 @@ class TorchOperator(Operator):
     direct_rule: Rule | None
 
     def __init__(self, overload: OpOverload) -> None:
-        super().__init__(overload.name(), overload)
+        # True if it has a composite kernel, which calls other operators and does no checks itself.
+        # A name that the dispatcher does not have raises here, before the table has a row for it.
+        name = overload.name()
+        self.composite = name not in _OUTSIDE_OF_THE_DISPATCHER and (
+            _dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        )
+        super().__init__(name, overload)
         self.outward = overload  # torch itself brings the call to the outer levels
         self.overload = overload
         self.row = find(self.name)
-        # True if it has a composite kernel, which calls other operators and does no checks itself.
-        self.composite = _dispatch_has_kernel_for_dispatch_key(
-            self.name, "CompositeImplicitAutograd"
-        )
         self.random = torch.Tag.nondeterministic_seeded in overload.tags
         # True if its rule also gets calls without batched arguments.
         self.ruled = self.random or self.name in _RULED
@@ -179,6 +181,10 @@ class TorchOperator(Operator):
         if level is not None and getattr(level, "autograd", False) and level.bits & tls.state.mask:
             return self.overload(*args, **kwargs)
         return self.call(args, kwargs, restore=True)
+
+
+# C++ asks tensors of subclasses for their sizes by an operator of torch.jit: NOTE [sizes for C++].
+_OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size"})
 
 
 def _written_memory(value: Any) -> frozenset[str] | None:

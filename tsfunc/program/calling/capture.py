@@ -245,9 +245,21 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
     """
     with collecting_seldom():
         if instances is not None:
-            trace = _Trace(request, instances)
-            return trace.program(trace.run())
-        return _settled(request, request.name, lambda trace: trace.program(trace.run()))
+            return _made(_Trace(request, instances))
+        return _settled(request, request.name, _made)
+
+
+def _made(trace: _Trace) -> Program:
+    """Return the program of a trace; if there is none, call the functions that wait for that."""
+    try:
+        return trace.program(trace.run())
+    except Retrace:
+        raise
+    except BaseException as error:
+        level: TraceLevel | None = getattr(trace, "level", None)  # the error may come before it
+        for told in [] if level is None else level.failing:
+            told(error)
+        raise
 
 
 @protected

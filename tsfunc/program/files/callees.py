@@ -1,24 +1,27 @@
 """Functions with rules of the user's in files: the graphs of the functions and their rules.
 
 A program calls an ``autograd.Function``, or a function with a rule, as one node. A file stores
-such a function as *parts*, graphs of flat values: its results, its derivative and its batching
-rule. A rule may call the function that it belongs to, so the functions are a list in the program,
-and a call names a function by its index.
+such a function as *parts*, graphs of flat values: its results and its derivative. A rule may call
+the function that it belongs to, so the functions are a list in the program, and a call names a
+function by its index.
 
-``transforms`` defines the kinds of functions and registers each of them here.
+All kinds of functions have the same JSON: counts, lists of indices, and parts. A class says which
+lists and parts it has, and what each part takes and returns. ``transforms`` defines the classes
+and registers each of them here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.program.files.archive import Field
+from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.program.files.values import NoFileForm, printable
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.types import Dim
@@ -65,55 +68,83 @@ class CalleeGraph:
             _, self.run = generate(self.name, self.graph, self.inputs, self.lifted)
 
 
+@dataclass(frozen=True)
+class PartType:
+    """The values that a part takes and returns.
+
+    Attributes:
+        takes: their kinds.
+        returns: the number of its results.
+        more: whether there may be further results, which other parts take.
+        zeros: whether a result may be None, which stands for zeros.
+    """
+
+    takes: Sequence[str]
+    returns: int
+    more: bool = False
+    zeros: bool = False
+
+
 class TracedCallee:
     """A function that is made of parts.
 
     Attributes:
+        kind: the name of its class in files.
+        part_names: the attributes that are its parts; the first computes the function itself.
+        optional: the parts that may be None.
+        index_names: the attributes that are lists of indices.
         name: its name.
         tensors: the number of tensors that it takes.
         numbers: the number of numbers that it takes after the tensors.
         results: the number of tensors that it returns.
-        parts: its graphs; the first computes the function itself.
+        count: the number of the tensors that have a derivative or are solved for; they come first.
+        refusal: the message of the error that replaces a derivative, or None.
+        once: True if the derivative has none itself.
     """
+
+    kind: ClassVar[str]
+    part_names: ClassVar[tuple[str, ...]]
+    optional: ClassVar[frozenset[str]] = frozenset()
+    index_names: ClassVar[tuple[str, ...]] = ()
+    count = 0
+    refusal: str | None = None
+    once = False
 
     def __init__(self, name: str, tensors: int, numbers: int, results: int) -> None:
         self.name, self.tensors, self.numbers, self.results = name, tensors, numbers, results
 
     @property
     def parts(self) -> Sequence[CalleeGraph]:
+        return [part for name in self.part_names if (part := getattr(self, name)) is not None]
+
+    @property
+    def most_counted(self) -> int:
+        """The upper bound of ``count``."""
+        return self.tensors
+
+    @property
+    def own(self) -> list[str]:
+        """The kinds of the values that the function takes."""
+        return [TENSOR] * self.tensors + [NUMBER] * self.numbers
+
+    def type_of_part(self, name: str) -> PartType:
+        """Return what a part takes and returns; the parts before it are known."""
         raise NotImplementedError
+
+    def limits(self) -> Mapping[str, int]:
+        """Return the upper bounds of the lists of indices, by name."""
+        return {}
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         raise NotImplementedError
 
 
-# Reads a part that is called with values of the given kinds.
-DecodePart = Callable[[Field, Sequence[Any]], CalleeGraph]
+_by_name: dict[str, type[TracedCallee]] = {}
 
 
-@dataclass(frozen=True)
-class CalleeKind:
-    """A kind of functions.
-
-    Attributes:
-        name: its name in files.
-        cls: its class.
-        encode: returns the JSON of a function, apart from the fields that all kinds have.
-        decode: sets the parts of a function from the JSON that `encode` returned.
-    """
-
-    name: str
-    cls: type[TracedCallee]
-    encode: Callable[[Any, CalleeWriter], dict[str, Any]]
-    decode: Callable[[Any, Field, DecodePart], None]
-
-
-_by_name: dict[str, CalleeKind] = {}
-
-
-def register_callee(kind: CalleeKind) -> None:
+def register_callee(cls: type[TracedCallee]) -> None:
     """Make a kind of functions known to files."""
-    _by_name[kind.name] = kind
+    _by_name[cls.kind] = cls
 
 
 # --- writing
@@ -131,8 +162,6 @@ class CalleeWriter:
     Attributes:
         bounds: the named dims of the graph that is being written.
         entries: the JSON of each function.
-        batched: whether a batching rule is being written. The functions that it calls get no
-            batching rules of their own, since the nesting of batches would be infinite.
     """
 
     def __init__(
@@ -145,7 +174,6 @@ class CalleeWriter:
         self.bounds = bounds
         self.sizes, self.described = sizes, described
         self.entries: list[Any] = []
-        self.batched = False
         self._encode = encode
         self._numbers: dict[Any, int] = {}
         self._kept: list[Any] = []
@@ -162,7 +190,6 @@ class CalleeWriter:
         Raises:
             NoFileForm: a file can't hold it.
         """
-        key = self.batched, key
         if key in self._numbers:
             return self._numbers[key]
         if self._depth >= _DEEPEST or len(self.entries) >= _MOST:
@@ -181,37 +208,31 @@ class CalleeWriter:
         return number
 
     def _entry(self, callee: TracedCallee) -> dict[str, Any]:
-        kind = next(each for each in _by_name.values() if type(callee) is each.cls)
         return {
-            "kind": kind.name,
+            "kind": callee.kind,
             "name": printable(callee.name),
             "tensors": callee.tensors,
             "numbers": callee.numbers,
             "results": callee.results,
-            **kind.encode(callee, self),
+            "count": callee.count,
+            "once": callee.once,
+            "refusal": None if callee.refusal is None else printable(callee.refusal),
+            "indices": {name: list(getattr(callee, name)) for name in callee.index_names},
+            "parts": {name: self._part(getattr(callee, name)) for name in callee.part_names},
         }
 
-    def part(self, part: CalleeGraph) -> Any:
+    def _part(self, part: CalleeGraph | None) -> Any:
         """Return the JSON of a part."""
+        if part is None:
+            return None
         before, self.bounds = self.bounds, part.dims
         try:
             return self._encode(part)
         finally:
             self.bounds = before
 
-    def of_batch(self, part: CalleeGraph) -> Any:
-        """Return the JSON of a part that is a batching rule."""
-        before, self.batched = self.batched, True
-        try:
-            return self.part(part)
-        finally:
-            self.batched = before
-
 
 # --- reading
-
-
-HEAD = ("kind", "name", "tensors", "numbers", "results")
 
 
 class CalleeReader:
@@ -234,10 +255,14 @@ class CalleeReader:
 
     @staticmethod
     def _head(field: Field) -> TracedCallee:
-        kind: CalleeKind = field.at("kind").one_of(_by_name, "a kind of function")
-        counts = [field.at(key).integer(0, _MOST_OPERANDS) for key in HEAD[2:]]
-        name = field.at("name").line()
-        return kind.cls(name, *counts)
+        kind, name_field, *fields, _, _, _, _, _ = field.record(
+            "kind", "name", "tensors", "numbers", "results", "count", "once", "refusal", "indices",
+            "parts",
+        )  # fmt: skip
+        cls: type[TracedCallee] = kind.one_of(_by_name, "a kind of function")
+        counts = [each.integer(0, _MOST_OPERANDS) for each in fields]
+        name = name_field.line()
+        return cls(name, *counts)
 
     def at(self, field: Field) -> TracedCallee:
         """Return the function of an index."""
@@ -246,7 +271,7 @@ class CalleeReader:
     def finish(self) -> None:
         """Read the parts of all functions."""
         for each, callee in zip(self._fields, self._made, strict=True):
-            _by_name[each.at("kind").text()].decode(callee, each, self._decode)
+            self._read(each, callee)
         depths: dict[TracedCallee, int] = {}
         for each, callee in zip(self._fields, self._made, strict=True):
             if _depth(callee, depths) > _DEEPEST:
@@ -257,6 +282,35 @@ class CalleeReader:
                     part.make()
             except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
                 each.fail(f"no code can be made of it: {error}")
+
+    def _read(self, field: Field, callee: TracedCallee) -> None:
+        """Set the attributes of a function from its JSON."""
+        callee.count = field.at("count").integer(0, callee.most_counted)
+        callee.once = field.at("once").flag()
+        refusal = field.at("refusal")
+        callee.refusal = None if refusal.value is None else refusal.line()
+        indices = field.at("indices").record(*callee.index_names)
+        for name, given in zip(callee.index_names, indices, strict=True):
+            found = [at.integer(0, 2 * _MOST_OPERANDS) for at in given.items()]
+            setattr(callee, name, found)
+        parts = field.at("parts").record(*callee.part_names)
+        for name, given in zip(callee.part_names, parts, strict=True):
+            setattr(callee, name, self._part(given, callee, name))
+        for name, given in zip(callee.index_names, indices, strict=True):
+            for at in given.items():
+                at.integer(0, callee.limits()[name] - 1)
+
+    def _part(self, field: Field, callee: TracedCallee, name: str) -> CalleeGraph | None:
+        if field.value is None and name in callee.optional:
+            return None
+        wanted = callee.type_of_part(name)
+        part = self._decode(field, wanted.takes)
+        count = len(part.results)
+        if count < wanted.returns or (count > wanted.returns and not wanted.more):
+            field.fail(f"it returns {count} values, not {wanted.returns}")
+        if not wanted.zeros and any(value is None for value in part.results):
+            field.fail("it returns nothing where there must be a tensor")
+        return part
 
 
 def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0) -> int:

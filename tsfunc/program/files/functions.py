@@ -25,15 +25,12 @@ from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.calling.target import described, places_of
 from tsfunc.program.files.archive import Archive, Field, json_bytes, write_archive
-from tsfunc.program.files.graphs import version_of
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import (
     FormReader,
     decode_program,
     encode_form,
     encode_program,
-    facts_of,
-    has_key,
     what_it_does,
 )
 from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
@@ -50,7 +47,7 @@ from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 
-KIND, VERSION = "tsfunc program", 5
+KIND, VERSION = "tsfunc program", 1
 _KINDS = {
     str(kind).lower(): kind
     for kind in (
@@ -113,7 +110,7 @@ def function_bytes(function: SavedFunction) -> bytes:
     entries: dict[str, bytes] = {}
     try:
         state = StateWriter([answer.program for answer in function.answers])
-        numbers, tells = _write_programs(function, tensors, state, entries)
+        numbers = _write_programs(function, tensors, state, entries)
         calls = [
             {
                 "program": numbers[answer.program],
@@ -145,9 +142,7 @@ def function_bytes(function: SavedFunction) -> bytes:
         "tensors.json": json_bytes(records),
         "tensors.safetensors": memory,
     }
-    used = 5 if tells else 4 if tensors.has_generators else 1
-    version = max(used, _version_of(function, bool(len(state))))
-    about = {"format": KIND, "version": version, "tsfunc": _version(), "torch": torch.__version__}
+    about = {"format": KIND, "version": VERSION, "tsfunc": _version(), "torch": torch.__version__}
     return write_archive(about, all_entries)
 
 
@@ -156,37 +151,19 @@ def _write_programs(
     tensors: TensorWriter,
     state: StateWriter,
     entries: dict[str, bytes],
-) -> tuple[dict[Program, int], bool]:
-    """Write the programs; equal programs are written once.
-
-    Returns:
-        The number of each program, and whether one has display properties ("told") in addition to
-        types.
-    """
+) -> dict[Program, int]:
+    """Write the programs, equal programs once; return the number of each program."""
     numbers: dict[Program, int] = {}
     written: dict[bytes, int] = {}
-    tells = False
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
         encoded = encode_program(program, tensors, state, only)
         number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
         numbers[program] = number
-        tells = tells or has_key(encoded, "told")
         if f"programs/{number}.json" not in entries:
             entries[f"programs/{number}.json"] = json_bytes(encoded)
             entries[f"programs/{number}.py"] = f"{program}\n".encode(errors="replace")
-    return numbers, tells
-
-
-def _version_of(function: SavedFunction, has_state: bool) -> int:
-    """Return the first version of the format that supports the function."""
-    forms = [answer.form for answer in function.answers]
-    nodes = (node for answer in function.answers for node in answer.program.graph.nodes)
-    fifth = any(spec.any_grad for form in forms for spec in form.inputs)
-    fourth = any(form.property_guards or form.groups or form.scalars for form in forms)
-    third = any(map(facts_of, forms)) or any(node.target is torch.Size for node in nodes)
-    found = [version_of(answer.program.graph) for answer in function.answers]
-    return max(5 if fifth else 4 if fourth else 3 if third else 2 if has_state else 1, *found)
+    return numbers
 
 
 def _version() -> str:
@@ -246,7 +223,7 @@ def read_function(
         FileFormatError: the file has another format, or it is damaged.
     """
     archive = Archive(file, what)
-    made_with, version = _read_head(archive)
+    made_with = _read_head(archive)
     values = ValueReader(device=device)
     tensors = TensorReader(
         archive.json("tensors.json"),
@@ -256,10 +233,10 @@ def read_function(
     )
     function = archive.json("function.json")
     keys = ("name", "parameters", "descriptors", "limit", "calls")
-    function.require_keys(keys, ("state",) if version > 1 else ())
+    function.require_keys(keys, ("state",))
     name, parameters, described, limit, calls = map(function.at, keys)
     state = read_state(function.get("state"), tensors, values)
-    context = FileContext(tensors, classes, device, made_with, state, version)
+    context = FileContext(tensors, classes, device, made_with, state)
     signature = _read_signature(parameters)
     answers = _read_answers(archive, calls, context, signature)
     return SavedFunction(
@@ -273,21 +250,21 @@ def read_function(
     )
 
 
-def _read_head(archive: Archive) -> tuple[str, int]:
-    """Check the manifest of a file; return the torch version it was made with, and the format's."""
+def _read_head(archive: Archive) -> str:
+    """Check the manifest of a file; return the torch version it was made with."""
     head = archive.head
     kind = head.get("format")
     if kind is None or kind.value != KIND:
         head.fail(f"not a file of tsfunc: its format is not {KIND!r}")
     version = head.at("version").integer(1)
-    if version > VERSION:
+    if version != VERSION:
         head.fail(
             f"the file is of format {version}, of a later version of tsfunc "
-            f"({head.at('tsfunc').line()}); this one reads formats up to {VERSION}"
+            f"({head.at('tsfunc').line()}); this one reads format {VERSION}"
         )
     *_, made_with, entries = head.record("format", "version", "tsfunc", "torch", "entries")
     archive.require_entries(entries)
-    return made_with.line(), version
+    return made_with.line()
 
 
 @dataclass(frozen=True)

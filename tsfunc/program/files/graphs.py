@@ -80,14 +80,12 @@ class DecodeGraph:
     Attributes:
         graph: reads the graph of a body.
         device: reads a device.
-        version: the version of the file's format.
         made_with: the torch version of the file, for errors.
         callees: the functions that the program calls.
     """
 
     graph: Callable[[Field], torch.fx.Graph]
     device: Callable[[Field], torch.device]
-    version: int
     made_with: str
     callees: CalleeReader
 
@@ -105,14 +103,12 @@ class ControlKind:
         encode: returns the JSON fields of an operator, its bodies included.
         decode: makes an operator from its JSON, its name, a reader of the graphs of bodies, and
             the kinds of its operands; reports inconsistent JSON with `Field.fail`.
-        since: the first version of the format that has it.
     """
 
     name: str
     cls: type[ControlFlow]
     encode: Callable[[Any, EncodeGraph], dict[str, Any]]
     decode: Callable[[Field, str, DecodeGraph, Sequence[Any]], ControlFlow]
-    since: int = 1
 
 
 _by_name: dict[str, ControlKind] = {}
@@ -135,21 +131,6 @@ def encode_control(op: ControlFlow, graph: EncodeGraph) -> dict[str, Any]:
     raise NoFileForm(f"{op.name}, which runs Python code of its own")
 
 
-def version_of(graph: torch.fx.Graph) -> int:
-    """Return the first version of the format that has all control flow of a graph."""
-    ops = [node.target for node in graph.nodes if isinstance(node.target, ControlFlow)]
-    return max(map(_version_of, ops), default=1)
-
-
-def _version_of(op: ControlFlow) -> int:
-    own = [kind.since for kind in _by_name.values() if type(op) is kind.cls]
-    inside = [version_of(body.graph) for body in op.bodies]
-    derived = getattr(op, "op", None)
-    if isinstance(derived, ControlFlow):
-        inside.append(_version_of(derived))
-    return max([1, *own, *inside])
-
-
 def encode_bodies(op: ControlFlow, graph: EncodeGraph) -> list[Any]:
     """Return the bodies of an operator as JSON."""
     return [
@@ -166,8 +147,7 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
         graph: reads the graph of a body.
         kinds: the kinds of the operands.
     """
-    known = {name: each for name, each in _by_name.items() if each.since <= graph.version}
-    kind = field.at("kind").one_of(known, "a kind of control flow")
+    kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
     found: ControlFlow = kind.decode(field, name, graph, kinds)
     return found
@@ -205,8 +185,7 @@ _RESERVED = frozenset({"args"})
 # The operator in a file that checks a size that depends on data.
 _ASSERTION = "aten::_assert_scalar"
 _FLAGS = {"quiet": "no_grad", "requires_grad": "requires_grad"}
-_SINCE_GENERATORS, _SINCE_DISPLAY_META = 4, 5  # the first versions of the format that have them
-_OPTIONAL = ("type", "number", "line", *_FLAGS)
+_OPTIONAL = ("type", "number", "line", "told", *_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -364,7 +343,6 @@ class GraphReader:
         device: replaces every device of the file, if it is given.
         types: reads the types of values.
         made_with: the torch version of the file, for errors.
-        version: the version of the format.
         callees: the functions that the program calls.
         is_body: whether the graph is a body of control flow.
     """
@@ -375,20 +353,15 @@ class GraphReader:
         device: torch.device | None,
         types: NodeTypes,
         made_with: str,
-        version: int,
         callees: CalleeReader,
         is_body: bool = False,
     ) -> None:
         self._callees, self._is_body = callees, is_body
-        self._version = version
-        self._optional = (*_OPTIONAL, "told") if version >= _SINCE_DISPLAY_META else _OPTIONAL
         self._tensors = tensors
         self._device = device
         self._types = types
         self._made_with = made_with
-        self._values = ValueReader(self._known, device)
-        if version >= _SINCE_GENERATORS:
-            self._values = self._values.with_other({"generator": self._generator})
+        self._values = ValueReader(self._known, device).with_other({"generator": self._generator})
         self._nodes: dict[str, torch.fx.Node] = {}
         self._kinds: dict[torch.fx.Node, Kind] = {}
         self.graph = torch.fx.Graph()
@@ -459,7 +432,7 @@ class GraphReader:
             node.meta["place"] = line.line()
 
     def _input(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "input"), self._optional)
+        field.require_keys(("name", "input"), _OPTIONAL)
         kind = field.at("input").one_of({TENSOR: TENSOR, NUMBER: NUMBER}, "tensor or number")
         if any(node.op != "placeholder" for node in self._nodes.values()):
             field.fail("inputs come first")
@@ -468,7 +441,7 @@ class GraphReader:
         return kind, node
 
     def _lifted_tensor(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "lifted"), self._optional)
+        field.require_keys(("name", "lifted"), _OPTIONAL)
         if self._is_body:
             field.fail("there are no tensors of the file inside of control flow")
         self.lifted[name] = self._tensors.tensor(field.at("lifted"))
@@ -506,7 +479,7 @@ class GraphReader:
         )
 
     def _item(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
-        field.require_keys(("name", "item", "of"), self._optional)
+        field.require_keys(("name", "item", "of"), _OPTIONAL)
         of, index = self._known(field.at("of")), field.at("item").integer(0, 1 << 31)
         kind = kind_of_item(self._kinds[of], index)
         if kind is None:
@@ -519,15 +492,13 @@ class GraphReader:
         kinds = [self._kinds[arg] if isinstance(arg, torch.fx.Node) else NUMBER for arg in args]
         if kwargs or not all(kind in (TENSOR, NUMBER) for kind in kinds):
             field.fail("control flow takes tensors and numbers")
-        parts = DecodeGraph(
-            self._body, self._values.device, self._version, self._made_with, self._callees
-        )
+        parts = DecodeGraph(self._body, self._values.device, self._made_with, self._callees)
         op = decode_control(field.at("control"), parts, kinds)
         return [TENSOR], self.graph.create_node("call_function", op, args, name=name)
 
     def _body(self, field: Field) -> torch.fx.Graph:
         reader = GraphReader(
-            self._tensors, self._device, self._types, self._made_with, self._version,
+            self._tensors, self._device, self._types, self._made_with,
             self._callees, is_body=True,
         )  # fmt: skip
         return reader.read(field)
@@ -537,7 +508,7 @@ class GraphReader:
         return self._tensors.generator(state, self._values.device(device))
 
     def _arguments(self, field: Field, kind: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        field.require_keys(("name", kind, "args", "kwargs"), self._optional)
+        field.require_keys(("name", kind, "args", "kwargs"), _OPTIONAL)
         args = tuple(self._values.decode(arg) for arg in field.at("args").items())
         kwargs = {}
         for name, value in field.at("kwargs").mapping().items():

@@ -148,7 +148,6 @@ def dim_text(dim: Dim) -> str:
     return str(MetaTensorType([dim]))
 
 
-_SINCE_ANY_GRAD = 5  # the first version of the format with tensors that may require grad or not
 _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
@@ -162,7 +161,7 @@ class FormReader:
     """
 
     def __init__(self, context: FileContext, of_keywords: bool) -> None:
-        self._of_keywords, self._version = of_keywords, context.version
+        self._of_keywords = of_keywords
         self._values = ValueReader(device=context.device)
         self._trees = Trees(context.classes, self._values)
         self._fake = Symbols({}).fake
@@ -170,8 +169,7 @@ class FormReader:
     def decode(self, field: Field) -> CallSpec:
         """Return the form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
-        since = {"conditions": 3, "asked": 4, "one": 4}
-        field.require_keys(keys, [key for key in since if self._version >= since[key]])
+        field.require_keys(keys, ("conditions", "asked", "one"))
         arguments, leaves_field, dims, ambient_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
@@ -186,7 +184,7 @@ class FormReader:
             if value is None:
                 inputs.append(self._input(i, leaf, bounds))
                 continue
-            leaf.require_keys(("value",), ("number",) if self._version > 3 else ())
+            leaf.require_keys(("value",), ("number",))
             name = leaf.get("number")
             if name is not None:
                 taken = {*bounds, *(spec.name for spec in scalars)}
@@ -221,7 +219,7 @@ class FormReader:
         shape = [size.integer(0) for size in shape_field.items()]
         steps = [step.integer(0) for step in strides.items(len(shape))]
         dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
-        any_grad = self._version >= _SINCE_ANY_GRAD and grad.value is None
+        any_grad = grad.value is None
         try:
             with self._fake:
                 example = torch.empty_strided(
@@ -425,13 +423,6 @@ def what_it_does(encoded: Any) -> Any:
     return [what_it_does(item) for item in encoded] if isinstance(encoded, list) else encoded
 
 
-def has_key(encoded: Any, key: str) -> bool:
-    """Return True if any object in some JSON has a key."""
-    if isinstance(encoded, dict):
-        return key in encoded or any(has_key(value, key) for value in encoded.values())
-    return isinstance(encoded, list) and any(has_key(item, key) for item in encoded)
-
-
 def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
     """Return the symbols in the sizes of a graph's inputs, with their forms of sizes.
 
@@ -466,8 +457,7 @@ def decode_program(field: Field, context: FileContext, form: CallSpec) -> Progra
         form: the form of the calls that it was made for.
     """
     keys = ("name", "dims", "inputs", "constants", "graph", "results")
-    since = {"state": 2, "functions": 4, "numbers": 4}
-    field.require_keys(keys, [key for key, first in since.items() if context.version >= first])
+    field.require_keys(keys, ("state", "functions", "numbers"))
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = ValueReader(device=context.device)
     symbols = _symbols(dims_field, field.get("numbers"), form)
@@ -478,7 +468,7 @@ def decode_program(field: Field, context: FileContext, form: CallSpec) -> Progra
     )
     reader = GraphReader(
         context.tensors, context.device, NodeTypes(symbols, values), context.made_with,
-        context.version, callees,
+        callees,
     )  # fmt: skip
     graph = reader.read(graph_field)
     callees.finish()
@@ -516,9 +506,7 @@ def _decode_part(
 ) -> CalleeGraph:
     """Return the graph that `_encode_part` wrote, for a part called with values of these kinds."""
     name, inputs_field, graph_field = field.record("name", "inputs", "graph")
-    reader = GraphReader(
-        context.tensors, context.device, types, context.made_with, context.version, callees
-    )
+    reader = GraphReader(context.tensors, context.device, types, context.made_with, callees)
     graph = reader.read(graph_field)
     inputs = tuple(at.integer(0, len(kinds) - 1) for at in inputs_field.items())
     own = [node.meta["kind"] for node in graph.nodes if node.op == "placeholder"]

@@ -279,7 +279,6 @@ class FileContext:
         device: replaces every device of the file, if it is given.
         made_with: the torch version that the file was made with.
         state: the state that programs assign to.
-        version: the version of the format.
     """
 
     tensors: TensorReader
@@ -287,4 +286,3 @@ class FileContext:
     device: torch.device | None
     made_with: str
     state: CellState
-    version: int

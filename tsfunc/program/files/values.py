@@ -298,10 +298,6 @@ class TensorWriter:
         state = self._states.setdefault(id(generator), generator.get_state())
         return self.name(state)
 
-    @property
-    def has_generators(self) -> bool:
-        return bool(self._states)
-
     def written(self) -> tuple[dict[str, Any], bytes]:
         """Return the records of the tensors by name, and their memory as safetensors."""
         stored: dict[tuple[Any, int], _Stored] = {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import ControlFlow
+from tsfunc.bridge.control.control_flow import ControlFlow, every_node
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
@@ -236,7 +236,9 @@ def generate(
     scope = {**names.scope, PLACES: places}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
-    meshes = {str(node.args[4]).partition(";")[0] for node in graph.nodes if node.target is MAP}
+    meshes = {
+        str(node.args[4]).partition(";")[0] for node in every_node(graph) if node.target is MAP
+    }
     return source, reporting(function, sorted(meshes)) if meshes else function
 
 

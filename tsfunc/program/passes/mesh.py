@@ -2,7 +2,7 @@
 
 NOTE [marks of programs]
 Ranks that run different programs would exchange unrelated values. Each exchange of a program
-therefore carries its mark, a hash of its operators, after the names of the axes
+therefore carries its mark, a hash of its operators and sizes, after the names of the axes
 (``"dp=4;program:1f0a..."``). Before the first exchange of a program along an axis, the ranks agree
 on the mark (NOTE [agreements] in ``bridge/mesh/agreement``). The mark does not depend on the rank,
 and a file keeps it.
@@ -18,17 +18,11 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow, every_node
 from tsfunc.bridge.mesh.meshes import sizes_of
-from tsfunc.bridge.mesh.operators import INDEX, MAP
+from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import MeshError
-from tsfunc.program.passes.effects import Aliases, communicates, is_pure
-
-# The kinds of exchange after which all ranks have the same value. Their transposes add up the
-# ranks' cotangents, so each rank may keep its own part of a cotangent until then.
-_MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
-# The kinds of exchange after which each rank has a value of its own.
-_MAKES_PARTS = frozenset({"slice", "scatter", "all_to_all", "permute"})
+from tsfunc.program.passes.equal_values import FromParts, MayDiffer
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
@@ -40,55 +34,27 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
     Raises:
         MeshError: a promise of ``out_specs`` is made for a value that differs between ranks.
     """
-    if not any(node.target is MAP for node in graph.nodes):
+    exchanges: list[Any] = [node for node in every_node(graph) if node.target is MAP]
+    if not exchanges:
         return
-    aliases = Aliases(graph)
-    _refuse_broken_promises(graph, aliases)
-    varying = _varying_axes(graph, aliases)
-    for node in list(graph.nodes):
-        if node.target is not MAP:
-            continue
+    from_parts = FromParts(graph).axes
+    for node in exchanges:
+        x, kind, _, axis, mesh = node.args
+        checked = mesh.partition(";")[2] not in ("values", "unchecked")
+        if kind == "leave" and checked and axis in from_parts.get(x, ()):
+            _refuse_promise(x, axis)
+    varying = MayDiffer(graph).axes
+    at_top = set(graph.nodes)
+    for node in exchanges:
         x, kind, ints, axis, mesh = node.args
-        if axis in varying[x]:
+        if axis in varying.get(x, (axis,)):
             continue
-        if kind == "leave" and str(mesh).endswith(";values"):
+        if kind == "leave" and mesh.endswith(";values"):
             node.args = (x, kind, ints, axis, f"{mesh.partition(';')[0]};unchecked")
-        elif kind in ("sum", "gather"):
+        elif kind in ("sum", "gather") and node in at_top:
+            # A body also runs in pullbacks, whose cotangents must not be each rank's own parts.
             for made in _make_local(graph, node):
                 varying[made] = varying[x]
-
-
-def _refuse_broken_promises(graph: torch.fx.Graph, aliases: Aliases) -> None:
-    """Raise if a result is promised to be equal along an axis and is computed from parts.
-
-    Values that the analysis can't follow are not refused: inputs of the program, writes, and
-    choices and loops that exchange values.
-
-    Raises:
-        MeshError: there is such a result. The message has the line that computes it.
-    """
-    differing: dict[torch.fx.Node, frozenset[str]] = {}
-    for node in graph.nodes:
-        found = frozenset[str]().union(*(differing[each] for each in node.all_input_nodes))
-        if node.op != "call_function" or aliases.is_written(node):
-            found = frozenset()
-        elif node.target is INDEX:
-            found = frozenset({str(node.args[0])})
-        elif isinstance(node.target, ControlFlow):
-            found -= {
-                str(each.args[3])
-                for body in node.target.bodies
-                for each in every_node(body.graph)
-                if each.target is MAP
-            }
-        elif node.target is MAP:
-            x, kind, _, axis, mesh = node.args
-            checked = str(mesh).partition(";")[2] not in ("values", "unchecked")
-            if kind == "leave" and axis in found and checked:
-                _refuse_promise(x, str(axis))
-            found = found - {axis} if kind in _MAKES_EQUAL else found
-            found = found | {axis} if kind in _MAKES_PARTS else found
-        differing[node] = found
 
 
 def _refuse_promise(node: Any, axis: str) -> None:
@@ -104,65 +70,6 @@ def _refuse_promise(node: Any, axis: str) -> None:
         f"rank{where}. Combine the values over the axis (psum, pmean, all_gather), name the axis "
         f"in the spec, or pass check='values' to compare the results when the program runs."
     )
-
-
-def _varying_axes(graph: torch.fx.Graph, aliases: Aliases) -> dict[torch.fx.Node, frozenset[str]]:
-    """Return the axes along which each value may differ among the ranks."""
-    every = frozenset(
-        axis
-        for node in graph.nodes
-        if node.target is MAP
-        for axis in sizes_of(str(node.args[4]))
-    )  # fmt: skip
-    varying: dict[torch.fx.Node, frozenset[str]] = {}
-    constant: set[torch.fx.Node] = set()  # values that no derivative reaches
-    for node in graph.nodes:
-        of_inputs = frozenset[str]().union(*(varying[each] for each in node.all_input_nodes))
-        if node.op != "call_function" or aliases.is_written(node) or not is_pure(node):
-            varying[node] = every
-        elif node.target is MAP:
-            axis = frozenset({str(node.args[3])})
-            equal = node.args[1] in _MAKES_EQUAL or (
-                node.args[1] == "share" and node.args[0] in constant
-            )
-            varying[node] = of_inputs - axis if equal else of_inputs | axis
-        elif node.target is INDEX:
-            varying[node] = frozenset({str(node.args[0])})
-        elif isinstance(node.target, ControlFlow):
-            # Bodies without a part of a rank compute equal values from equal values.
-            varying[node] = of_inputs | _axes_of_parts(node.target, every)
-        elif communicates(node):
-            varying[node] = every
-        else:
-            varying[node] = of_inputs
-        if (
-            node.op == "call_function"
-            and not varying[node]
-            and constant.issuperset(node.all_input_nodes)
-        ):
-            constant.add(node)
-    return varying
-
-
-def _axes_of_parts(op: ControlFlow, every: frozenset[str]) -> frozenset[str]:
-    """Return the axes along which bodies make values that differ between ranks."""
-    found = frozenset[str]()
-    for body in op.bodies:
-        for node in body.graph.nodes:
-            if node.target is INDEX:
-                found |= {str(node.args[0])}
-            elif node.target is MAP:
-                if node.args[1] not in _MAKES_EQUAL:
-                    found |= {str(node.args[3])}
-            elif isinstance(node.target, ControlFlow):
-                found |= _axes_of_parts(node.target, every)
-            elif (
-                node.op == "get_attr"
-                or communicates(node)
-                or (node.op == "call_function" and not is_pure(node))
-            ):
-                return every
-    return found
 
 
 def _make_local(graph: torch.fx.Graph, node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -218,11 +125,19 @@ def mark_exchanges(graph: torch.fx.Graph) -> None:
         return
     digest = hashlib.blake2b(digest_size=8)
     for node in every_node(graph):
-        line = f"{node.op} {node.name} {_name_of(node.target)} {node.args} {node.kwargs}\n"
-        digest.update(line.encode())
+        line = f"{node.op} {node.name} {_name_of(node.target)} {node.args} {node.kwargs}"
+        digest.update(f"{line} {_type_of(node.meta.get('val'))}\n".encode())
     for node in unmarked:
         *rest, axes = node.args
         node.args = (*rest, f"{axes};program:{digest.hexdigest()}")
+
+
+def _type_of(value: Any) -> str:
+    """Return the dtype and the sizes of a tensor, equal in every process."""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    sizes = ",".join(str(size) if isinstance(size, int) else "named" for size in value.shape)
+    return f"{value.dtype}[{sizes}]"
 
 
 def _name_of(target: Any) -> str:

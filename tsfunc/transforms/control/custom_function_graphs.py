@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,12 +13,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.errors import (
-    ConstraintViolation,
-    DescriptorError,
-    TsfuncError,
-    UndefinedDerivativeError,
-)
+from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph
 from tsfunc.program.files.values import NoFileForm
@@ -26,7 +21,6 @@ from tsfunc.program.graphs.lowering import sizes_for
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, names_in
-from tsfunc.transforms.control.custom_functions import Batched
 from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_rules import RuleCall
 from tsfunc.transforms.equations import TENSOR
@@ -36,7 +30,6 @@ from tsfunc.types.grammar import Descriptor
 
 Values = Sequence[Any]
 _NUMBER = 1033  # the example value of a number
-_FEW = 4  # up to this many tensors, each choice of batched tensors has its own rule
 
 
 @dataclass(frozen=True)
@@ -73,11 +66,16 @@ class Tracing:
     ) -> None:
         self.callee, self.bounds = callee, bounds
         self.sizes, self.described = sizes, described
-        first = callee.leaves[0] if callee.leaves else None
-        self.name: str = first.rule.name if isinstance(first, RuleCall) else callee.name
+        self.name = self.name_of(callee)
         self.operands: list[OperandType | Number] = [
             *callee.types, *map(Number, callee.numbers)
         ]  # fmt: skip
+
+    @staticmethod
+    def name_of(callee: PythonCallee) -> str:
+        """Return the user's name of a function, for errors."""
+        first = callee.leaves[0] if callee.leaves else None
+        return first.rule.name if isinstance(first, RuleCall) else callee.name
 
     def head(self, results: int) -> tuple[str, int, int, int]:
         """Return the constructor arguments of a callee with ``results`` result tensors."""
@@ -130,12 +128,9 @@ class Tracing:
             with torch.enable_grad():
                 return capture(request)
 
-        sizes = sizes_for(names.used)
+        sizes = {name: self.sizes[name] for name in names.used if self.sizes.get(name, 0) > 1}
         try:
-            try:
-                program = traced(sizes)
-            except ConstraintViolation:  # the errors name sizes that the user knows
-                program = traced({**sizes, **self._sizes_of_call(names.used)})
+            program = traced({**sizes_for(names.used), **sizes})  # NOTE [sizes 0 and 1]
         except (NoFileForm, UndefinedDerivativeError):
             raise
         except Exception as error:
@@ -151,10 +146,6 @@ class Tracing:
             )
         used = _without_unused(program.graph, program.inputs)
         return CalleeGraph(what, program.graph, used, program.lifted, names.used, program.run)
-
-    def _sizes_of_call(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the call's sizes of some dims, except sizes 0 and 1: NOTE [sizes 0 and 1]."""
-        return {name: self.sizes[name] for name in names if self.sizes.get(name, 0) > 1}
 
     def refusal(self, what: str, why: str) -> NoFileForm:
         text = f", of which {what} can't be traced into a graph without Python: {why}"
@@ -296,42 +287,3 @@ class Kept:
                 leaf = size_of(known)
             leaves.append(next(rest) if leaf is TENSOR else leaf)
         return pytrees.unflatten(self._tree, leaves)
-
-
-# Takes the values, the flags of batched tensors, and the batch size; returns tensors and their
-# flags.
-BatchRule = Callable[[list[Any], Sequence[bool], Any], tuple[Values, Values]]
-
-
-def batches_of(tracing: Tracing, rule: BatchRule, own: int) -> list[Batched]:
-    """Trace the batching rule for choices of batched tensors among the first ``own``."""
-    types = tracing.callee.types
-    size = "batch"
-    while size in tracing.bounds:
-        size += "_"
-    # Descriptors do not bound the size of a batch.
-    bounds = {**tracing.bounds, size: Dim(size, min=2)}
-    tracing = Tracing(tracing.callee, bounds, tracing.sizes, {})
-    choices = list(itertools.product((False, True), repeat=own))[1:]
-    if own > _FEW:
-        choices = [choice for choice in choices if sum(choice) in (1, own)]
-    found = []
-    for choice in choices:
-        flags = [*choice, *[False] * (len(types) - own)]
-        given = [
-            replace(x, dims=(size, *x.dims), strides=(1 << 62, *x.strides)) if flag else x
-            for x, flag in zip(types, flags, strict=True)
-        ]
-        returned: list[Sequence[bool]] = []
-
-        def run(
-            values: list[Any], flags: Sequence[bool] = flags, returned: list[Any] = returned
-        ) -> Values:
-            out, out_flags = rule(values, flags, size_of(tracing.bounds[size]))
-            returned.append(tuple(out_flags))
-            return out
-
-        numbers = tracing.operands[len(types) :]
-        part = tracing.part("the rule for a batch", run, [*given, *numbers])
-        found.append(Batched(tuple(flags), tuple(returned[-1]), part))
-    return found

@@ -2,28 +2,52 @@
 
 NOTE [functions in files]
 A call of an ``autograd.Function``, or of a function with a custom rule, is one node of a program,
-which runs the user's Python. When the program is saved, the function and its rules are each traced
-into a graph (``program/files/callees.py``), as a specialized function is, with the named dims of
-the program. A rule whose control flow depends on data, or on sizes beyond the promises of the
-descriptors, has no file form. A rule is traced for a call that requests all derivatives: by all
-tensors with a differentiable dtype, with cotangents and tangents for all such results. If some are
-missing when the program runs, zeros are passed instead.
+which runs the user's Python. When the program is saved, the function and its derivative are each
+traced into a graph (``program/files/callees.py``), as a specialized function is, with the named
+dims of the program and the sizes of its call. A rule whose control flow depends on data, or on
+sizes beyond the promises of the descriptors, has no file form. A function with a batching rule of
+the user has none either. A rule is traced for a call that requests all derivatives: by all tensors
+with a differentiable dtype, with cotangents and tangents for all such results. If some are missing
+when the program runs, zeros are passed instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tsfunc.program.files.callees import CalleeWriter, TracedCallee
-from tsfunc.transforms.control.custom_function_graphs import Tracing
-from tsfunc.transforms.control.custom_function_methods import Methods
-from tsfunc.transforms.control.custom_function_rules import solution, with_jvp, with_vjp, with_vmap
-from tsfunc.transforms.control.functions import PythonCallee
+import torch
+from torch.autograd import Function
+
+from tsfunc import pytrees
+from tsfunc.bridge.grad.mapped_function import FunctionContext, differentiable, has_setup, torch_jvp
+from tsfunc.bridge.grad.once_differentiable import is_marked
+from tsfunc.errors import UndefinedDerivativeError
+from tsfunc.program.files.callees import CalleeGraph, CalleeWriter, TracedCallee
+from tsfunc.program.files.values import NoFileForm
+from tsfunc.transforms.control.custom_function_graphs import (
+    DimNames,
+    Kept,
+    Tracing,
+    Values,
+    size_of,
+    smooth_of,
+    types_of,
+)
+from tsfunc.transforms.control.custom_functions import (
+    CustomAutogradFunction,
+    CustomJvp,
+    CustomVjp,
+    LinearSolution,
+    RootSolution,
+)
+from tsfunc.transforms.control.functions import OperandType, PythonCallee
 from tsfunc.transforms.custom_jvp import custom_jvp
-from tsfunc.transforms.custom_rules import RuleCall
-from tsfunc.transforms.custom_vjp import custom_vjp
+from tsfunc.transforms.custom_rules import ResultMetadata, RuleCall
+from tsfunc.transforms.custom_vjp import custom_vjp, pulled_by_rule
 from tsfunc.transforms.custom_vmap import custom_vmap
-from tsfunc.transforms.equations import Solved
+from tsfunc.transforms.equations import Linear, Solved
 
 
 def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
@@ -36,17 +60,22 @@ def traced_callee(callee: PythonCallee, callees: CalleeWriter) -> TracedCallee:
     Raises:
         NoFileForm: a part of the function can't be traced.
     """
-    function, batched = callee.function, not callees.batched
+    function = callee.function
+    if function is custom_vmap.kind or function.vmap is not Function.vmap:
+        raise NoFileForm(
+            Tracing.name_of(callee),
+            ", which has a batching rule of its own (def_vmap, or the method vmap of an "
+            "autograd.Function). A file holds a function and its derivative; save a program of the "
+            "function without that rule, or of the vmap of it.",
+        )
     tracing = Tracing(callee, callees.bounds, callees.sizes, callees.described)
     if function is custom_vjp.kind:
         return with_vjp(tracing)
     if function is custom_jvp.kind:
         return with_jvp(tracing)
-    if function is custom_vmap.kind:
-        return with_vmap(tracing, batched)
     if function is Solved:
         return solution(tracing)
-    return Methods(tracing).traced(batched)
+    return Methods(tracing).traced()
 
 
 def key_of(callee: PythonCallee) -> Any:
@@ -69,3 +98,281 @@ def _static_key(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, bool | int | float | complex | str):
         return type(leaf), repr(leaf)
     return id(leaf)
+
+
+# --- functions with rules, and solutions of equations
+
+
+@dataclass
+class _RuleCall:
+    """A call of a function with a rule, in the trace of one of its parts."""
+
+    call: RuleCall
+    sizes: Values
+    operands: Values
+
+    @property
+    def arguments(self) -> tuple[Any, Any]:
+        return self.call.arguments(self.sizes, self.operands)
+
+    def knowing(self, other: RuleCall, types: Sequence[OperandType], names: DimNames) -> None:
+        """Copy the result structure of the call, which was found in another trace."""
+        self.call.out_tree, self.call.out_places = other.out_tree, other.out_places
+        self.call.out_leaves = other.out_leaves
+        self.call.results = tuple(
+            ResultMetadata(tuple(map(size_of, names.dims(x))), x.dtype, x.device) for x in types
+        )
+
+
+def _rule_call(callee: PythonCallee, values: Sequence[Any]) -> _RuleCall:
+    call, sizes, *operands = callee.filled(values)
+    call = replace(call)
+    call.perturbed = [differentiable(x) for x in operands]
+    return _RuleCall(call, sizes, operands)
+
+
+def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
+    """Trace the function itself as a part; its call is appended to ``calls``."""
+    callee = tracing.callee
+
+    def run(values: list[Any]) -> Values:
+        made = _rule_call(callee, values)
+        calls.append(made.call)
+        found: Values = callee.function.outline(made.call, made.sizes, *made.operands)
+        return found
+
+    return tracing.part("the function itself", run, tracing.operands)
+
+
+def with_vjp(tracing: Tracing) -> CustomVjp:
+    callee, given = tracing.callee, tracing.operands
+    calls: list[RuleCall] = []
+    primal = _primal(tracing, calls)
+    results = types_of(primal)
+    smooth = smooth_of(results)
+    kept: list[Kept] = []
+
+    def forward(values: list[Any]) -> Values:
+        made = _rule_call(callee, values)
+        rule: Any = made.call.rule
+        with made.call.seeing(made.operands):
+            out, residuals = rule.forward(made.call, *made.arguments)
+            found = made.call.kept(out, made.operands)
+        kept.append(Kept(residuals))
+        return *found, *kept[-1].tensors
+
+    first = tracing.part("the fwd rule", forward, given)
+    types = types_of(first)[len(results) :]
+    kept[-1].forget()
+    start = len(given)
+    stop = start + len(types)
+
+    def backward(values: list[Any]) -> Values:
+        made = _rule_call(callee, values[:start])
+        made.knowing(calls[-1], results, tracing.names)
+        residuals = kept[-1].filled(values[start:stop], tracing.names)
+        cotangents: list[Any] = [None] * len(results)
+        for j, value in zip(smooth, values[stop:], strict=True):
+            cotangents[j] = value
+        with made.call.seeing(made.operands):
+            found: Values = pulled_by_rule(
+                made.call, *made.arguments, residuals, cotangents, made.operands
+            )
+        return found
+
+    cotangents = [results[j] for j in smooth]
+    last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
+    made = CustomVjp(*tracing.head(len(results)))
+    made.count, made.smooth = calls[-1].count, smooth
+    made.primal, made.forward, made.backward = primal, first, last
+    return made
+
+
+def with_jvp(tracing: Tracing) -> CustomJvp:
+    callee, given = tracing.callee, tracing.operands
+    calls: list[RuleCall] = []
+    primal = _primal(tracing, calls)
+    results, count = types_of(primal), calls[-1].count
+    by = [i for i in smooth_of(callee.types) if i < count]
+
+    def push(values: list[Any]) -> Values:
+        made = _rule_call(callee, values[: len(given)])
+        made.knowing(calls[-1], results, tracing.names)
+        tangents: list[Any] = [None] * count
+        for i, value in zip(by, values[len(given) :], strict=True):
+            tangents[i] = value
+        rule: Any = made.call.rule
+        with made.call.seeing(made.operands):
+            found: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
+        return found
+
+    tangents = [callee.types[i] for i in by]
+    made = CustomJvp(*tracing.head(len(results)))
+    made.count, made.by, made.primal = count, by, primal
+    made.push = tracing.part("the rule", push, [*given, *tangents])
+    return made
+
+
+def solution(tracing: Tracing) -> LinearSolution | RootSolution:
+    callee = tracing.callee
+    call = callee.leaves[0]
+    equation, count = call.equation, call.equation.count
+
+    def closed(func: Callable[[Values, Values], Values], many: int) -> Callable[..., Values]:
+        def run(values: list[Any]) -> Values:
+            _, *rest = callee.filled([*values[:count], *values[many:]])
+            found = func(values[:many], rest[count:])
+            return [x for x in found if isinstance(x, torch.Tensor)]
+
+        return run
+
+    given, unknown = tracing.operands, tracing.operands[:count]
+    solve = tracing.part("its solver", closed(equation.solve, count), given)
+    made: Any
+    if isinstance(equation, Linear):
+        made = LinearSolution(*tracing.head(len(solve.results)))
+        made.product = tracing.part("its function", closed(equation.product, count), given)
+        made.transposed = tracing.part(
+            "the solver of its transpose", closed(equation.transposed, count), given
+        )
+    else:
+        made = RootSolution(*tracing.head(len(solve.results)))
+        made.residual = tracing.part("its function", closed(equation.residual, count), given)
+        made.tangent = tracing.part(
+            "the solver of its derivative",
+            closed(equation.tangent, 2 * count), [*unknown, *given],
+        )  # fmt: skip
+    made.name, made.count, made.solve = call.equation.what, count, solve
+    return made  # type: ignore[no-any-return]
+
+
+# --- the methods of an autograd.Function
+
+
+class Methods:
+    """Tracer of the methods of an ``autograd.Function``.
+
+    Attributes:
+        outputs: for each value that ``forward`` returns, its index among the tensors, or None.
+        kept: the values that ``forward`` stored on its ctx.
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing, self.callee = tracing, tracing.callee
+        self.cls = tracing.callee.function
+        self.made = CustomAutogradFunction(*tracing.head(0))
+        self.outputs: list[int | None] = []
+        self.materialize = True
+
+    def traced(self) -> CustomAutogradFunction:
+        made, tracing, cls = self.made, self.tracing, self.cls
+        made.forward = tracing.part("forward", self._forward, tracing.operands)
+        self.kept.forget()
+        types = types_of(made.forward)
+        made.smooth = [j for j in smooth_of(types[: made.results]) if j not in made.inert]
+        made.by = [i for i in smooth_of(self.callee.types) if i in self._arguments()]
+        everything = [*self.callee.types, *types]
+        numbers = tracing.operands[made.tensors :]
+        self.first = len(made.kept)
+        given = [*(everything[at] for at in made.kept), *numbers, *self.callee.types]
+        method = cls.backward if cls.backward is not Function.backward else cls.vjp
+        made.once = is_marked(cls)
+        made.backward = made.push = made.refusal = None
+        try:
+            if method is not Function.backward:
+                self.backward = getattr(method, "__wrapped__", method) if made.once else method
+                cotangents = [types[j] for j in made.smooth]
+                made.backward = tracing.part("backward", self._backward, [*given, *cotangents])
+            if cls.jvp is not torch_jvp:
+                tangents = [self.callee.types[i] for i in made.by]
+                made.push = tracing.part("jvp", self._push, [*given, *tangents])
+        except UndefinedDerivativeError as error:
+            made.refusal = str(error)
+        return made
+
+    def _needs(self, values: Values) -> list[bool]:
+        args = self.callee.filled(values)
+        return [isinstance(x, torch.Tensor) and differentiable(x) for x in args]
+
+    def _forward(self, values: list[Any]) -> Values:
+        cls, made, ctx = self.cls, self.made, FunctionContext(self._needs(values))
+        args = self.callee.filled(values)
+        if has_setup(cls):
+            out = cls.forward(*args)
+            cls.setup_context(ctx, tuple(args), out)
+        else:
+            out = cls.forward(ctx, *args)
+        outputs = out if isinstance(out, tuple | list) else (out,)
+        leaves = pytrees.leaves_of(out)
+        results = [x for x in leaves if isinstance(x, torch.Tensor)]
+        numbers = {id(x): j for j, x in enumerate(results)}
+        self.outputs = [numbers.get(id(x)) for x in outputs]
+        made.results = len(results)
+        told = dict(vars(ctx))
+        known = [*values[: made.tensors], *results]
+        made.dirty = [_place(x, known) for x in told.pop("dirty")]
+        inert = [_place(x, known) - made.tensors for x in told.pop("not_differentiable")]
+        made.inert = [j for j in inert if j >= 0]
+        self.materialize = told.pop("materialize")
+        self.kept = Kept(told)
+        others: list[torch.Tensor] = []
+        places = []
+        for x in self.kept.tensors:
+            at = _place(x, [*known, *others])
+            if at < 0:
+                at = len(known) + len(others)
+                others.append(x)
+            places.append(at)
+        made.kept = places
+        return *results, *others
+
+    def _context(self, values: list[Any], method: str) -> FunctionContext:
+        ctx = FunctionContext()
+        vars(ctx).update(self.kept.filled(values[: self.first], self.tracing.names))
+        return ctx.seen_by(method)
+
+    def _backward(self, values: list[Any]) -> Values:
+        made = self.made
+        given = values[self.first + made.numbers + made.tensors :]
+        of: dict[int | None, Any] = dict(zip(made.smooth, given, strict=True))
+        ctx = self._context(values, "backward")
+        found = self.backward(ctx, *(of.get(j) for j in self.outputs))
+        found = found if isinstance(found, tuple | list) else (found,)
+        pulled: list[Any] = [None] * made.tensors
+        for i, ct in zip(self._arguments(), found, strict=False):
+            if i is not None:
+                pulled[i] = ct
+        return pulled
+
+    def _arguments(self) -> list[int | None]:
+        """Return for each argument the index of its tensor; None for other arguments."""
+        made = self.made
+        args = self.callee.filled([_ArgumentIndex(i) for i in range(made.tensors + made.numbers)])
+        return [
+            x.number if isinstance(x, _ArgumentIndex) and x.number < made.tensors else None
+            for x in args
+        ]
+
+    def _push(self, values: list[Any]) -> Values:
+        made = self.made
+        given = dict(zip(made.by, values[self.first + made.numbers + made.tensors :], strict=True))
+        tangents = [None if i is None else given.get(i) for i in self._arguments()]
+        found = self.cls.jvp(self._context(values, "jvp"), *tangents)
+        found = found if isinstance(found, tuple | list) else (found,)
+        pushed: list[Any] = [None] * made.results
+        for j, tangent in zip(self.outputs, found, strict=False):
+            if j is not None:
+                pushed[j] = tangent
+        return pushed
+
+
+@dataclass(frozen=True)
+class _ArgumentIndex:
+    """Placeholder of a value among the arguments."""
+
+    number: int
+
+
+def _place(x: torch.Tensor, known: Sequence[torch.Tensor]) -> int:
+    """Return the index of a tensor among others, by identity; -1 if it is not there."""
+    return next((i for i, other in enumerate(known) if other is x), -1)

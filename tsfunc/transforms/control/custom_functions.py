@@ -3,14 +3,15 @@
 Each class rebuilds the user's function with the public tools: one with a ``custom_vjp`` is a
 ``custom_vjp`` whose function and rules are graphs. It therefore behaves the same under transforms.
 All graphs take the function's tensors and then its numbers; rules take more values after these.
+A function with a batching rule of the user has no such form.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd import Function
@@ -18,21 +19,19 @@ from torch.autograd.function import once_differentiable
 
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import UndefinedDerivativeError
-from tsfunc.program.files.callees import CalleeGraph, TracedCallee
+from tsfunc.program.files.callees import CalleeGraph, PartType, TracedCallee, register_callee
+from tsfunc.program.files.operators import TENSOR
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import apply
 from tsfunc.transforms.custom_vjp import custom_vjp
-from tsfunc.transforms.custom_vmap import custom_vmap
 from tsfunc.transforms.equations import Closed, Linear, Root, solved
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
-from tsfunc.transforms.vmap import vmap
 
 
 class CustomVjp(TracedCallee):
     """A function with a ``custom_vjp``.
 
     Attributes:
-        count: the number of tensors that the function is differentiated by; they come first.
         primal: the graph of the function.
         forward: the same with the residuals as further results.
         backward: takes the residuals and a cotangent for each result of `smooth`; returns a
@@ -40,15 +39,23 @@ class CustomVjp(TracedCallee):
         smooth: the indices of the results that have cotangents.
     """
 
-    count: int
+    kind = "vjp"
+    part_names = ("primal", "forward", "backward")
+    index_names = ("smooth",)
     primal: CalleeGraph
     forward: CalleeGraph
     backward: CalleeGraph
     smooth: Sequence[int]
 
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        return self.primal, self.forward, self.backward
+    def type_of_part(self, name: str) -> PartType:
+        if name != "backward":
+            return PartType(self.own, self.results, more=name == "forward")
+        residuals = len(self.forward.results) - self.results
+        given = [*self.own, *[TENSOR] * (residuals + len(self.smooth))]
+        return PartType(given, self.count, zeros=True)
+
+    def limits(self) -> Mapping[str, int]:
+        return {"smooth": self.results}
 
     @functools.cached_property
     def _rule(self) -> Any:
@@ -76,20 +83,25 @@ class CustomJvp(TracedCallee):
     """A function with a ``custom_jvp``.
 
     Attributes:
-        count: the number of tensors that the function is differentiated by; they come first.
         primal: the graph of the function.
         push: takes a tangent for each tensor of `by`; returns a tangent or None for each result.
         by: the indices of the tensors that have tangents.
     """
 
-    count: int
+    kind = "jvp"
+    part_names = ("primal", "push")
+    index_names = ("by",)
     primal: CalleeGraph
     push: CalleeGraph
     by: Sequence[int]
 
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        return self.primal, self.push
+    def type_of_part(self, name: str) -> PartType:
+        if name == "primal":
+            return PartType(self.own, self.results)
+        return PartType([*self.own, *[TENSOR] * len(self.by)], self.results, zeros=True)
+
+    def limits(self) -> Mapping[str, int]:
+        return {"by": self.count}
 
     @functools.cached_property
     def _rule(self) -> Any:
@@ -111,99 +123,10 @@ class CustomJvp(TracedCallee):
 
 
 @dataclass(frozen=True)
-class Batched:
-    """The batching rule of a function for one choice of batched tensors.
-
-    Attributes:
-        given: for each tensor, True if it is batched; the batch dim comes first.
-        returned: for each result, True if it is batched.
-        part: the graph.
-    """
-
-    given: tuple[bool, ...]
-    returned: tuple[bool, ...]
-    part: CalleeGraph
-
-
-@dataclass(frozen=True)
 class _Shaped:
     """Placeholder of a tensor of which only the shape is used."""
 
     shape: Any
-
-
-class Batches:
-    """The batching rules of a function.
-
-    Args:
-        rules: the rules for the choices of batched tensors: for each choice, or for choices of one
-            tensor and of all.
-        primal: the function itself.
-        tensors: the number of tensors that the function takes.
-    """
-
-    def __init__(self, rules: Sequence[Batched], primal: Callable[..., Any], tensors: int) -> None:
-        self._rules = {rule.given: rule for rule in rules}
-        self._primal, self._tensors = primal, tensors
-
-    def __call__(
-        self, size: Any, batched: Sequence[bool], operands: Sequence[Any]
-    ) -> tuple[Sequence[Any], Sequence[bool]]:
-        """Return the results of a batch, and for each True if it is batched.
-
-        The graphs were traced for batches of at least two examples. A batch of one example, or of
-        none, runs the function itself under ``vmap``.
-        """
-        tensors, numbers = list(operands[: self._tensors]), operands[self._tensors :]
-        if isinstance(size, int) and size < 2:
-            dims = (*(0 if flag else None for flag in batched), *[None] * len(numbers))
-            found = vmap(self._primal, dims, randomness="same")(*tensors, *numbers)
-            return found, [True] * len(found)
-        rule = self._rules.get(tuple(batched)) or self._widest
-        tensors = [
-            x.unsqueeze(0).expand(size, *x.shape) if wanted and not flag else x
-            for x, flag, wanted in zip(tensors, batched, rule.given, strict=True)
-        ]
-        return rule.part(*tensors, *numbers), rule.returned
-
-    @property
-    def _widest(self) -> Batched:
-        """The rule with the most batched tensors."""
-        return max(self._rules.values(), key=lambda rule: sum(rule.given))
-
-
-class CustomVmap(TracedCallee):
-    """A function with a ``custom_vmap``.
-
-    Attributes:
-        primal: the graph of the function.
-        batches: the batching rule, for choices of batched tensors.
-    """
-
-    primal: CalleeGraph
-    batches: Sequence[Batched]
-
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        return self.primal, *(each.part for each in self.batches)
-
-    @functools.cached_property
-    def _rule(self) -> Any:
-        if not self.batches:
-            return self.primal
-        every = Batches(self.batches, self.primal, self.tensors)
-
-        def rule(size: Any, batched: Any, *operands: Any) -> Any:
-            found, flags = every(size, batched[: self.tensors], operands)
-            return tuple(found), tuple(flags)
-
-        made = custom_vmap(_named(self.name, self.primal))
-        made.def_vmap(rule)
-        return made
-
-    def __call__(self, *operands: Any) -> Sequence[Any]:
-        found: Sequence[Any] = self._rule(*operands)
-        return found
 
 
 class CustomAutogradFunction(TracedCallee):
@@ -220,12 +143,14 @@ class CustomAutogradFunction(TracedCallee):
         backward: takes the kept values, the numbers, tensors with the shapes of the function's,
             and a cotangent for each result of `smooth`; returns a cotangent or None for each
             tensor. None if there is no reverse mode.
-        once: True if ``backward`` is marked as once differentiable.
-        refusal: the message of the error that replaces a derivative, or None.
         push: the ``jvp`` method: takes the same inputs as ``backward`` with a tangent for each
             tensor of `by` in place of cotangents; returns a tangent or None for each result.
-        batches: the ``vmap`` method, for choices of batched tensors.
     """
+
+    kind = "methods"
+    part_names = ("forward", "backward", "push")
+    optional = frozenset({"backward", "push"})
+    index_names = ("kept", "dirty", "inert", "smooth", "by")
 
     forward: CalleeGraph
     kept: Sequence[int]
@@ -234,15 +159,22 @@ class CustomAutogradFunction(TracedCallee):
     smooth: Sequence[int]
     by: Sequence[int]
     backward: CalleeGraph | None
-    once: bool
-    refusal: str | None
     push: CalleeGraph | None
-    batches: Sequence[Batched]
 
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        others = [x for x in (self.backward, self.push) if x is not None]
-        return self.forward, *others, *(each.part for each in self.batches)
+    def type_of_part(self, name: str) -> PartType:
+        if name == "forward":
+            return PartType(self.own, self.results, more=True)
+        of = self.smooth if name == "backward" else self.by
+        given = [*[TENSOR] * len(self.kept), *self.own[self.tensors :], *[TENSOR] * self.tensors]
+        results = self.tensors if name == "backward" else self.results
+        return PartType([*given, *[TENSOR] * len(of)], results, zeros=True)
+
+    def limits(self) -> Mapping[str, int]:
+        tensors, results = self.tensors, self.results
+        return {
+            "kept": tensors + len(self.forward.results), "dirty": tensors, "inert": results,
+            "smooth": results, "by": tensors,
+        }  # fmt: skip
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
         found: Sequence[Any] = apply(self._function, *operands)
@@ -250,13 +182,6 @@ class CustomAutogradFunction(TracedCallee):
 
     @functools.cached_property
     def _function(self) -> Any:
-        if not self.batches:
-            return self._alone
-        return type(self.name, (self._alone,), {"vmap": staticmethod(self._batched)})
-
-    @functools.cached_property
-    def _alone(self) -> Any:
-        """The function without its batching rule."""
         members: dict[str, Any] = {}
         known = self.tensors + self.results
         if all(at < known for at in self.kept):  # torch's own transforms can take it too
@@ -306,63 +231,52 @@ class CustomAutogradFunction(TracedCallee):
         shapes = [_Shaped(shape) for shape in ctx.shapes]
         return *ctx.saved_tensors, *ctx.numbers, *shapes
 
-    def _batched(self, info: Any, in_dims: Sequence[int | None], *operands: Any) -> Any:
-        dims = in_dims[: self.tensors]
-        moved = [
-            x if dim is None else x.movedim(dim, 0) for x, dim in zip(operands, dims, strict=False)
-        ]
-        rest = operands[self.tensors :]
-        every = Batches(self.batches, lambda *args: apply(self._alone, *args), self.tensors)
-        found, flags = every(info.batch_size, [dim is not None for dim in dims], [*moved, *rest])
-        return tuple(found), tuple(0 if flag else None for flag in flags)
 
+class _Solution(TracedCallee):
+    """The solution of an equation for its first ``count`` tensors.
 
-class LinearSolution(TracedCallee):
-    """A ``linear_solve``.
-
-    Attributes:
-        count: the number of tensors of the unknown. The function takes the right-hand side, and
-            the values that the equation closes over.
-        solve, product, transposed: as in ``equations.Linear``.
+    The function takes the right-hand side or a guess, and the values that the equation closes over.
     """
 
-    count: int
     solve: CalleeGraph
+
+    @property
+    def most_counted(self) -> int:
+        return min(self.tensors, self.results)
+
+    def type_of_part(self, name: str) -> PartType:
+        if name == "solve":
+            return PartType(self.own, self.results)
+        first = [TENSOR] * self.count if name == "tangent" else []
+        other = name in ("tangent", "transposed")  # a solver, which may have other results
+        return PartType([*first, *self.own], self.count, more=other)
+
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        solve, other, last = (_closed(part) for part in self.parts)
+        equation = self.equation(self.name, self.count, other, solve, last)
+        return solved(equation, operands[: self.count], operands[self.count :])
+
+    equation: ClassVar[Callable[..., Any]]
+
+
+class LinearSolution(_Solution):
+    """A ``linear_solve``; its parts are those of ``equations.Linear``."""
+
+    kind = "linear"
+    part_names = ("solve", "product", "transposed")
+    equation = Linear
     product: CalleeGraph
     transposed: CalleeGraph
 
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        return self.solve, self.product, self.transposed
 
-    def __call__(self, *operands: Any) -> Sequence[Any]:
-        solve, product, transposed = (_closed(part) for part in self.parts)
-        equation = Linear(self.name, self.count, product, solve, transposed)
-        return solved(equation, operands[: self.count], operands[self.count :])
+class RootSolution(_Solution):
+    """An ``implicit_root``; its parts are those of ``equations.Root``."""
 
-
-class RootSolution(TracedCallee):
-    """An ``implicit_root``.
-
-    Attributes:
-        count: the number of tensors of the unknown. The function takes a guess, and the values
-            that the equation closes over.
-        solve, residual, tangent: as in ``equations.Root``.
-    """
-
-    count: int
-    solve: CalleeGraph
+    kind = "root"
+    part_names = ("solve", "residual", "tangent")
+    equation = Root
     residual: CalleeGraph
     tangent: CalleeGraph
-
-    @property
-    def parts(self) -> Sequence[CalleeGraph]:
-        return self.solve, self.residual, self.tangent
-
-    def __call__(self, *operands: Any) -> Sequence[Any]:
-        solve, residual, tangent = (_closed(part) for part in self.parts)
-        equation = Root(self.name, self.count, residual, solve, tangent)
-        return solved(equation, operands[: self.count], operands[self.count :])
 
 
 def _closed(part: CalleeGraph) -> Closed:
@@ -377,3 +291,9 @@ def _named(name: str, part: CalleeGraph) -> Callable[..., Any]:
 
     function.__name__ = function.__qualname__ = name
     return function
+
+
+def register_callees() -> None:
+    """Register every kind of function for files."""
+    for cls in (CustomVjp, CustomJvp, CustomAutogradFunction, LinearSolution, RootSolution):
+        register_callee(cls)

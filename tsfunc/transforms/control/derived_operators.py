@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 
 from tsfunc.bridge.control.control_flow import (
+    Axes,
+    Body,
     ControlFlow,
     Narrowed,
     NoTorchOperator,
@@ -102,6 +104,11 @@ class MappedOperator(ControlFlowOperator):
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
         self.on_subsets = of_op.on_subsets
+
+    def flow(
+        self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
+    ) -> list[Axes] | None:
+        return self.op.flow(operands, through)
 
     def steps(self, operands: Sequence[Any]) -> int:
         return self.op.steps(self._ones(operands))

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control.control_flow import Body, Narrowed
+from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
@@ -27,6 +27,7 @@ from tsfunc.transforms.vmap import vmap
 
 Checkpoint = Literal["sqrt", "log"] | None
 F = TypeVar("F", bound=Callable[..., Any])
+Through = Callable[[Body, Sequence[Axes]], list[Axes]]
 
 
 class Switch(ControlFlowOperator):
@@ -53,6 +54,10 @@ class Switch(ControlFlowOperator):
         index = batch.operands[0].reshape(-1)
         index = index != 0 if self.name == "cond" else index
         return choice_of(self.bodies, batch, index.long().clamp(0, len(self.bodies) - 1))
+
+    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+        branches = (through(body, operands) for body in self.bodies)
+        return [operands[0].union(*each) for each in zip(*branches, strict=True)]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,6 +147,16 @@ class While(ControlFlowOperator):
         condition, body = self.bodies
         return None if batch is None else loop_of(condition, body, self.carried, batch)
 
+    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+        condition, body = self.bodies
+
+        def step(carry: Sequence[Axes]) -> list[Axes]:
+            given = [*carry, *operands[self.carried :]]
+            (going_on,) = through(condition, given)
+            return [each | going_on for each in through(body, given)]
+
+        return _settled(operands[: self.carried], step)
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         found: tuple[Any, ...] = _RUNS[While](self, *operands)
         return found
@@ -208,6 +223,17 @@ class Scan(ControlFlowOperator):
     ) -> None:  # fmt: skip
         super().__init__(name, bodies)
         self.carried, self.along, self.length, self.reverse = carried, along, length, reverse
+
+    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+        (body,) = self.bodies
+        ys: list[Axes] = []
+
+        def step(carry: Sequence[Axes]) -> list[Axes]:
+            found = through(body, [*carry, *operands[self.carried :]])
+            ys[:] = found[self.carried :]
+            return found[: self.carried]
+
+        return [*_settled(operands[: self.carried], step), *ys]
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         carried, stop = self.carried, self.carried + self.along
@@ -299,6 +325,13 @@ class AssociativeScan(ControlFlowOperator):
         super().__init__(name, bodies)
         self.along = along
 
+    def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
+        (body,) = self.bodies
+        rest = operands[self.along :]
+        return _settled(
+            operands[: self.along], lambda along: through(body, [*along, *along, *rest])
+        )
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         along, rest = operands[: self.along], operands[self.along :]
         (body,) = self.bodies
@@ -357,6 +390,16 @@ class AssociativeScan(ControlFlowOperator):
         made = narrowed_body(body, kept, {at: i for i, at in enumerate(order)})
         op = AssociativeScan(self.name, [made], len(kept))
         return Narrowed(op, (*kept, *(at - n for at in rest)), tuple(kept))
+
+
+def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]) -> list[Axes]:
+    """Return the axes of a carry after any number of steps."""
+    carry = list(first)
+    while True:
+        more = [old | new for old, new in zip(carry, step(carry), strict=True)]
+        if more == carry:
+            return carry
+        carry = more
 
 
 def _results(body: Body) -> Sequence[torch.fx.Node]:

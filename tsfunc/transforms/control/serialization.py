@@ -8,6 +8,7 @@ from typing import Any, get_args
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
 from tsfunc.bridge.grad.remat_policy import Policy, SaveEither, SaveOperators
 from tsfunc.program.files.archive import Field
+from tsfunc.program.files.callees import TracedCallee
 from tsfunc.program.files.graphs import (
     ControlKind,
     DecodeGraph,
@@ -20,15 +21,12 @@ from tsfunc.program.files.graphs import (
     results_of,
 )
 from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
-from tsfunc.program.files.values import NoFileForm
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.transforms import checkpoint_policies as policies
 from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.custom_function_serialization import (
-    decode_call,
-    encode_call,
-    register_callees,
-)
+from tsfunc.transforms.control.custom_function_tracing import key_of, traced_callee
+from tsfunc.transforms.control.custom_functions import register_callees
 from tsfunc.transforms.control.derived_operators import (
     ControlFlowOperator,
     MappedOperator,
@@ -36,7 +34,7 @@ from tsfunc.transforms.control.derived_operators import (
     Pushforward,
     Replayed,
 )
-from tsfunc.transforms.control.functions import FunctionCall
+from tsfunc.transforms.control.functions import EnclosingVmap, FunctionCall, PythonCallee
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
     Checkpoint,
@@ -267,6 +265,79 @@ def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
     return bodies[0]
 
 
+# --- calls of functions with custom rules
+
+
+_RANDOMNESS = {name: name for name in ("error", "different", "same", "split")}
+_MOST = 1 << 16
+
+
+def encode_call(op: FunctionCall, graph: EncodeGraph) -> dict[str, Any]:
+    """Return the file form of a call of a function, except its name."""
+    callee, callees = op.callee, graph.callees
+    if isinstance(callee, TracedCallee):
+        number = callees.number(id(callee), callee, lambda: callee)
+    else:
+        assert isinstance(callee, PythonCallee)
+        number = callees.number(
+            key_of(callee), callee,
+            lambda: traced_callee(callee, callees),
+        )  # fmt: skip
+    maps = [
+        {
+            "in_dims": list(each.in_dims),
+            "out_dims": list(each.out_dims),
+            "randomness": each.randomness,
+            "axis_name": encode(each.axis_name),
+            "axis_size": _fixed(each.axis_size),
+        }
+        for each in op.maps
+    ]
+    return {"number": number, "maps": maps, "written": list(op.written)}
+
+
+def _fixed(size: Any) -> Any:
+    if size is not None and not isinstance(size, int):
+        raise NoFileForm("a function with rules in a vmap of a size that no tensor has")
+    return size
+
+
+def decode_call(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
+    """Return the call that `encode_call` encoded."""
+    *_, number, maps_field, written_field = field.record(
+        "kind", "name", "number", "maps", "written"
+    )
+    callee = graph.callees.at(number)
+    if list(kinds) != [TENSOR] * callee.tensors + [NUMBER] * callee.numbers:
+        field.fail(f"{callee.name} is called with other values than it takes")
+    maps = [_decode_map(each, callee, graph) for each in maps_field.items()]
+    written = [at.integer(0, callee.tensors - 1) for at in written_field.items()]
+    op = FunctionCall(callee, maps, written)
+    op.name = op.__name__ = name
+    return op
+
+
+def _decode_map(field: Field, callee: TracedCallee, graph: DecodeGraph) -> EnclosingVmap:
+    ins, outs, randomness, axis_name, size = field.record(
+        "in_dims", "out_dims", "randomness", "axis_name", "axis_size"
+    )
+    axis = ValueReader().decode(axis_name)
+    if isinstance(axis, list | dict | slice):
+        axis_name.expected("the name of an axis")
+    return EnclosingVmap(
+        _dims(ins, callee.tensors),
+        _dims(outs, callee.results),
+        randomness.one_of(_RANDOMNESS, "what becomes of random numbers"),
+        axis,
+        None if size.value is None else size.integer(0),
+    )
+
+
+def _dims(field: Field, count: int) -> tuple[int | None, ...]:
+    items = field.items(count)
+    return tuple(None if each.value is None else each.integer(0, _MOST) for each in items)
+
+
 def register_all() -> None:
     """Register every kind of control flow for files."""
     for kind in (
@@ -277,11 +348,11 @@ def register_all() -> None:
         ControlKind("pullback", Pullback, _encode_derivative, _decode_pullback),
         ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
         ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
-        ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint, 3),
-        ControlKind("once", OnceCall, _encode_once, _decode_once, 3),
-        ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed, 3),
-        ControlKind("states", RandomStates, _encode_states, _decode_states, 3),
-        ControlKind("function", FunctionCall, encode_call, decode_call, 4),
+        ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint),
+        ControlKind("once", OnceCall, _encode_once, _decode_once),
+        ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed),
+        ControlKind("states", RandomStates, _encode_states, _decode_states),
+        ControlKind("function", FunctionCall, encode_call, decode_call),
     ):
         register_control(kind)
     register_callees()

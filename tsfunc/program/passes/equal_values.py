@@ -1,0 +1,200 @@
+"""The mesh axes along which the values of a program differ between ranks.
+
+A value has a set of axes. The result of an operator has the axes of its arguments; an exchange adds
+its axis or removes it. Choices and loops know how the axes of their results follow from those of
+their operands (``ControlFlow.flow``), so the analyses see through their bodies. There are two,
+since values from outside of a program may differ or be equal: :class:`MayDiffer` finds all axes
+along which a value may differ, and :class:`FromParts` those along which it is computed from the
+ranks' own parts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch.fx
+
+from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow, every_node
+from tsfunc.bridge.mesh.meshes import sizes_of
+from tsfunc.bridge.mesh.operators import INDEX, MAP, transposed
+from tsfunc.program.passes.effects import Aliases, communicates, is_pure
+
+_NONE: Axes = frozenset()
+# The kinds of exchange after which all ranks have the same value. Their transposes add up the
+# ranks' cotangents, so each rank may keep its own part of a cotangent until then.
+MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
+# The kinds of exchange after which each rank has a value of its own.
+_MAKES_PARTS = frozenset({"slice", "scatter", "all_to_all", "permute"})
+
+
+class _Visit:
+    """The state of one pass over a graph.
+
+    Attributes:
+        axes: the axes of each node.
+        results: for calls of control flow, the axes of each result.
+        constant: the nodes that are computed from no inputs, and that no derivative reaches.
+    """
+
+    def __init__(self) -> None:
+        self.axes: dict[torch.fx.Node, Axes] = {}
+        self.results: dict[Any, Sequence[Axes]] = {}
+        self.constant: set[torch.fx.Node] = set()
+
+    def of_inputs(self, node: torch.fx.Node) -> Axes:
+        """Return the axes of all arguments of a node."""
+        return _NONE.union(*(self.axes[each] for each in node.all_input_nodes))
+
+
+class Flow:
+    """An analysis of a graph and of the bodies in it.
+
+    Attributes:
+        axes: the axes of each node that the analysis has reached. A body that is run in several
+            ways has the axes of all of them.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, unknown: Axes) -> None:
+        self._unknown = unknown  # the axes of a value about which nothing is known
+        self._aliases: dict[torch.fx.Graph, Aliases] = {}
+        self.axes: dict[torch.fx.Node, Axes] = {}
+        self._visit(graph, None)
+
+    def of_call(self, node: torch.fx.Node, visit: _Visit) -> Axes:
+        """Return the axes of the result of an operator."""
+        raise NotImplementedError
+
+    def of_unseen(self, op: ControlFlow, of_inputs: Axes) -> Axes:
+        """Return the axes of the results of control flow whose ``flow`` is not known."""
+        raise NotImplementedError
+
+    def _visit(self, graph: torch.fx.Graph, inputs: Sequence[Axes] | None) -> _Visit:
+        """Find the axes of each node.
+
+        Args:
+            graph: the graph.
+            inputs: the axes of its placeholders; None if nothing is known about them.
+        """
+        aliases = self._aliases.get(graph)
+        if aliases is None:
+            aliases = self._aliases[graph] = Aliases(graph)
+        visit, given = _Visit(), iter(inputs or ())
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            found = next(given, self._unknown) if node.op == "placeholder" else self._unknown
+            if aliases.is_written(node):
+                found = self._unknown
+            elif node.op == "call_function":
+                found = self._of_node(node, visit)
+            visit.axes[node] = found
+            if (
+                node.op == "call_function"
+                and not found
+                and visit.constant.issuperset(node.all_input_nodes)
+            ):
+                visit.constant.add(node)
+            self.axes[node] = self.axes.get(node, _NONE) | found
+        return visit
+
+    def _of_node(self, node: torch.fx.Node, visit: _Visit) -> Axes:
+        if isinstance(node.target, ControlFlow):
+            args: tuple[Any, ...] = node.args
+            operands = [visit.axes.get(each, _NONE) for each in args]
+            results = node.target.flow(operands, self._through)
+            if results is None:
+                return self.of_unseen(node.target, visit.of_inputs(node))
+            visit.results[node] = results
+            return _NONE.union(*results)
+        if node.target is operator.getitem and node.args[0] in visit.results:
+            found: Axes = visit.results[node.args[0]][node.args[1]]  # type: ignore[index]
+            return found
+        return self.of_call(node, visit)
+
+    def _through(self, body: Body, operands: Sequence[Axes]) -> list[Axes]:
+        """Return the axes of a body's results."""
+        visit = self._visit(body.graph, [operands[at] for at in body.inputs])
+        results: Any = next(iter(reversed(body.graph.nodes))).args[0]
+        return [visit.axes.get(each, _NONE) for each in results]
+
+
+class MayDiffer(Flow):
+    """The axes along which a value may differ: none is left out."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        every = frozenset(
+            axis
+            for node in every_node(graph)
+            if node.target is MAP
+            for axis in sizes_of(str(node.args[4]))
+        )  # fmt: skip
+        super().__init__(graph, every)
+
+    def of_call(self, node: torch.fx.Node, visit: _Visit) -> Axes:
+        if node.target is INDEX:
+            return frozenset({str(node.args[0])})
+        if not is_pure(node) or (communicates(node) and node.target is not MAP):
+            return self._unknown
+        of_inputs = visit.of_inputs(node)
+        if node.target is MAP:
+            x, kind, _, axis, _ = node.args
+            # Of a share, no derivative may depend on which ranks have a part of a cotangent.
+            equal = kind in MAKES_EQUAL or (kind == "share" and x in visit.constant)
+            return of_inputs - {str(axis)} if equal else of_inputs | {str(axis)}
+        return of_inputs
+
+    def of_unseen(self, op: ControlFlow, of_inputs: Axes) -> Axes:
+        # Bodies without a part of a rank compute equal values from equal values.
+        return self._unknown if op.opaque else of_inputs | self._parts(op)
+
+    def _parts(self, op: ControlFlow) -> Axes:
+        """Return the axes along which bodies, or their transposes, make values that differ."""
+        found = _NONE
+        for body in op.bodies:
+            for node in every_node(body.graph):
+                if node.target is INDEX:
+                    found |= {str(node.args[0])}
+                elif node.target is MAP:
+                    kind = str(node.args[1])
+                    if not MAKES_EQUAL.issuperset({kind, transposed(kind, ())[0]}):
+                        found |= {str(node.args[3])}
+                elif (
+                    node.op == "get_attr"
+                    or communicates(node)
+                    or (node.op == "call_function" and not is_pure(node))
+                ):
+                    return self._unknown
+        return found
+
+
+class FromParts(Flow):
+    """The axes along which a value is computed from different values on each rank.
+
+    Values that the analysis can't follow have no axes: inputs of the program, and writes.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        super().__init__(graph, _NONE)
+
+    def of_call(self, node: torch.fx.Node, visit: _Visit) -> Axes:
+        if node.target is INDEX:
+            return frozenset({str(node.args[0])})
+        of_inputs = visit.of_inputs(node)
+        if node.target is MAP:
+            axis = frozenset({str(node.args[3])})
+            of_inputs = of_inputs - axis if node.args[1] in MAKES_EQUAL else of_inputs
+            return of_inputs | axis if node.args[1] in _MAKES_PARTS else of_inputs
+        return of_inputs
+
+    def of_unseen(self, op: ControlFlow, of_inputs: Axes) -> Axes:
+        if op.opaque:
+            return _NONE
+        exchanged = {
+            str(node.args[3])
+            for body in op.bodies
+            for node in every_node(body.graph)
+            if node.target is MAP
+        }
+        return of_inputs - exchanged
