@@ -26,6 +26,8 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "jvp(grad)": lambda f: lambda x: jvp(grad(f), (x,), (x.cos(),)),
 }
 
+SLOW = ("vmap(grad)", "jvp(grad)")
+
 
 def drawn_layer(name: str, draw: random.Random) -> nn.RNNBase:
     options: dict[str, Any] = {
@@ -42,7 +44,10 @@ def drawn_layer(name: str, draw: random.Random) -> nn.RNNBase:
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in TRANSFORMS],
+)
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_program_for_open_batch_and_length(name: str, transform: str) -> None:
     seed = secrets.randbits(32)

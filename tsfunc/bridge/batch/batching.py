@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch.recurrent_layers import FUNCTIONS, STEPS
 from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
+from tsfunc.bridge.batch.recurrent_layers import FUNCTIONS, STEPS
 from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
 from tsfunc.bridge.tracers.decompositions import is_outside

@@ -13,11 +13,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._C import (
-    DisableTorchFunctionSubclass,
     _dispatch_has_kernel,
     _dispatch_has_kernel_for_dispatch_key,
     _jit_resolve_packet,
@@ -183,8 +182,8 @@ class TorchOperator(Operator):
         return self.call(args, kwargs, restore=True)
 
 
-# C++ asks tensors of subclasses for their sizes by an operator of torch.jit: NOTE [sizes for C++].
-_OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size"})
+# C++ asks tensors of subclasses for their sizes by operators of torch.jit: NOTE [sizes for C++].
+_OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size", "aten::stride"})
 
 
 def _written_memory(value: Any) -> frozenset[str] | None:
@@ -213,28 +212,11 @@ def _reader() -> Any:
 install(_reader)
 
 
-class _FixedSizes:
-    """``aten::size``, by which C++ code asks a tensor with symbolic sizes for ints.
-
-    It is not in torch's dispatcher. Each symbolic size becomes a guard on its value, so a program
-    for named dims is refused in terms of their names.
-    """
-
-    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], known: bool) -> list[int]:
-        with DisableTorchFunctionSubclass():
-            return [int(size) for size in args[0].shape]
-
-
-_SIZE, _FIXED_SIZES = torch.ops.aten.size.default, cast("TorchOperator", _FixedSizes())
-
-
 def operator_of(overload: OpOverload) -> TorchOperator:
     """Return the row of an overload, made at the first call."""
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
     op = operators_by_id.get(id(overload))
     if op is None:
-        if overload is _SIZE:
-            return _FIXED_SIZES
         # Of two threads that ask at once, one makes the row before the other sees it.
         with _lock:
             found = find_operator(overload.name())

@@ -64,6 +64,7 @@ from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, hold, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -566,17 +567,10 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Return the example's strides; for symbolic sizes, dense strides in the same dim order."""
-    strides = example.stride()
+    """Return the example's strides; for symbolic sizes, strides of its layout."""
     if all(isinstance(size, int) for size in shape):
-        return list(strides)
-    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
-    found: list[Any] = [0] * len(shape)
-    step: Any = 1
-    for i in order:
-        found[i] = step
-        step = step * shape[i]
-    return found
+        return list(example.stride())
+    return strides_with(layout_of(example.shape, example.stride()), shape)
 
 
 def _size_nodes(

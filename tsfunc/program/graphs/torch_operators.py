@@ -28,8 +28,6 @@ from typing import Any, Final
 
 import torch
 import torch.fx
-from torch import Tensor
-from torch.nn.functional import linear
 
 from tsfunc.bridge.batch.recurrent_layers import LAYERS
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates

@@ -134,10 +134,7 @@ def remove_noops(graph: torch.fx.Graph) -> None:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
         elif _EQUAL[name](arguments, source) and not (
-            aliases.escapes(node)
-            or aliases.is_written(node)
-            or aliases.is_written(source)
-            or (not op.is_view and _has_open_layout(source))
+            aliases.escapes(node) or aliases.is_written(node) or aliases.is_written(source)
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -153,20 +150,6 @@ def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
         and all(same_size(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
-    )
-
-
-def _has_open_layout(source: torch.fx.Node) -> bool:
-    """Return True if calls may give a tensor, or the one it is a view of, with gaps in memory.
-
-    Of an input with symbolic sizes, the guards know the order of the strides only. A copy of it is
-    dense, which the code may rely on (``view``, ``as_strided``).
-    """
-    while isinstance(op := source.meta.get("op"), TorchOperator) and op.is_view:
-        source = source.all_input_nodes[0]
-    value = source.meta.get("val")
-    return source.op in ("placeholder", "get_attr") and any(
-        isinstance(size, torch.SymInt) for size in value.shape
     )
 
 
