@@ -1,19 +1,27 @@
-"""Recurrent layers and cells in terms of other operators, with a scan over the steps.
+"""Function rules of recurrent layers and cells, and their computation by other operators.
 
 torch has one operator for all layers and steps of an ``LSTM``, and its C++ code takes as many steps
 as the example has. A scan of one step serves all lengths. The product of the inputs and their
 weights does not depend on the step before, so it is a single product over all steps.
+
+Private names used here (torch 2.13 and 2.14): ``torch._VF`` has the functions that recurrent
+modules call.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.decompositions import is_outside
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import call_torch, innermost_level
 
 # The computation of one step: from the input's product, the states before and the weights to the
 # states after it; the first state is also the result.
@@ -123,10 +131,50 @@ LAYERS: dict[str, Callable[..., Any]] = {
     f"aten::{name}.input": functools.partial(_layers, cell) for name, cell in _CELLS.items()
 }
 # torch's functions for cells and for layers.
-STEPS: dict[Any, Callable[..., Any]] = {
+_STEPS: Final = {
     getattr(torch._VF, f"{name}_cell"): functools.partial(_step, cell)
     for name, cell in _CELLS.items()
 }
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    getattr(torch._VF, name): LAYERS[f"aten::{name}.input"] for name in _CELLS
-}
+_FUNCTIONS: Final = {getattr(torch._VF, name): LAYERS[f"aten::{name}.input"] for name in _CELLS}
+
+
+def _recurrent(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call torch with all tensors lifted to the innermost level, or compute the call here.
+
+    The C++ code of recurrent cells writes batched values into tensors made from the states. It
+    can't run with symbolic sizes, so where autograd records its steps, other operators compute the
+    call.
+    """
+    level = innermost_level(args)
+    if level is not None and level.autograd and _has_symbolic_sizes(args):
+        composed = _STEPS.get(func)
+        if composed is None and not isinstance(args[2], Tensor):  # not of a packed sequence
+            composed = _FUNCTIONS[func]
+        if composed is not None:
+            return composed(*args, **kwargs)
+    if isinstance(level, BatchLevel) and level.alive:
+
+        def lifted(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(lifted(item) for item in value)
+            return level.lift(value) if is_outside(value, level) else value
+
+        args = tuple(lifted(arg) for arg in args)
+    return call_torch(func, types, args, kwargs)
+
+
+def _has_symbolic_sizes(args: Sequence[Any]) -> bool:
+    """True if a tensor among the arguments, or in a list among them, has a symbolic size."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if any(isinstance(size, torch.SymInt) for size in arg.shape):
+                return True
+        elif isinstance(arg, list | tuple) and _has_symbolic_sizes(arg):
+            return True
+    return False
+
+
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _recurrent, *_STEPS, *_FUNCTIONS)

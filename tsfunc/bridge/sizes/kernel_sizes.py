@@ -17,13 +17,13 @@ Private names used here (torch 2.13 and 2.14): ``torch._C._nn`` has the function
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import TorchOperator, operators_by_id
-from tsfunc.bridge.tracers.tracer import METHODS
 
 
 class _PlainSizes(TorchOperator):
@@ -94,10 +94,16 @@ def _method(vec: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+function_rules: Final = FunctionRules()
 for _name in _NAMES:
     _packet = getattr(torch.ops.aten, _name, None)
     if _packet is not None:
         _run = _decomposition(_name)
         DECOMPOSITIONS[f"aten::{_name}.vec"] = _run
-        for _function in (_packet, _packet.vec, getattr(torch._C._nn, _name)):
-            METHODS[_function] = _method(_packet.vec, _run)
+        function_rules.add(
+            Stage.METHOD,
+            _method(_packet.vec, _run),
+            _packet,
+            _packet.vec,
+            getattr(torch._C._nn, _name),
+        )

@@ -10,14 +10,15 @@ Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._ops import OpOverload
 
 from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.tracer import METHODS, innermost_level
+from tsfunc.bridge.tracers.tracer import innermost_level
 
 
 def _is_traced(*values: Any) -> bool:
@@ -36,14 +37,6 @@ def _answered(overload: OpOverload) -> Callable[..., Any]:
     return method
 
 
-for _overload, _functions in {
-    torch.ops.aten.equal.default: (torch.equal, torch.Tensor.equal),
-    torch.ops.aten.allclose.default: (torch.allclose, torch.Tensor.allclose),
-}.items():
-    for _function in _functions:
-        METHODS[_function] = _answered(_overload)
-
-
 def _one_hot(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -57,4 +50,11 @@ def _one_hot(
     return called(*args, **{{"input": "x", "tensor": "x"}.get(k, k): v for k, v in kwargs.items()})
 
 
-METHODS[torch.nn.functional.one_hot] = _one_hot
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD, _answered(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
+)
+function_rules.add(
+    Stage.METHOD, _answered(torch.ops.aten.allclose.default), torch.allclose, torch.Tensor.allclose
+)
+function_rules.add(Stage.METHOD, _one_hot, torch.nn.functional.one_hot)

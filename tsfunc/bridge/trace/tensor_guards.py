@@ -33,7 +33,8 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.attributes import of_the_value
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_code import in_user_code
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
@@ -559,8 +560,9 @@ def attributes_of(self: Any) -> Any:
 _DICT: Final = vars(_T)["__dict__"]
 
 
-for _method in (stride, contiguous, offset):
-    METHODS[_method] = metadata  # function modes see metadata calls
+function_rules: Final = FunctionRules()
+# Function modes see metadata calls.
+function_rules.add(Stage.METHOD, metadata, stride, contiguous, offset)
 
 
 def attribute(self: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import optree
 import torch
@@ -57,13 +57,13 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     NO_KWARGS,
     BackwardPass,
     Tracer,
@@ -358,7 +358,12 @@ def _reads_requires_grad(
     return args[0].tracks
 
 
-METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD,
+    _reads_requires_grad,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+)
 
 
 def _new_tensor(
@@ -378,7 +383,7 @@ def _new_tensor(
     return made.requires_grad_() if requires_grad else made
 
 
-METHODS[torch.Tensor.new_tensor] = _new_tensor
+function_rules.add(Stage.METHOD, _new_tensor, torch.Tensor.new_tensor)
 
 
 @register("aten::detach", DispatchKey.Trace)
