@@ -59,7 +59,8 @@ def test_one_program_for_open_batch_and_length(name: str, transform: str) -> Non
     def loss(x: Tensor) -> Tensor:
         out, state = layer(x)
         states = state if isinstance(state, tuple) else (state,)
-        return out.sin().sum() + sum(each.cos().sum() for each in states)
+        total: Tensor = out.sin().sum() + sum(each.cos().sum() for each in states)
+        return total
 
     f = TRANSFORMS[transform](loss)
     program = specialize(f, {"x": MetaTensorType(["a", "b", 3])})
@@ -78,7 +79,8 @@ def test_cells_over_an_open_batch(name: str) -> None:
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
         state = torch.func.functional_call(cell, parameters, (x,))
         out = state[0] * state[1] if isinstance(state, tuple) else state
-        return out.sin().sum()
+        total: Tensor = out.sin().sum()
+        return total
 
     f = grad(loss, argnums=(0, 1))
     program = specialize(f, {"x": MetaTensorType(["n", 3])})

@@ -149,7 +149,7 @@ def _recurrent(
     """
     level = innermost_level(args)
     if level is not None and level.autograd and _has_symbolic_sizes(args):
-        composed = _STEPS.get(func)
+        composed: Callable[..., Any] | None = _STEPS.get(func)
         if composed is None and not isinstance(args[2], Tensor):  # not of a packed sequence
             composed = _FUNCTIONS[func]
         if composed is not None:

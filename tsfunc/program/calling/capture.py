@@ -458,7 +458,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, self.assumptions,
+            request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
@@ -493,6 +493,14 @@ class _Trace:
                     f"reads with a size."
                 )
             guard_lines.require(condition.code.replace("math.", f"{guard_lines.name(math)}."))
+
+    def _undescribed(self) -> dict[str, Sequence[int]]:
+        """Return the shapes of the tensor arguments without descriptors, by parameter."""
+        return {
+            spec.name: spec.example.shape
+            for spec in self.request.inputs
+            if spec.name.isidentifier() and spec.name not in self.request.described
+        }
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
