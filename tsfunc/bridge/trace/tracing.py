@@ -354,8 +354,13 @@ def _reads_requires_grad(
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
-    args[0].dispatch_level.tensor_guards.of_grad = True
-    return args[0].tracks
+    return records_outside(args[0])
+
+
+def records_outside(value: TraceTracer) -> bool:
+    """True if autograd will record on a tensor when the program runs; guards compare that."""
+    value.dispatch_level.tensor_guards.of_grad = True
+    return value.tracks
 
 
 function_rules: Final = FunctionRules()
