@@ -20,6 +20,7 @@ from tsfunc.bridge.batch import (
     selection_items,
     selection_rows,
     selection_sums,
+    sized_composites,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.sizes import kernel_sizes
@@ -40,7 +41,8 @@ from tsfunc.bridge.writing import reshaped_views, reshaping, writes
 _RULES = (
     attributes, backward, batching_functions, composites, compressed, data_methods, foreach,
     indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
-    selection_items, selection_rows, selection_sums, tensor_guards, tracing, writes,
+    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
+    writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, tracing)

@@ -30,6 +30,7 @@ from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.backward_passes import BackwardPasses
+from tsfunc.bridge.trace.class_members import give_members
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -341,9 +342,10 @@ class _Trace:
         level.tensor_guards.attribute_of = self._attribute_of
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
-            level.tensor_guards.add(
-                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
-            )
+            argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            level.tensor_guards.add(tracer, argument)
+            for name in give_members(tracer, type(spec.example)):
+                self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         for name, node in sizes.items():
@@ -368,7 +370,7 @@ class _Trace:
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
-            value = getattr(argument.example, name)
+            value = operator.attrgetter(name)(argument.example)
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
