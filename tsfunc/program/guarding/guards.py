@@ -40,6 +40,7 @@ from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_flo
 from tsfunc.program.closure.viewed_state import has_contents, viewed_state
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
@@ -603,10 +604,9 @@ def _tensor(
         for k, dim in enumerate(spec.dims):
             lines.extend(_dim(k, dim, bound, bounds))
         if not example.is_contiguous():
-            lines += ["t = a.stride()",
-                      f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != "
-                      f"{_order_of_strides(example)!r}: "
-                      f"return None"]  # fmt: skip
+            scope["layout_of"] = layout_of
+            scope[f"strides_{i}"] = layout_of(example.shape, example.stride())
+            lines.append(f"if layout_of(s, a.stride()) != strides_{i}: return None")
             return lines
     lines.append("if not a.is_contiguous(): return None")
     return lines
@@ -632,12 +632,7 @@ def _layout_key(spec: InputSpec) -> Any:
     if x.is_contiguous():
         return "contiguous"
     fixed = all(isinstance(dim, int) for dim in spec.dims)
-    return tuple(x.stride()) if fixed else ("order", *_order_of_strides(x))
-
-
-def _order_of_strides(x: torch.Tensor) -> list[int]:
-    """Return the dims of a tensor, sorted by stride."""
-    return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
+    return tuple(x.stride()) if fixed else layout_of(x.shape, x.stride())
 
 
 def _static_key(value: Any) -> Any:
