@@ -409,6 +409,17 @@ def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
     return True
 
 
+@register("aten::as_strided", DispatchKey.Trace)
+def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Ask for the strides of the value, which the derivative is computed with."""
+    if isinstance(value, TraceTracer):
+        with DisableTorchFunction():
+            recorded = value.tracks or value.requires_grad
+        if recorded:
+            value.dispatch_level.tensor_guards.ask_strides(value.value)
+    return trace_kernel(operator_of(torch.ops.aten.as_strided.default), (value, *args), kwargs)
+
+
 @register("aten::view_as_real", DispatchKey.Trace)
 def _view_as_real(value: TraceTracer) -> Any:
     """Resolve conjugation, which the value has and the tracer that C++ asks lacks."""

@@ -30,6 +30,7 @@ from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.backward_passes import BackwardPasses
+from tsfunc.bridge.trace.class_members import give_members
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -63,6 +64,7 @@ from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -340,9 +342,10 @@ class _Trace:
         level.tensor_guards.attribute_of = self._attribute_of
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
-            level.tensor_guards.add(
-                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
-            )
+            argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            level.tensor_guards.add(tracer, argument)
+            for name in give_members(tracer, type(spec.example)):
+                self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         for name, node in sizes.items():
@@ -367,7 +370,7 @@ class _Trace:
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
-            value = getattr(argument.example, name)
+            value = operator.attrgetter(name)(argument.example)
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
@@ -460,7 +463,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, self.assumptions,
+            request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
@@ -493,6 +496,14 @@ class _Trace:
                     f"reads with a size."
                 )
             self.instances.builder.read_guards.add(ReadHolds(condition.code, condition.text))
+
+    def _undescribed(self) -> dict[str, Sequence[int]]:
+        """Return the shapes of the tensor arguments without descriptors, by parameter."""
+        return {
+            spec.name: spec.example.shape
+            for spec in self.request.inputs
+            if spec.name.isidentifier() and spec.name not in self.request.described
+        }
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
@@ -567,17 +578,10 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Return the example's strides; for symbolic sizes, dense strides in the same dim order."""
-    strides = example.stride()
+    """Return the example's strides; for symbolic sizes, strides of its layout."""
     if all(isinstance(size, int) for size in shape):
-        return list(strides)
-    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
-    found: list[Any] = [0] * len(shape)
-    step: Any = 1
-    for i in order:
-        found[i] = step
-        step = step * shape[i]
-    return found
+        return list(example.stride())
+    return strides_with(layout_of(example.shape, example.stride()), shape)
 
 
 def _size_nodes(
