@@ -17,6 +17,7 @@ from tsfunc import ops, rage
 from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import way_of
 from tsfunc.bridge.trace.packaging import write_aoti_package
+from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.errors import (
     ExportError,
     FileFormatError,
@@ -90,7 +91,7 @@ def show_file(
         else:
             print(program)
         print("guards:")
-        for line in program.guards:
+        for line in program.guards.texts:
             print(f"  {line}")
 
 
@@ -248,7 +249,18 @@ def _one_operator(name: str) -> None:
         "ranks it took": entry.evidence.in_words().partition(";")[0],
         "under vmap": _way(entry),
     }
-    _table(None, [[label, value] for label, value in lines.items() if value])
+    rows = [[label, value] for label, value in lines.items() if value]
+    _table(None, [*rows, *_function_rules(entry.name)])
+
+
+def _function_rules(operator: str) -> list[list[str]]:
+    """Return a row for each function rule of an operator, in the order in which a call asks."""
+    rows = []
+    for function, rule in registry.rules_of(operator):
+        file, _, line = rule.source.rpartition(":")
+        place = f", {_shortened(file)}:{line}" if line else ""
+        rows.append([function, f"function rule {rule.name} ({rule.stage.name}){place}"])
+    return rows
 
 
 def _way(entry: ops.OperatorEntry) -> str:

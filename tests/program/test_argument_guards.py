@@ -14,9 +14,10 @@ from torch import Tensor
 from tsfunc import load, specialize
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.program.calling.cache import differing
-from tsfunc.program.closure.guard_codegen import ClosureGuard, GuardLines
+from tsfunc.program.closure.guard_codegen import ClosureGuard
+from tsfunc.program.closure.read_guards import Guard, ReadGuards
 from tsfunc.program.guarding import guards
-from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, Guard, guard_lines
+from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, guard_lines
 from tsfunc.program.guarding.inputs import InputSpec
 
 
@@ -56,7 +57,7 @@ def guards_of(value: Any) -> list[ArgumentGuard]:
 def compiled(value: Any) -> ClosureGuard:
     """Return the generated guard of a call with one argument."""
     lines, scope = guard_lines(guards_of(value), {}, 1)
-    return GuardLines().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
+    return ReadGuards().function(tuple(setting.read() for setting in SETTINGS), lines, scope)
 
 
 def test_every_kind_of_guard_has_a_place() -> None:

@@ -1,48 +1,54 @@
 """The layer between torch and the rest: tracers, the two handlers, torch's thread-local state.
 
 This is the only room that uses torch's private names. Each file lists the private names that it
-uses, with the torch releases that have them. Importing this package registers the kernels of the
-built-in keys and the methods that the function handler answers by itself.
+uses, with the torch releases that have them. This file is the room's loader: it fills the registry
+of function rules, imports the kernels of the built-in keys, and lists what the first transform of a
+process prepares.
 """
 
 from __future__ import annotations
 
+from tsfunc import pytrees
 from tsfunc.bridge.batch import (
     batching,
+    batching_functions,
     composites,
     foreach,
     indexing,
+    masks,
+    recurrent_layers,
     selection_items,
     selection_rows,
     selection_sums,
+    sized_composites,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.sizes import kernel_sizes
-from tsfunc.bridge.trace import anomaly, data_methods, tracing
-from tsfunc.bridge.tracers import attributes, compressed, containers, grad_level, methods
-from tsfunc.bridge.writing import reshaped_views, reshaping
+from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
+from tsfunc.bridge.tracers import (
+    attributes,
+    backward,
+    compressed,
+    containers,
+    factories,
+    grad_level,
+    methods,
+)
+from tsfunc.bridge.tracers.function_registry import registry
+from tsfunc.bridge.writing import reshaped_views, reshaping, writes
 
-__all__ = [
-    "anomaly",
-    "attributes",
-    "batching",
-    "composites",
-    "compressed",
-    "containers",
-    "custom_function",
-    "data_methods",
-    "foreach",
-    "grad_level",
-    "indexing",
-    "kernel_sizes",
-    "methods",
-    "reshaped_views",
-    "reshaping",
-    "saved_tensors",
-    "second_order",
-    "selection_items",
-    "selection_rows",
-    "selection_sums",
-    "tracing",
-    "zero_tangents",
-]
+# The modules that declare function rules.
+_RULES = (
+    attributes, backward, batching_functions, composites, compressed, data_methods, foreach,
+    indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
+    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
+    writes,
+)  # fmt: skip
+# The modules that fill cells and columns of the dispatch table, by decorators.
+_KERNELS = (anomaly, batching, grad_level, tracing)
+
+registry.load([module.function_rules for module in _RULES])
+pytrees.on_unknown(containers.register)
+factories.on_first_transform(custom_function.install)
+for _module in (saved_tensors, second_order, zero_tangents):
+    factories.on_first_level(_module.install)

@@ -138,7 +138,8 @@ class Recorder:
     def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
         """Make a call and record it, together with the notes of its kernel.
 
-        With ``alone=True``, the call is not recorded if it makes other calls: those say more.
+        A call that returns NotImplemented is not recorded. With ``alone=True``, the call is not
+        recorded either if it makes other calls: those say more.
         """
         with self._lock:
             first = self.started
@@ -146,12 +147,15 @@ class Recorder:
         calls = self._running.calls
         calls.append(use)
         start = time.perf_counter()
+        served = True
         try:
-            return call()
+            out = call()
+            served = out is not NotImplemented
+            return out
         finally:
             seconds = time.perf_counter() - start
             use = calls.pop()
-            if not alone or self.started == first + 1:
+            if served and (not alone or self.started == first + 1):
                 self._count(use, seconds, first)
 
     def _count(self, use: Use, seconds: float, first: int) -> None:

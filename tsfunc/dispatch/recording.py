@@ -7,6 +7,7 @@ the fast paths already test ``State.plain``.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,17 +23,29 @@ def note(how: str, rule: str = "", source: str = "") -> None:
         recorder.note(how, rule, source)
 
 
-def run_as(operator: str, level: Level, rule: Callable[..., Any], *args: Any) -> Any:
-    """Call a rule that is not in the table, and record that it served an operator."""
+def run_as(
+    operator: str, level: Level, rule: Callable[..., Any], *args: Any, how: str = "rule"
+) -> Any:
+    """Call a rule that is not in the table, and record that it served an operator.
+
+    A rule that returns NotImplemented is not recorded.
+
+    Args:
+        operator: the name of the operator or function that was called.
+        level: the level of the call.
+        rule: the rule, called with ``args``.
+        how: the kind of the rule in the report.
+    """
     recorder = tls.state.recorder
     if recorder is None:
         return rule(*args)
-    code = getattr(rule, "__code__", None)
+    rule_in_code = inspect.unwrap(rule)
+    code = getattr(rule_in_code, "__code__", None)
     source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     place, backward = recorder.place()
     use = Use(
-        operator, place, backward, level.key.name, level.name, level.depth, "rule",
-        name_of_rule(rule), source,
+        operator, place, backward, level.key.name, level.name, level.depth, how,
+        name_of_rule(rule_in_code), source,
     )  # fmt: skip
     return recorder.run(use, lambda: rule(*args))
 

@@ -43,7 +43,8 @@ class OperatorUse:
         backward: True if the call came from the backward pass of that line.
         transform: the transform that served the call, as ``vmap(f)``; an empty string for none.
         depth: the level of that transform, 1 for the outermost; 0 for none.
-        how: "rule" (its batching rule), "kernel" (one registered for the transform's key),
+        how: "rule" (its batching rule), "function rule" (a rule of the called function, whose
+            operators have their own rows), "kernel" (one registered for the transform's key),
             "decomposition" (its parts were called instead, and have their own rows), "loop"
             (once for each example: slow), "once" (no batched argument),
             "traced" (recorded in a program), "torch" (no transform).

@@ -12,7 +12,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
+from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
@@ -28,8 +29,11 @@ from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
@@ -121,16 +125,17 @@ def shard_map(
         known = mesh_of(mesh)
         axes = bound_axes(known.sizes, axis_names)
         _refuse_hidden(axes)
-        with bound(known, axes, check, randomness == "error") as levels:
+        with bound(known, axes, check, randomness == "error", has_boundary=True) as levels:
             shards = _shards(args, plans[0], levels, inputs, mesh)
-            if randomness == "error":
-                with watching_random():
-                    out = func(*shards)
-            else:
-                if randomness != "different":
-                    agree_on_generators(list(levels.values()))
-                body = func if randomness == "same" else spread_once(func, axes)
-                out = body(*shards)
+            with _entered(func, list(levels.values())):
+                if randomness == "error":
+                    with watching_random():
+                        out = func(*shards)
+                else:
+                    if randomness != "different":
+                        agree_on_generators(list(levels.values()))
+                    body = func if randomness == "same" else spread_once(func, axes)
+                    out = body(*shards)
             return _put_together(out, plans[1], levels, outputs, mesh)
 
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
@@ -212,19 +217,21 @@ class bound:
         axes: the names of the axes.
         check: as for ``shard_map``.
         forbids_random: True if random operators in the block raise an error.
+        has_boundary: True for ``shard_map``, which converts values.
     """
 
     __slots__ = ("_check", "_levels", "_mesh")
 
     def __init__(
-        self, mesh: Mesh, axes: Sequence[str], check: str | None, forbids_random: bool = False
-    ) -> None:
+        self, mesh: Mesh, axes: Sequence[str], check: str | None, forbids_random: bool = False,
+        has_boundary: bool = False,
+    ) -> None:  # fmt: skip
         self._mesh, self._check = mesh, check
         self._levels: dict[str, MeshLevel] = {}
         for axis in axes:
             previous = list(self._levels.values())
             with using(previous[-1].inner if previous else tls.state):
-                self._levels[axis] = MeshLevel(mesh, axis, check, forbids_random)
+                self._levels[axis] = MeshLevel(mesh, axis, check, forbids_random, has_boundary)
 
     def __enter__(self) -> dict[str, MeshLevel]:
         for level in self._levels.values():
@@ -353,6 +360,30 @@ class _Plans:
 
 
 _MOST_PLANS = 64  # the most argument structures that one function keeps
+
+
+def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
+    """Context manager: tensors that the body captures are as arguments with ``P()``.
+
+    This matters to derivatives by these tensors, which are summed over the ranks.
+    """
+    if not torch.is_grad_enabled() and not tls.state.levels[: -len(levels)]:
+        return _UNCHANGED
+    traced = outermost_trace() is not None  # a derivative of the program may come later
+    captured = [
+        x
+        for x in consts_of([func])
+        if (x.is_floating_point() or x.is_complex())
+        and (traced or is_perturbed(x))
+        and not is_dtensor(x)
+    ]
+    if not captured:
+        return _UNCHANGED
+    seen = [as_seen_by_current_level(x) for x in captured]
+    return substitute_tensors(captured, [copied(levels, "enter", x) for x in seen])
+
+
+_UNCHANGED: AbstractContextManager[None] = nullcontext()
 
 
 def _shards(

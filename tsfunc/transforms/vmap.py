@@ -14,14 +14,12 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch import function_rules
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
-from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.outermost import entered
 from tsfunc.bridge.tracers.tracebacks import boundary
@@ -316,8 +314,6 @@ def _run(
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
     """Run the function once, for all examples of the level."""
-    if not FUNCTION_RULES:
-        function_rules.fill()
     guards = entered.random_guards
     watching = guards.pop() if guards else watching_random()
     try:

@@ -5,46 +5,57 @@ arguments or to slice. For tracers, the function handler calls the replacements 
 operators without such reads, so that every level sees these operators. Checks are made for all
 examples at once.
 
-``PARTS`` holds the replacements of operators that C++ code calls too.
+``DECOMPOSITIONS`` holds the replacements of operators that C++ code calls too.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, Tracer, innermost_level
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
 
+function_rules: Final = FunctionRules()
 
-def _instead(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a replacement of ``functions`` on tracers.
+
+def _instead(
+    *functions: Callable[..., Any], numbers: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Declare a replacement of ``functions`` on tracers.
 
     A replacement that returns NotImplemented leaves the call to torch.
+
+    Args:
+        functions: the functions of torch.
+        numbers: True if it serves only calls in which a tensor stands for a number.
     """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(mine)
         def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return mine(*args, **kwargs)
 
-        for function in functions:
-            METHODS[function] = method
+        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers)
         return mine
 
     return declare
 
 
-@_instead(torch.narrow, Tensor.narrow)
+@_instead(torch.narrow, Tensor.narrow, numbers=True)
 def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     """``narrow`` with a start for each example (NOTE [gathered views])."""
     if not isinstance(start, Tracer):
@@ -61,9 +72,6 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     )
     places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
     return gather(x, dim, places)
-
-
-FOR_NUMBERS |= {torch.narrow, Tensor.narrow}
 
 
 @_instead(F.affine_grid)
@@ -161,8 +169,8 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Any:
-    """Weighted covariance; torch reads the values of the weights to check them."""
-    if fweights is None and aweights is None:
+    """Covariance with weights, whose values torch reads to check them, or of symbolic sizes."""
+    if fweights is None and aweights is None and not needs_plain_sizes(x):
         return NotImplemented
     if x.dim() > 2:
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
@@ -182,7 +190,9 @@ def _cov(
             raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
         require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
-    assert weights is not None
+    if weights is None:
+        centred = x - x.mean(1, keepdim=True)
+        return (centred @ centred.mT.conj() / torch.sym_max(x.shape[1] - correction, 0)).squeeze()
     total = weights.sum()
     require(total != 0, "cov(): weights sum to zero, can't be normalized")
     mean = (x * weights).sum(1) / total

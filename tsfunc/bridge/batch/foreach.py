@@ -15,7 +15,7 @@ Private names used here (torch 2.11 to 2.13): the names of these operators in ``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Method, Tracer
 
 Single = Callable[..., Any]
 
@@ -121,7 +122,8 @@ def _declare() -> None:
         if function is not None:
             method = _method(each, inplace)
             adds = name in ("add", "add_")
-            METHODS[function] = _reading_a_number(method) if adds else method
+            rule = _reading_a_number(method) if adds else method
+            function_rules.add(Stage.METHOD, rule, function)
 
 
 def _with_factors(each: Single) -> Single:
@@ -157,4 +159,5 @@ def _method(each: Single, inplace: bool) -> Method:
     return method
 
 
+function_rules: Final = FunctionRules()
 _declare()

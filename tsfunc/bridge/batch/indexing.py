@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,8 +22,9 @@ from tsfunc.bridge.batch.masks import is_recorded_mask, write_by_mask
 from tsfunc.bridge.batch.selections import is_lazy, select
 from tsfunc.bridge.sizes.sized_indexing import basic_view, depends_on_sizes, is_traced_here
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.tracer import FOR_NUMBERS, METHODS, WRITERS, Tracer
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.gathered_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
@@ -303,9 +304,9 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value)
 
 
-METHODS[_T.__getitem__] = _get
-METHODS[_T.__setitem__] = _set
-METHODS[_T.masked_select] = METHODS[torch.masked_select] = _masked_select
-METHODS[_T.select] = METHODS[torch.select] = _select
-METHODS[_T.tensor_split] = METHODS[torch.tensor_split] = _tensor_split
-FOR_NUMBERS |= {_T.select, torch.select, _T.tensor_split, torch.tensor_split}
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _get, _T.__getitem__)
+function_rules.add(Stage.METHOD, _set, _T.__setitem__)
+function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
+function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)
+function_rules.add(Stage.METHOD, _tensor_split, _T.tensor_split, torch.tensor_split, numbers=True)

@@ -8,13 +8,14 @@ their old values.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tsfunc.bridge.batch.selections import Selection, spread, view_of
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.tracer import METHODS, WRITERS, innermost_level
+from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.ops.refusal import require
 
 _ALL = slice(None)
@@ -108,7 +109,6 @@ def _put(args: Sequence[Any], kwargs: Mapping[str, Any], *, inplace: bool) -> An
     return target
 
 
-for _function in (torch.index_put, torch.Tensor.index_put):
-    METHODS[_function] = _index_put
-for _function in (torch.index_put_, torch.Tensor.index_put_):
-    METHODS[_function] = _index_put_inplace
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _index_put, torch.index_put, torch.Tensor.index_put)
+function_rules.add(Stage.METHOD, _index_put_inplace, torch.index_put_, torch.Tensor.index_put_)

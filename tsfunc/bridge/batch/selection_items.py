@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tsfunc.bridge.batch.indexing import masked_items
 from tsfunc.bridge.batch.masks import write_by_mask
 from tsfunc.bridge.batch.selections import (
-    SERVED,
     Given,
     Selection,
+    SelectionRules,
     is_in_place,
     named,
     selections_in,
-    serve,
     together,
 )
-from tsfunc.bridge.tracers.tracer import WRITERS
+from tsfunc.bridge.tracers.function_registry import WRITERS
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.refusal import require
 
@@ -167,9 +166,10 @@ def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
     return _narrowed(x, mask)
 
 
-serve(_flattened, "flatten ravel reshape view")
-serve(_joined, "cat concat concatenate")
-serve(_masked_select, "masked_select")
-serve(_index_put, "index_put index_put_")
-SERVED[_T.__getitem__] = _get
-SERVED[_T.__setitem__] = _set
+function_rules: Final = SelectionRules()
+function_rules.serve(_flattened, "flatten ravel reshape view")
+function_rules.serve(_joined, "cat concat concatenate")
+function_rules.serve(_masked_select, "masked_select")
+function_rules.serve(_index_put, "index_put index_put_")
+function_rules.serve(_get, "__getitem__", _T)
+function_rules.serve(_set, "__setitem__", _T)

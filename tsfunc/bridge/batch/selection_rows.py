@@ -6,20 +6,20 @@ See NOTE [selections] in ``selections``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
 from tsfunc.bridge.batch.selections import (
-    SERVED,
     Given,
     Selection,
+    SelectionRules,
     named,
     selections_in,
-    serve,
     together,
 )
+from tsfunc.bridge.tracers.function_registry import Stage
 from tsfunc.ops.dims import wrap as wrap_dim
 
 _T = torch.Tensor
@@ -159,21 +159,24 @@ def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
     return x.like(func(x.filled(0) if over else x.places, **given))
 
 
-serve(_matmul, "matmul mm mv dot __matmul__ __rmatmul__")
-serve(_rows, "linear", functional)
-serve(_normalize, "normalize", functional)
-serve(_layer_norm, "layer_norm rms_norm", functional)
-serve(_pairs, "cosine_similarity pairwise_distance", functional)
-serve(_embedding, "embedding", functional)
-serve(_transposed, "t transpose")
-for _name in ("T", "mT"):
-    SERVED[getattr(_T, _name).__get__] = lambda func, args, kwargs: _transposed(
-        lambda x: x.mT, args, kwargs
-    )
-serve(
+function_rules: Final = SelectionRules()
+function_rules.serve(_matmul, "matmul mm mv dot __matmul__ __rmatmul__")
+function_rules.serve(_rows, "linear", functional)
+function_rules.serve(_normalize, "normalize", functional)
+function_rules.serve(_layer_norm, "layer_norm rms_norm", functional)
+function_rules.serve(_pairs, "cosine_similarity pairwise_distance", functional)
+function_rules.serve(_embedding, "embedding", functional)
+function_rules.serve(_transposed, "t transpose")
+function_rules.add(
+    Stage.SELECTION,
+    lambda func, args, kwargs: _transposed(lambda x: x.mT, args, kwargs),
+    _T.T.__get__,  # type: ignore[attr-defined]
+    _T.mT.__get__,  # type: ignore[attr-defined]
+)
+function_rules.serve(
     _loss,
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits kl_div poisson_nll_loss soft_margin_loss",
     functional,
 )
-serve(_cross_entropy, "cross_entropy nll_loss", functional)
+function_rules.serve(_cross_entropy, "cross_entropy nll_loss", functional)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
-from tsfunc.bridge.batch.selections import Given, Selection, named, serve
+from tsfunc.bridge.batch.selections import Given, Selection, SelectionRules, named
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.refusal import require
 
@@ -206,20 +206,21 @@ def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
     return torch.where(count == 0, math.nan, middle)
 
 
-serve(_reduction(_DIM, lambda x: 0, False), "sum nansum count_nonzero any")
-serve(_reduction(_DIM, lambda x: 1, False), "prod all")
-serve(_reduction(_DIM, lambda x: -math.inf, False), "logsumexp")
-serve(_reduction(_DIM, lambda x: _limit(x, False), True), "amax")
-serve(_reduction(_DIM, lambda x: _limit(x, True), True), "amin")
-serve(_mean, "mean nanmean")
-serve(_variance, "var std")
-serve(_norm, "norm")
-serve(_norm, "vector_norm", torch.linalg)
-serve(_extremum(True), "max")
-serve(_extremum(False), "min")
-serve(_place(True), "argmax")
-serve(_place(False), "argmin")
-serve(_median, "median")
-serve(_along(lambda x: -math.inf), "softmax log_softmax", torch, _T, functional)
-serve(_along(lambda x: 0), "cumsum")
-serve(_along(lambda x: 1), "cumprod")
+function_rules: Final = SelectionRules()
+function_rules.serve(_reduction(_DIM, lambda x: 0, False), "sum nansum count_nonzero any")
+function_rules.serve(_reduction(_DIM, lambda x: 1, False), "prod all")
+function_rules.serve(_reduction(_DIM, lambda x: -math.inf, False), "logsumexp")
+function_rules.serve(_reduction(_DIM, lambda x: _limit(x, False), True), "amax")
+function_rules.serve(_reduction(_DIM, lambda x: _limit(x, True), True), "amin")
+function_rules.serve(_mean, "mean nanmean")
+function_rules.serve(_variance, "var std")
+function_rules.serve(_norm, "norm")
+function_rules.serve(_norm, "vector_norm", torch.linalg)
+function_rules.serve(_extremum(True), "max")
+function_rules.serve(_extremum(False), "min")
+function_rules.serve(_place(True), "argmax")
+function_rules.serve(_place(False), "argmin")
+function_rules.serve(_median, "median")
+function_rules.serve(_along(lambda x: -math.inf), "softmax log_softmax", torch, _T, functional)
+function_rules.serve(_along(lambda x: 0), "cumsum")
+function_rules.serve(_along(lambda x: 1), "cumprod")

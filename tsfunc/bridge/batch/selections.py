@@ -19,6 +19,7 @@ calls. Derivatives of every kind, outer levels and traces see ``torch.where`` an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -26,9 +27,14 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.function_registry import (
+    METHODS,
+    SELECTIONS,
+    FunctionRules,
+    Stage,
+)
 from tsfunc.bridge.tracers.tracer import (
     HOOKED,
-    METHODS,
     NO_KWARGS,
     Tracer,
     call_below_function,
@@ -43,25 +49,28 @@ from tsfunc.ops.refusal import require
 _T = torch.Tensor
 _ALL = slice(None)
 
-# The handlers of calls with selections among their arguments, by callable.
 Given = Mapping[str, Any]
-Served = Callable[[Callable[..., Any], Sequence[Any], Given], Any]
-SERVED: dict[Any, Served] = {}
+SelectionRule = Callable[[Callable[..., Any], Sequence[Any], Given], Any]
 
 
-def serve(served: Served, names: str, *owners: Any) -> None:
-    """Register a handler for functions of torch.
+class SelectionRules(FunctionRules):
+    """The rules that a module declares for calls with selections among their arguments."""
 
-    Args:
-        served: the handler.
-        names: the functions' names, separated by spaces.
-        owners: the modules and classes that have the functions; torch and Tensor by default.
-    """
-    for name in names.split():
-        for owner in owners or (torch, _T):
-            found = getattr(owner, name, None)
-            if found is not None:
-                SERVED[found] = served
+    def serve(self, rule: SelectionRule, names: str, *owners: Any) -> None:
+        """Declare a rule for functions of torch.
+
+        Args:
+            rule: the rule.
+            names: the functions' names, separated by spaces.
+            owners: the modules and classes that have the functions; torch and Tensor by default.
+        """
+        functions = [
+            getattr(owner, name)
+            for name in names.split()
+            for owner in owners or (torch, _T)
+            if hasattr(owner, name)
+        ]
+        self.add(Stage.SELECTION, rule, *functions)
 
 
 def named(args: Sequence[Any], kwargs: Given, *names: str) -> dict[str, Any]:
@@ -315,12 +324,12 @@ def _serve(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The function handler for calls with selections among their arguments."""
-    served = SERVED.get(func)
-    if served is None and func in LOOKS and isinstance(args[0], Selection):
+    rule = SELECTIONS.get(func)
+    if rule is None and func in LOOKS and isinstance(args[0], Selection):
         return METHODS[func](func, types, args, kwargs)
-    if served is None:
-        served = SERVED[func] = _elementwise if _is_elementwise(func) else _composite
-    out = served(func, args, kwargs)
+    if rule is None:
+        rule = _elementwise if _is_elementwise(func) else _composite
+    out = rule(func, args, kwargs)
     if out is NotImplemented:
         next(selections_in((*args, *kwargs.values()))).refuse(getattr(func, "__name__", str(func)))
     return out
@@ -355,6 +364,7 @@ _OTHERS = frozenset({
 })  # fmt: skip
 
 
+@functools.cache
 def _is_elementwise(func: Any) -> bool:
     """Return True if each element of the result depends on one element of each argument."""
     name = getattr(func, "__name__", "")

@@ -11,7 +11,8 @@ import torch
 
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, as_seen_by_current_level
+from tsfunc.bridge.tracers.function_registry import METHODS
+from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
 from tsfunc.dispatch.state import Level, tls
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import torch._higher_order_ops.utils
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.tracers.tracer import METHODS
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, registry
 from tsfunc.dispatch.state import tls
 
 OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
@@ -36,7 +36,9 @@ def stands_for(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
         return func(*args, **kwargs)
 
     OURS[operator] = func
-    METHODS[operator] = called
+    rules = FunctionRules()
+    rules.add(Stage.METHOD, called, operator)
+    registry.load([rules])
 
 
 class _Given(TorchFunctionMode):

@@ -42,7 +42,6 @@ from tsfunc.bridge.grad.mapped_function import (
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
@@ -59,9 +58,6 @@ _torch_vmap = Function.vmap
 def install() -> None:
     """Install ``_apply`` as the handler of ``Function.apply``; a second call has no effect."""
     apply_hook.install(_apply)
-
-
-on_first_transform(install)
 
 
 def torch_apply(cls: Any, *args: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.reentry import any_ended, reenter
 from tsfunc.bridge.tracers.tracer import Tracer, serials
 from tsfunc.dispatch.state import tls
@@ -30,8 +29,7 @@ from tsfunc.dispatch.state import tls
 _theirs = saved_tensors_hooks.__enter__
 
 
-@on_first_level
-def _install() -> None:
+def install() -> None:
     """Patch ``saved_tensors_hooks`` so that hooks handle tracers as described above."""
     saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
 

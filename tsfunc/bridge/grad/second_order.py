@@ -33,7 +33,6 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
@@ -79,9 +78,6 @@ def install() -> None:
             if overload is not None:
                 kernel = _backward_kernel(overload, decomposition, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-
-
-on_first_level(install)
 
 
 def _kernel(

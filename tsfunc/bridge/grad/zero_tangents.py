@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.factories import on_first_level
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import after
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -30,7 +29,6 @@ _KEY = "ZeroTensor"
 _libraries: list[torch.library.Library] = []
 
 
-@on_first_level
 def install() -> None:
     """Register the kernels, once a process."""
     if _libraries:

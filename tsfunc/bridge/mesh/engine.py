@@ -53,6 +53,7 @@ def exchange_over(
 # The kinds that communicate, with the collective of each; the other kinds are local to a rank.
 COLLECTIVES = {
     "sum": "psum",
+    "total": "psum",
     "gather": "all_gather",
     "tile": "all_gather",
     "scatter": "psum_scatter",
@@ -127,7 +128,7 @@ def _checksum(x: Tensor) -> int:
 
 def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a result: sums of integers are int64, as in ``torch.sum``."""
-    if kind in ("sum", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
+    if kind in ("sum", "total", "scatter") and not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64
     return dtype
 
@@ -233,6 +234,7 @@ def _share(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 _KINDS: dict[str, Callable[[Any, Sequence[int], Mesh, str], Tensor]] = {
     "sum": _sum,
+    "total": _sum,
     "gather": _gather,
     "scatter": _scatter,
     "all_to_all": _all_to_all,

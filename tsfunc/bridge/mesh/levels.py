@@ -57,9 +57,12 @@ class MeshLevel(Level):
         check: "calls", "values", None, or "programs", which is the same as "calls" outside of
             programs.
         forbids_random: True if random operators in the body raise an error.
+        has_boundary: True if values are converted where the body begins and ends (``shard_map``).
     """
 
-    __slots__ = ("axis_name", "batch_size", "binding", "check", "forbids_random", "mesh")
+    __slots__ = (
+        "axis_name", "batch_size", "binding", "check", "forbids_random", "has_boundary", "mesh"
+    )  # fmt: skip
 
     batch_size: int
 
@@ -69,8 +72,10 @@ class MeshLevel(Level):
         axis_name: str,
         check: str | None = "programs",
         forbids_random: bool = False,
+        has_boundary: bool = False,
     ) -> None:
         super().__init__(DispatchKey.BackendSelect, f"mesh axis {axis_name!r}")
+        self.has_boundary = has_boundary
         self.forbids_random = forbids_random
         self.mesh = mesh
         self.axis_name = axis_name

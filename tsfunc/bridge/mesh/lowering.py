@@ -25,7 +25,7 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
     known = mesh_named(text)
     group, size, me = known.group(axis).group_name, known.sizes[axis], known.index(axis)
     reals = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-    if kind in ("sum", "scatter"):
+    if kind in ("sum", "total", "scatter"):
         reals = reals.to(result_dtype(kind, reals.dtype))
     elif reals.dtype is torch.bool:
         reals = reals.to(torch.uint8)
@@ -36,7 +36,7 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
 
 
 def _of_reals(x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int) -> Tensor:
-    if kind == "sum":
+    if kind in ("sum", "total"):
         return _waited("all_reduce", _own(x), "sum", group)
     if kind == "scatter":
         sent = x.movedim(ints[0], 0)

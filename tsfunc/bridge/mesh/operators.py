@@ -15,13 +15,14 @@ all_to_all dim, to each rank is sent its index along dim               (reversed
 permute    pairs   sources, then destinations; zeros without a source  (reversed)
 slice      dim     a rank's own part of a value that all ranks have    (tile)
 tile       dim     the concatenated parts, on all ranks                (slice)
-enter              an equal value of all ranks, as one value per rank  (sum)
+enter              an equal value of all ranks, as one value per rank  (total)
+total              the sum over the ranks, as one value of all         (enter)
 leave              equal values, one per rank, as one value of all     (share)
 share              an equal value of all, divided by the rank count    (join)
 join               as leave, but of cotangents of a shared value       (share)
 ========== ======= ==================================================================
 
-The last six are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
+The last seven are the boundary of ``shard_map``. Their transposes are those of a ``vmap`` whose
 ``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
 similar operators, which involve one process only.
 
@@ -114,7 +115,8 @@ _TRANSPOSED = {
     "permute": "permute",
     "slice": "tile",
     "tile": "slice",
-    "enter": "sum",
+    "enter": "total",
+    "total": "enter",
     "leave": "share",
     "share": "join",
     "join": "share",

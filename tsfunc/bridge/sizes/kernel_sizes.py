@@ -3,8 +3,9 @@
 NOTE [sizes for C++]
 A level that records autograd runs composite operators in C++ (``torch.cov``, ``torch.gradient``).
 Some of their kernels read ``tensor.sizes()``, which C++ has as plain ints. If a size is symbolic,
-it asks the tensor's class for them, as ``aten::size``. The answer is the sizes of the call. It adds
-the guard that a size is equal to its number, like ``int(x.shape[0])`` in the user's code.
+it asks the tensor's class for them, as ``aten::size``, or for its strides, as ``aten::stride``. The
+answer is those of the call. It adds the guard that a size is equal to its number, like
+``int(x.shape[0])`` in the user's code.
 
 The kernels of ``upsample_*.vec`` only work out the sizes of the result, and call the operator that
 takes those. The same is done here with symbolic sizes, so that no guard is needed.
@@ -16,13 +17,13 @@ Private names used here (torch 2.13 and 2.14): ``torch._C._nn`` has the function
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import TorchOperator, operators_by_id
-from tsfunc.bridge.tracers.tracer import METHODS
 
 
 class _PlainSizes(TorchOperator):
@@ -34,8 +35,18 @@ class _PlainSizes(TorchOperator):
         return [int(size) for size in args[0].shape]
 
 
-_SIZE = torch.ops.aten.size.default
+class _PlainStrides(TorchOperator):
+    """``aten::stride``, by which C++ asks for strides: NOTE [sizes for C++]."""
+
+    __slots__ = ()
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
+        return [int(step) for step in args[0].stride()]
+
+
+_SIZE, _STRIDE = torch.ops.aten.size.default, torch.ops.aten.stride.default
 operators_by_id[id(_SIZE)] = _PlainSizes(_SIZE)
+operators_by_id[id(_STRIDE)] = _PlainStrides(_STRIDE)
 
 _NAMES = (
     *(f"upsample_{kind}" for kind in (
@@ -83,10 +94,16 @@ def _method(vec: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+function_rules: Final = FunctionRules()
 for _name in _NAMES:
     _packet = getattr(torch.ops.aten, _name, None)
     if _packet is not None:
         _run = _decomposition(_name)
         DECOMPOSITIONS[f"aten::{_name}.vec"] = _run
-        for _function in (_packet, _packet.vec, getattr(torch._C._nn, _name)):
-            METHODS[_function] = _method(_packet.vec, _run)
+        function_rules.add(
+            Stage.METHOD,
+            _method(_packet.vec, _run),
+            _packet,
+            _packet.vec,
+            getattr(torch._C._nn, _name),
+        )

@@ -145,6 +145,16 @@ def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     return new_like(x, [count // math.factorial(r), r])
 
 
+@shape_rule("masked_select")
+def _masked_select(x: Any, mask: Any) -> Any:
+    """Return as many elements as the mask has places, a number that torch keeps with the mask."""
+    if mask.fake_mode.shape_env is None or x.dim() != mask.dim():
+        return NotImplemented
+    if not all(known(a == b) for a, b in zip(x.shape, mask.shape, strict=True)):
+        return NotImplemented
+    return new_like(x, [mask.nonzero().shape[0]])
+
+
 @shape_rule("tril_indices")
 def _tril_indices(row: Any, col: Any, offset: Any = 0, **options: Any) -> Any:
     """Count the elements on and below a diagonal.

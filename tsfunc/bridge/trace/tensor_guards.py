@@ -33,12 +33,16 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.attributes import of_the_value
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer, function_handler, metadata
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_code import in_user_code
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
 _T = torch.Tensor
+
+
+USERS_CLASS: Final = "_users_class"  # of a tracer class with the members of a user's class
 
 
 @functools.cache
@@ -525,7 +529,7 @@ def class_of(self: Any) -> Any:
         return type(self)
     argument = guards.argument(self)
     if argument is None:
-        return torch.Tensor
+        return getattr(type(self), USERS_CLASS, torch.Tensor)
     cls = users_class(type(argument.example))
     if cls is torch.Tensor and _names_class(inspect.currentframe()):
         whole = guards.ask(argument, "type({}) is Tensor")
@@ -559,8 +563,9 @@ def attributes_of(self: Any) -> Any:
 _DICT: Final = vars(_T)["__dict__"]
 
 
-for _method in (stride, contiguous, offset):
-    METHODS[_method] = metadata  # function modes see metadata calls
+function_rules: Final = FunctionRules()
+# Function modes see metadata calls.
+function_rules.add(Stage.METHOD, metadata, stride, contiguous, offset)
 
 
 def attribute(self: Any, name: str) -> Any:

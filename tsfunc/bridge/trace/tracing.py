@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import optree
 import torch
@@ -57,13 +57,13 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     NO_KWARGS,
     BackwardPass,
     Tracer,
@@ -354,11 +354,21 @@ def _reads_requires_grad(
     own = metadata(func, types, args, kwargs)
     if own or not isinstance(args[0], TraceTracer):
         return own
-    args[0].dispatch_level.tensor_guards.of_grad = True
-    return args[0].tracks
+    return records_outside(args[0])
 
 
-METHODS[torch.Tensor.requires_grad.__get__] = _reads_requires_grad  # type: ignore[attr-defined]
+def records_outside(value: TraceTracer) -> bool:
+    """True if autograd will record on a tensor when the program runs; guards compare that."""
+    value.dispatch_level.tensor_guards.of_grad = True
+    return value.tracks
+
+
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD,
+    _reads_requires_grad,
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+)
 
 
 def _new_tensor(
@@ -378,7 +388,7 @@ def _new_tensor(
     return made.requires_grad_() if requires_grad else made
 
 
-METHODS[torch.Tensor.new_tensor] = _new_tensor
+function_rules.add(Stage.METHOD, _new_tensor, torch.Tensor.new_tensor)
 
 
 @register("aten::detach", DispatchKey.Trace)
@@ -391,6 +401,17 @@ def _detach(value: TraceTracer) -> TraceTracer:
 def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
     """Accept a tangent in forward mode, which asks whether storages have equal sizes."""
     return True
+
+
+@register("aten::as_strided", DispatchKey.Trace)
+def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Ask for the strides of the value, which the derivative is computed with."""
+    if isinstance(value, TraceTracer):
+        with DisableTorchFunction():
+            recorded = value.tracks or value.requires_grad
+        if recorded:
+            value.dispatch_level.tensor_guards.ask_strides(value.value)
+    return trace_kernel(operator_of(torch.ops.aten.as_strided.default), (value, *args), kwargs)
 
 
 @register("aten::view_as_real", DispatchKey.Trace)

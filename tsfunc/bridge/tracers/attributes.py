@@ -10,15 +10,15 @@ attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
 
 from tsfunc.bridge.tracers.backward import backward
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     Tracer,
     innermost_level,
     lifted,
@@ -124,38 +124,47 @@ def _make_dual(
 
 
 _T = torch.Tensor
-for _name in (
+function_rules: Final = FunctionRules()
+
+
+def _existing(names: str, *, attributes: bool = False) -> list[Any]:
+    """Return the methods of tensors, or the getters of attributes, that this torch has."""
+    found = [getattr(_T, name) for name in names.split() if hasattr(_T, name)]
+    return [each.__get__ for each in found] if attributes else found
+
+
+function_rules.add(Stage.METHOD, metadata, *_existing(
     "dim size stride numel nelement ndimension is_contiguous is_floating_point is_complex "
     "is_signed is_inference element_size storage_offset get_device "
     "has_names is_set_to is_distributed is_nonzero_static"
-).split():
-    if hasattr(_T, _name):
-        METHODS[getattr(_T, _name)] = metadata
-for _name in (
-    "shape dtype device layout ndim requires_grad is_leaf grad_fn is_sparse is_sparse_csr is_cuda "
+))  # fmt: skip
+function_rules.add(Stage.METHOD, metadata, *_existing(
+    "shape dtype device ndim is_leaf grad_fn is_sparse is_cuda "
     "is_cpu is_meta is_quantized is_nested is_mps is_xpu itemsize nbytes names output_nr _version "
-    "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan"
-).split():
-    if hasattr(_T, _name):
-        METHODS[getattr(_T, _name).__get__] = metadata
-METHODS[torch._VF._make_dual] = _make_dual
-METHODS[_T.detach] = METHODS[torch.detach] = _detach
-METHODS[_T.data.__get__] = _detach  # type: ignore[attr-defined]
-for _name in (
+    "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan",
+    attributes=True,
+))  # fmt: skip
+function_rules.add(Stage.METHOD, _make_dual, torch._VF._make_dual)
+function_rules.add(
+    Stage.METHOD, _detach, _T.detach, torch.detach, *_existing("data", attributes=True)
+)
+function_rules.add(Stage.METHOD, _read, torch.is_nonzero, *_existing(
     "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy is_nonzero"
-).split():
-    METHODS[getattr(_T, _name)] = _read
-METHODS[torch.is_nonzero] = _read
-METHODS[_T.unflatten] = _without_handler
-for _func in (_T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg):
-    METHODS[_func] = of_the_value
-_IMAGINARY = frozenset({torch.imag, _T.imag.__get__})  # type: ignore[attr-defined]
-for _func in (torch.real, _T.real.__get__, *_IMAGINARY):  # type: ignore[attr-defined]
-    METHODS[_func] = _part
-METHODS[_T.__repr__] = _show
-METHODS[_T.__format__] = _format
-METHODS[_T.requires_grad_] = _require_grad
-METHODS[_T.requires_grad.__set__] = _require_grad  # type: ignore[attr-defined]
+))  # fmt: skip
+function_rules.add(Stage.METHOD, _without_handler, _T.unflatten)
+function_rules.add(Stage.METHOD, of_the_value, _T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg)
+_IMAGINARY = frozenset({torch.imag, *_existing("imag", attributes=True)})
+function_rules.add(
+    Stage.METHOD, _part, torch.real, *_existing("real", attributes=True), *_IMAGINARY, view=True
+)
+function_rules.add(Stage.METHOD, _show, _T.__repr__)
+function_rules.add(Stage.METHOD, _format, _T.__format__)
+function_rules.add(
+    Stage.METHOD,
+    _require_grad,
+    _T.requires_grad_,
+    _T.requires_grad.__set__,  # type: ignore[attr-defined]
+)
 
 # The methods among these that only ask for properties, and those that do not need data.
 OF_TYPES = frozenset({metadata, of_the_value})
@@ -190,7 +199,7 @@ def _method(name: str) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
 
     method.__name__ = name
-    METHODS[method] = metadata  # function modes see metadata calls
+    function_rules.add(Stage.METHOD, metadata, method)  # function modes see metadata calls
     return method
 
 
@@ -201,6 +210,4 @@ for _name in (
     "dim", "size", "stride", "is_contiguous", "is_complex", "is_floating_point", "numel",
     "storage_offset",
 ):  # fmt: skip
-    setattr(Tracer, _name, _method(_name))
-    # A function mode gets the class's own attribute.
-    METHODS[getattr(Tracer, _name)] = metadata
+    setattr(Tracer, _name, _method(_name))  # a function mode gets the class's own attribute

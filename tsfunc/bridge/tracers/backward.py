@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch.autograd.graph import GradientEdge
 
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import (
-    METHODS,
     BackwardPass,
     Tracer,
     innermost_level,
@@ -150,6 +150,7 @@ def _from_outside(name: str) -> str:
     )
 
 
-METHODS[_METHOD] = METHODS[_FUNCTION] = backward
-METHODS[_GRAD] = _grad
-METHODS[torch.Tensor.retain_grad] = _retain_grad
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, backward, _METHOD, _FUNCTION)
+function_rules.add(Stage.METHOD, _grad, _GRAD)
+function_rules.add(Stage.METHOD, _retain_grad, torch.Tensor.retain_grad)

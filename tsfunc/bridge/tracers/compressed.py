@@ -9,29 +9,32 @@ the operator that they would choose.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from tsfunc.bridge.tracers.attributes import of_the_value
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import is_compressed
 
 _aten = torch.ops.aten
+function_rules: Final = FunctionRules()
 
 
 def _for_compressed(mine: Callable[..., Any], *functions: Callable[..., Any]) -> None:
     """Register a replacement for functions whose first tensor is a compressed tracer."""
 
+    @functools.wraps(mine)
     def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not isinstance(args[0], Tracer) or not is_compressed(args[0]):
             return NotImplemented
         return mine(*args, **kwargs)
 
-    for function in functions:
-        METHODS[function] = method
+    function_rules.add(Stage.METHOD, method, *functions)
 
 
 def _to_dense(
@@ -69,9 +72,13 @@ def _product(x: Tensor, *others: Any) -> Any:
 
 
 _for_compressed(_product, torch.sparse.mm)
-METHODS[Tensor._nnz] = _stored
-for _name in ("layout", "is_sparse_csr"):
-    METHODS[getattr(Tensor, _name).__get__] = of_the_value
+function_rules.add(Stage.METHOD, _stored, Tensor._nnz)
+function_rules.add(
+    Stage.METHOD,
+    of_the_value,
+    Tensor.layout.__get__,  # type: ignore[attr-defined]
+    Tensor.is_sparse_csr.__get__,  # type: ignore[attr-defined]
+)
 _for_compressed(_to_dense, Tensor.to_dense)
 _for_compressed(_to_sparse, Tensor.to_sparse)
 _for_compressed(_aten._to_sparse_csr, Tensor.to_sparse_csr)

@@ -13,11 +13,10 @@ from typing import Any
 import optree
 from torch.utils import _pytree
 
-from tsfunc.pytrees import NAMESPACE, on_unknown
+from tsfunc.pytrees import NAMESPACE
 
 
-@on_unknown
-def _take_in(kind: type) -> bool:
+def register(kind: type) -> bool:
     """Register a class of torch's pytrees with this package's pytrees; True if there is one."""
     node = _pytree.SUPPORTED_NODES.get(kind)
     if node is None:

@@ -27,6 +27,13 @@ from tsfunc.bridge.tracers.decompositions import (
     lifting_factories,
     required_decomposition,
 )
+from tsfunc.bridge.tracers.function_registry import (
+    BATCHING,
+    METHODS,
+    WRITERS,
+    Stage,
+    registry,
+)
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     add_rule_listener,
@@ -42,10 +49,7 @@ from tsfunc.bridge.tracers.torch_state import (
     is_casting,
 )
 from tsfunc.bridge.tracers.tracer import (
-    FOR_NUMBERS,
-    METHODS,
     NO_KWARGS,
-    WRITERS,
     SlottedTracer,
     call_below_function,
     function_handler,
@@ -63,12 +67,6 @@ _strided = torch.strided
 _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
-# Callables whose rule takes their arguments unchanged, with values in place of tracers
-# (``bridge/batch/function_rules.py``); those whose rule takes keyword options too; and those that
-# return views.
-FUNCTION_RULES: dict[Any, Rule] = {}
-NAMED: dict[Any, Rule] = {}
-VIEWS: set[Any] = set()
 _OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
 _NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
 
@@ -293,15 +291,21 @@ def _forms_of(func: Any) -> dict[Any, Form | None] | None:
     """Return the known forms of a function's calls; None if the function has none."""
     forms = FORMS.get(func, _UNKNOWN)
     if forms is _UNKNOWN:
-        apart = func in WRITERS or (func in METHODS and func not in FOR_NUMBERS)
+        apart = func in WRITERS or (func in METHODS and not _for_numbers(func))
         forms = FORMS[func] = {} if has_forms(func) and not apart else None
     return forms  # type: ignore[no-any-return]
+
+
+def _for_numbers(func: Any) -> bool:
+    """True if the function's method serves only calls in which a tensor stands for a number."""
+    rule = registry.find(Stage.METHOD, func)
+    return rule is not None and rule.numbers
 
 
 def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
     """Return the form of a call, as torch's parsers determine it."""
     others = (*args[1:], *kwargs.values())
-    if func in FOR_NUMBERS and any(isinstance(value, torch.Tensor) for value in others):
+    if _for_numbers(func) and any(isinstance(value, torch.Tensor) for value in others):
         return None
     form = find_form(func, args, kwargs)
     if form is not None:
@@ -514,6 +518,11 @@ for _name, _answer in (
     operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
 
 
+def _takes_options(func: Any) -> bool:
+    rule = registry.find(Stage.BATCHING, func)
+    return rule is not None and rule.options
+
+
 class FastBatchTracer(BatchTracer):
     """A batched tensor whose handlers have fast paths."""
 
@@ -531,7 +540,7 @@ class FastBatchTracer(BatchTracer):
             kwargs = NO_KWARGS
             if type(func) is OpOverload:
                 out = _call_overload(operator_of(func), args, kwargs)
-            elif (rule := FUNCTION_RULES.get(func)) is not None:
+            elif (rule := BATCHING.get(func)) is not None:
                 out = direct_call(func, types, args) if rule is pointwise else NotImplemented
                 if out is NotImplemented:
                     out = call_rule(rule, func, args)
@@ -539,7 +548,7 @@ class FastBatchTracer(BatchTracer):
                 out = _parsed_call(func, args, kwargs)
         elif type(func) is OpOverload:
             out = _call_overload(operator_of(func), args, kwargs)
-        elif (rule := NAMED.get(func)) is None:
+        elif (rule := BATCHING.get(func)) is None or not _takes_options(func):
             out = _parsed_call(func, args, kwargs)
         elif _OPTIONS.issuperset(map(type, kwargs.values())):
             out = call_rule(rule, func, args, kwargs)
@@ -601,7 +610,7 @@ def _use_compiled() -> None:
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "rules": FUNCTION_RULES, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
+        "rules": BATCHING, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
         "call_below": call_below_function, "plain_types": _PLAIN, "item_types": _ITEMS,
         "wrap": wrap, "alias": _alias, "same_size": _is_same_size,
         "same_numel": _has_same_storage_numel, "batch_changed": BatchChanged,

@@ -7,11 +7,12 @@ that does not exist, so they raise an error that names the call and an alternati
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from tsfunc.bridge.tracers.tracer import METHODS, Method, Tracer, metadata, refuse_escaped
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Method, Tracer, metadata, refuse_escaped
 from tsfunc.dispatch import DispatchKey
 
 _T = torch.Tensor
@@ -69,12 +70,15 @@ def _named(refuse: Method, name: str) -> Method:
     return method
 
 
-METHODS[_T.__deepcopy__] = _copy
-for _name in (
-    "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
-).split():
-    METHODS[getattr(_T, _name)] = refuse_storage
-METHODS[_T.data.__set__] = _named(refuse_storage, _DATA)  # type: ignore[attr-defined]
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _copy, _T.__deepcopy__)
+_STORAGES = "data_ptr __dlpack__ untyped_storage storage _typed_storage share_memory_ apply_ map_"
+function_rules.add(Stage.METHOD, refuse_storage, *[getattr(_T, name) for name in _STORAGES.split()])
+function_rules.add(
+    Stage.METHOD,
+    _named(refuse_storage, _DATA),
+    _T.data.__set__,  # type: ignore[attr-defined]
+)
 # This method does not go through the function handler.
 Tracer.set_ = lambda self, *args, **kwargs: refuse_storage(  # type: ignore[method-assign]
     _T.set_, (), (self, *args), kwargs

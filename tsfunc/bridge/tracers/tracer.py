@@ -33,7 +33,9 @@ from torch._C import (
 )
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
+from torch.overrides import resolve_name
 
+from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import (
@@ -48,6 +50,7 @@ from tsfunc.bridge.tracers.torch_state import (
     without_tangents,
 )
 from tsfunc.dispatch import DispatchKey, Level, messages
+from tsfunc.dispatch.recording import run_as
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import DataDependentError, EscapedTracerError
 
@@ -414,19 +417,15 @@ _C_TYPES = (
     type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
 
-# Methods that the function handler answers itself, because C++ can't answer them for a tracer.
 Method = Callable[[Callable[..., Any], Any, Sequence[Any], Mapping[str, Any]], Any]
-METHODS: dict[Any, Method] = {}
-
-# The methods that leave calls to torch unless a tensor stands in for a number.
-FOR_NUMBERS: set[Any] = set()
 
 
 def function_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
-    remap_args = tls.state.remap_args
+    state = tls.state
+    remap_args = state.remap_args
     if remap_args is not None:
         taken = remap_args(func, args, kwargs)
         if taken is not None:
@@ -437,16 +436,31 @@ def function_handler(
                 return HOOKED[kind](func, types, args, kwargs)
     method = METHODS.get(func)
     if method is not None:
-        out = method(func, types, args, kwargs)
+        if state.recorder is None or method is metadata:
+            out = method(func, types, args, kwargs)
+        else:
+            out = _recorded(method, func, types, args, kwargs)
         if out is not NotImplemented:
             return out
     return call_torch(func, types, args, kwargs)
 
 
-# Preparations of C functions that write; operators declare writes in schemas (``writes``).
-WRITERS: dict[Any, Callable[..., None]] = {}
+def _recorded(
+    method: Method,
+    func: Callable[..., Any],
+    types: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a function rule of the stage METHOD for ``explain``."""
+    level = innermost_level((*args, *kwargs.values()))
+    if level is None:
+        return method(func, types, args, kwargs)
+    name = resolve_name(func) or getattr(func, "__name__", repr(func))
+    return run_as(name, level, method, func, types, args, kwargs, how="function rule")
 
 
+# Operators declare writes in their schemas (``writes``).
 def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if isinstance(func, OpOverload):
         op = operator_of(func)

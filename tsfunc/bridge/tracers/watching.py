@@ -14,7 +14,8 @@ from typing import Any
 from torch._C import _autograd, _current_autograd_node
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tsfunc.bridge.tracers.tracer import METHODS, innermost_level, metadata
+from tsfunc.bridge.tracers.function_registry import METHODS
+from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.dispatch.places import Place, called_by_user, users_place
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.state import tls

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.fast_handlers import FUNCTION_RULES, VIEWS, call_rule
-from tsfunc.bridge.tracers.tracer import HOOKED, METHODS, Tracer, function_handler, metadata, sync
+from tsfunc.bridge.tracers.fast_handlers import call_rule
+from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
+from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
 from tsfunc.bridge.writing.promotion import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
@@ -113,9 +114,9 @@ class EmulatedView(TracerHook):
             hook.prepare(func.__name__, (*args, *kwargs.values()))
         for view, _ in held:
             sync(view)
-        rule = None if kwargs or written or func in VIEWS else FUNCTION_RULES.get(func)
-        if rule is not None:
-            out = call_rule(rule, func, args)
+        rule = None if kwargs or written else registry.find(Stage.BATCHING, func)
+        if rule is not None and not rule.view:
+            out = call_rule(rule.rule, func, args)
             if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
                 return out
         out = function_handler(func, others, args, kwargs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
@@ -25,7 +25,8 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 from tsfunc.bridge.sizes.view_strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
-from tsfunc.bridge.tracers.tracer import METHODS, call_torch
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import (
     CreatedOutside,
@@ -251,13 +252,16 @@ def _take_along_dim(
     return call(*args, **kwargs)
 
 
-METHODS[torch.Tensor.view] = METHODS[torch.Tensor.view_as] = _viewing
-METHODS[torch.view_as_complex] = _viewing
-for _name in ("reshape", "reshape_as", "flatten", "ravel"):
-    for _owner in (torch, torch.Tensor):
-        if hasattr(_owner, _name):
-            METHODS[getattr(_owner, _name)] = _reshaping
-METHODS[torch.native_group_norm] = _native_group_norm
-METHODS[torch.take_along_dim] = METHODS[torch.Tensor.take_along_dim] = _take_along_dim
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD, _viewing, torch.Tensor.view, torch.Tensor.view_as, torch.view_as_complex,
+    view=True,
+)  # fmt: skip
+function_rules.add(
+    Stage.METHOD, _reshaping, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
+    torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
+)  # fmt: skip
+function_rules.add(Stage.METHOD, _native_group_norm, torch.native_group_norm)
+function_rules.add(Stage.METHOD, _take_along_dim, torch.take_along_dim, torch.Tensor.take_along_dim)
 DECOMPOSITIONS["aten::view"] = _view
 DECOMPOSITIONS["aten::view_as_complex"] = _view_as_complex

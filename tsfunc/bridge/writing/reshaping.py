@@ -9,12 +9,13 @@ other views keep the previous tensor, unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
-from tsfunc.bridge.tracers.tracer import METHODS, Tracer
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.promotion import swap_identity
 
 _NAMES = "t transpose swapaxes swapdims squeeze unsqueeze as_strided".split()
@@ -35,6 +36,6 @@ def _reshape(
     return x
 
 
-for _name in _NAMES:
-    METHODS[getattr(torch.Tensor, f"{_name}_")] = _reshape
-METHODS[torch.as_strided_] = _reshape
+function_rules: Final = FunctionRules()
+_METHODS = [getattr(torch.Tensor, f"{name}_") for name in _NAMES]
+function_rules.add(Stage.METHOD, _reshape, torch.as_strided_, *_METHODS)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _functorch
@@ -22,9 +22,10 @@ from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.factories import before_drawing
+from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradLevel
 from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
-from tsfunc.bridge.tracers.tracer import WRITERS, Tracer, TracerLevel, innermost_level
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.naming import Described
 from tsfunc.bridge.writing.promotion import CreatedOutside, NoCommonBase, aliases_of, promote
 from tsfunc.ops.dims import InplaceRefused
@@ -298,22 +299,25 @@ def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
     return [x for x in args[3:5] if isinstance(x, torch.Tensor) and x.numel() > 0]
 
 
-def _writers() -> Iterator[Callable[..., Any]]:
-    """Yield the C functions and methods that write to their first argument."""
+def _writers() -> set[Callable[..., Any]]:
+    """Return the C functions and methods that write to their first argument."""
+    found = set()
     for owner in (torch.Tensor, torch, torch._C._nn):
         for name in dir(owner):
             inplace = name.endswith("_") and not name.endswith("__") and name != "set_"
             if inplace and hasattr(torch.ops.aten, name):
-                yield getattr(owner, name)
+                found.add(getattr(owner, name))
     for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split():
-        yield getattr(torch.Tensor, f"__i{name}__")
+        found.add(getattr(torch.Tensor, f"__i{name}__"))
+    return found
 
 
-WRITERS |= dict.fromkeys(_writers(), _first)
-WRITERS |= {
-    torch.Tensor.bernoulli_: _drawn,
-    torch.Tensor.__setitem__: _first,
-    torch.batch_norm: _statistics,
-}
-WRITERS |= {torch.instance_norm: _statistics, "out": _out}
-WRITERS |= {OpOverload: _operator, OpOverloadPacket: _packet}
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_})
+)
+function_rules.add(Stage.WRITE, _drawn, torch.Tensor.bernoulli_)
+function_rules.add(Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm)
+function_rules.add(Stage.WRITE, _out, "out")
+function_rules.add(Stage.WRITE, _operator, OpOverload)
+function_rules.add(Stage.WRITE, _packet, OpOverloadPacket)

@@ -370,8 +370,8 @@ def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Save
 def _reads(program: Program) -> int:
     """Return the number of a program's inputs that it reads from its state."""
     return (
-        len(program.guard_lines.values) - bool(program.updates)
-        if program.guard_lines is not None
+        len(program.read_guards.values) - bool(program.updates)
+        if program.read_guards is not None
         else 0
     )
 

@@ -364,7 +364,8 @@ def encode_program(
 
     def container(value: Any) -> Any:
         at = value.index - len(form.leaves) if isinstance(value, FromOutside) else -1
-        return encode(program.guard_lines.values[at]) if at >= 0 and program.guard_lines else None
+        reads = program.read_guards
+        return encode(reads.values[at]) if at >= 0 and reads is not None else None
 
     outside = OutsideValues(lifted, tensors.generator, container)
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
@@ -493,7 +494,7 @@ def decode_program(field: Field, context: FileContext, form: CallSpec) -> Progra
         constants.fail("there are others than tensors of the program")
     return Program(
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
-        guard_lines=state.guard_lines,
+        read_guards=state.read_guards,
     )  # fmt: skip
 
 

@@ -19,12 +19,12 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import key_orders
+from tsfunc.program.closure.read_guards import Guard
 from tsfunc.program.guarding.guards import (
     Aliasing,
     ArgumentGuard,
     DimIs,
     Groups,
-    Guard,
     Holds,
     Property,
     SizesAre,

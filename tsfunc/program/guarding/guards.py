@@ -4,7 +4,7 @@ A guard is one object with all forms of its fact: the generated Python that chec
 its text for people (``texts``), what explains a call that it refuses (``facts``), and its part of
 the key under which a program is found for other sizes (``key``). A new kind of guard is a class in
 this file, and a place in ``KINDS``. Guards on values that the function reads beside its arguments
-are in ``closure/guard_builder.py``.
+are in ``closure/read_guards.py``, with the base class.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
@@ -22,7 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,72 +31,23 @@ import torch
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, users_class
-from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.program.closure.guard_builder import has_value, is_instance
-from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_float
 from tsfunc.program.closure.viewed_state import has_contents, viewed_state
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
+from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.sizes import solved_for
 from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe, same_value
 
-Names = Callable[[int], str]
-"""From the position of a flattened argument to the user's spelling of it."""
-
 Facts = Mapping[str, Any]
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Guards(tuple[str, ...]):
-    """Lines, each of which states a fact about every call that a program answers."""
-
-    __slots__ = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self)
-
-
 class Word(str):
     """A text that is shown without quotes: a named dim, the name of a class."""
-
-
-class GuardCode:
-    """The generated Python of the guards on the arguments.
-
-    Attributes:
-        bounds: the named dims.
-        count: the number of flattened arguments.
-        scope: the objects that the code refers to by name.
-        bound: the named dims that have a variable.
-    """
-
-    def __init__(self, bounds: Mapping[str, Dim], count: int) -> None:
-        self.bounds, self.count = bounds, count
-        self.scope: dict[str, Any] = {}
-        self.bound: set[str] = set()
-
-
-class Guard:
-    """A fact about the arguments of every call that a program answers."""
-
-    def lines(self, code: GuardCode) -> Iterable[str]:
-        """Return lines of Python over the list ``args`` that return None if the guard fails."""
-        return ()
-
-    def texts(self, name: Names) -> Iterable[str]:
-        """Return the fact in the user's names."""
-        return ()
-
-    def facts(self, name: Names) -> Facts:
-        """Return the parts of the fact that a call may fail, by the user's names."""
-        return {}
-
-    @classmethod
-    def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
-        """Return the lines of all guards of the class."""
-        return (line for guard in guards for line in guard.lines(code))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +63,10 @@ class ArgumentGuard(Guard):
     @property
     def key(self) -> Any:
         """The part of the fact that is the same for other sizes of named dims, and numbers."""
+        raise NotImplementedError
+
+    def facts(self, name: Names) -> Facts:
+        """Return the parts of the fact that a call may fail, by the user's names."""
         raise NotImplementedError
 
 
@@ -362,27 +317,9 @@ def guard_lines(
         count: the number of flattened arguments.
     """
     code = GuardCode(bounds, count)
-    lines: list[str] = []
     for kind in KINDS:
-        lines += kind.lines_of_many([guard for guard in guards if type(guard) is kind], code)
-    return lines, code.scope
-
-
-def guard_texts(
-    guards: Iterable[Guard], name: Names, read: Mapping[str, Any], settings: Sequence[Any]
-) -> Guards:
-    """Return the guards of a program as text, for people.
-
-    Args:
-        guards: the guards on its arguments.
-        name: returns the user's spelling of an argument.
-        read: the values read from objects and from outside, keyed by the user's spelling.
-        settings: torch's settings.
-    """
-    lines = [line for guard in guards for line in guard.texts(name)]
-    lines += [f"{text} is {describe(value)}" for text, value in read.items()]
-    lines += [f"{s.name} is {value}" for s, value in zip(SETTINGS, settings, strict=True)]
-    return Guards(lines)
+        code.add([guard for guard in guards if type(guard) is kind])
+    return code.lines, code.scope
 
 
 # --- the code and the keys of single guards
@@ -446,6 +383,7 @@ def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
         alone = hasattr(type(value), "__setitem__") or inside is not None
         return f"if {f'a is not value_{i} or ' if alone else ''}not {own}: return None"
     if isinstance(value, float):
+        scope["same_float"] = same_float
         return f"if not same_float(a, value_{i}): return None"
     if type(value) in _PLAIN or has_value(type(value)):
         scope[f"type_{i}"] = type(value)
@@ -478,10 +416,9 @@ def _tensor(
         for k, dim in enumerate(spec.dims):
             lines.extend(_dim(k, dim, bound, bounds))
         if not example.is_contiguous():
-            lines += ["t = a.stride()",
-                      f"if sorted(range(len(t)), key=lambda k: (t[k], -k)) != "
-                      f"{_order_of_strides(example)!r}: "
-                      f"return None"]  # fmt: skip
+            scope["layout_of"] = layout_of
+            scope[f"strides_{i}"] = layout_of(example.shape, example.stride())
+            lines.append(f"if layout_of(s, a.stride()) != strides_{i}: return None")
             return lines
     lines.append("if not a.is_contiguous(): return None")
     return lines
@@ -507,12 +444,7 @@ def _layout_key(spec: InputSpec) -> Any:
     if x.is_contiguous():
         return "contiguous"
     fixed = all(isinstance(dim, int) for dim in spec.dims)
-    return tuple(x.stride()) if fixed else ("order", *_order_of_strides(x))
-
-
-def _order_of_strides(x: torch.Tensor) -> list[int]:
-    """Return the dims of a tensor, sorted by stride."""
-    return sorted(range(x.dim()), key=lambda k: (x.stride(k), -k))
+    return tuple(x.stride()) if fixed else layout_of(x.shape, x.stride())
 
 
 def _static_key(value: Any) -> Any:
@@ -552,16 +484,3 @@ def groups_of(inputs: Sequence[InputSpec]) -> Groups:
     for spec in inputs:
         found.setdefault(id(spec.example), []).append(spec.position)
     return tuple(tuple(group) for group in found.values())
-
-
-def hold(
-    guard_lines: GuardLines, inputs: Sequence[InputSpec], own: Mapping[int, torch.Tensor]
-) -> None:
-    """Guard the arguments that are, or are not, tensors that the function has from elsewhere."""
-    elsewhere = guard_lines.name(frozenset(own)) if own else None
-    for spec in inputs:
-        tensor = own.get(id(spec.example))
-        if tensor is not None:
-            guard_lines.require(f"args[{spec.position}] is {guard_lines.name(tensor)}")
-        elif elsewhere is not None:
-            guard_lines.require(f"id(args[{spec.position}]) not in {elsewhere}")

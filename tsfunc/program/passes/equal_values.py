@@ -25,6 +25,8 @@ _NONE: Axes = frozenset()
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the
 # ranks' cotangents, so each rank may keep its own part of a cotangent until then.
 MAKES_EQUAL = frozenset({"sum", "gather", "enter"})
+# The kinds that give equal values to equal values, in a pullback too if the transpose is one.
+_IN_PULLBACKS = MAKES_EQUAL | {"total"}
 # The kinds of exchange after which each rank has a value of its own.
 _MAKES_PARTS = frozenset({"slice", "scatter", "all_to_all", "permute"})
 
@@ -158,7 +160,7 @@ class MayDiffer(Flow):
                     found |= {str(node.args[0])}
                 elif node.target is MAP:
                     kind = str(node.args[1])
-                    if not MAKES_EQUAL.issuperset({kind, transposed(kind, ())[0]}):
+                    if not _IN_PULLBACKS.issuperset({kind, transposed(kind, ())[0]}):
                         found |= {str(node.args[3])}
                 elif (
                     node.op == "get_attr"
@@ -184,7 +186,8 @@ class FromParts(Flow):
         of_inputs = visit.of_inputs(node)
         if node.target is MAP:
             axis = frozenset({str(node.args[3])})
-            of_inputs = of_inputs - axis if node.args[1] in MAKES_EQUAL else of_inputs
+            equal = node.args[1] in MAKES_EQUAL or node.args[1] == "total"
+            of_inputs = of_inputs - axis if equal else of_inputs
             return of_inputs | axis if node.args[1] in _MAKES_PARTS else of_inputs
         return of_inputs
 

@@ -6,6 +6,11 @@ therefore exchange their predicates first. If the predicates are equal, all rank
 branch; otherwise all ranks run every branch and select, as a ``vmap`` does whose examples choose
 differently. A loop continues until the last rank is done, and a rank that is done keeps its carry.
 For bodies without such exchanges, each rank chooses alone.
+
+Inside of ``shard_map`` the choice is made together as well if it concerns a derivative or a vmap
+from outside: the transposes of the boundary are exchanges, and would be missing on a rank whose
+branch does not use an argument. In a program the branches are bodies of one node on every rank,
+so this concerns only programs whose tensors from outside require gradients.
 """
 
 from __future__ import annotations
@@ -18,9 +23,15 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import NeedsWholeBatch
+from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
+from tsfunc.bridge.mesh.operators import outermost_trace
+from tsfunc.bridge.trace.tracing import TraceTracer, records_outside
+from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
+from tsfunc.dispatch.state import tls
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.collectives import pmax, pmin, psum
+from tsfunc.transforms.consts import consts_of
 
 Branch = Callable[..., Any]
 
@@ -34,6 +45,9 @@ def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) 
     levels = mesh_levels()
     if not levels:
         return []
+    bounded = [level for level in levels if level.has_boundary]
+    if bounded and _is_seen_outside(bounded, functions, operands):
+        return bounded
     axes = MeshAxes()
 
     def outlined(function: Branch) -> Branch:
@@ -50,6 +64,27 @@ def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) 
             except (Exception, NeedsWholeBatch):
                 return levels
     return [level for level in levels if level.axis_name in seen]
+
+
+def _is_seen_outside(
+    levels: Sequence[MeshLevel], functions: Sequence[Branch], operands: Sequence[Any]
+) -> bool:
+    """True if a transform outside of the levels, or a derivative, sees what the functions take."""
+    active = list(tls.state.levels)
+    outer = active[: active.index(levels[0])]
+    traced = outermost_trace() is not None
+    given = [x for x in pytrees.leaves_of(tuple(operands)) if isinstance(x, torch.Tensor)]
+    for x in (*given, *consts_of(functions)):
+        value = as_seen_by_current_level(x)
+        if not traced and is_perturbed(value):
+            return True
+        while isinstance(value, Tracer):
+            if isinstance(value, TraceTracer) and records_outside(value):
+                return True
+            if not traced and value.dispatch_level in outer:
+                return True
+            value = getattr(value, "value", None)
+    return False
 
 
 def agreed_predicate(

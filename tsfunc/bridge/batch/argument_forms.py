@@ -1,4 +1,4 @@
-"""Function rules for functions whose arguments come in several forms.
+"""Function rules (NOTE [function rules]) for functions whose arguments come in several forms.
 
 ``x.sum(0)``, ``x.sum((0, 1), keepdim=True)`` and ``torch.sum(x, dim=-1)`` all call one operator,
 and torch's C++ parser normalizes their arguments. The functions below normalize the most common
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
@@ -306,30 +307,27 @@ _VIEWS: tuple[tuple[str, str, Made], ...] = (
 )
 
 
-def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[Any, Rule, bool]]:
-    """Yield callables, each with its function rule and True if its result may be a view.
+def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[str, Any, Rule, bool]]:
+    """Yield function rules: the operators' names, the callable, the rule, True if it may view.
 
     Args:
-            rule_of: returns the rule of an operator, or None if it is not to be used here.
+        rule_of: returns the batching rule of an operator, or None if it has none.
     """
     for name, operator, made in (*_NAMED, *_VIEWS):
         rule = rule_of(operator)
         if rule is None:
             continue
         rule_of_call = made(rule)
-        for owner in (torch, _T, torch.nn.functional):
-            if hasattr(owner, name):
-                yield getattr(owner, name), rule_of_call, made not in (over_dims, along_dim, chosen)
-    if rule_of("aten::select.int") and rule_of("aten::slice.Tensor"):
-        yield _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
-    if rule_of("aten::t"):
-        yield _T.T.__get__, transposed_matrix, True  # type: ignore[attr-defined]
-    if rule_of("aten::transpose.int"):
-        yield _T.mT.__get__, transposed_matrix, True  # type: ignore[attr-defined]
+        may_view = made not in (over_dims, along_dim, chosen)
+        for function in {getattr(owner, name, None) for owner in (torch, _T, F)} - {None}:
+            yield operator, function, rule_of_call, may_view
+    indices = "aten::select.int aten::slice.Tensor aten::index.Tensor"
+    yield indices, _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
+    yield "aten::t", _T.T.__get__, transposed_matrix, True  # type: ignore[attr-defined]
+    yield "aten::transpose.int", _T.mT.__get__, transposed_matrix, True  # type: ignore[attr-defined]
     for name in ("real", "imag"):
         rule = rule_of(f"aten::{name}")
         if rule is not None:
-            yield getattr(_T, name).__get__, part(rule), True
-    if rule_of("aten::to.dtype"):
-        for name in _CASTS:
-            yield getattr(_T, name), cast(getattr(torch, name)), False
+            yield f"aten::{name}", getattr(_T, name).__get__, part(rule), True
+    for name in _CASTS:
+        yield "aten::to.dtype", getattr(_T, name), cast(getattr(torch, name)), False

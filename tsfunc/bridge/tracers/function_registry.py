@@ -1,0 +1,223 @@
+"""The registry of function rules, which say what a Python function of torch does on tracers.
+
+NOTE [function rules]
+A batching rule belongs to an operator (``ops/registry``). A function rule belongs to a callable of
+torch, such as ``torch.narrow`` or ``Tensor.__getitem__``, and runs in the function handler, before
+the call becomes operators. A callable may have one rule of each :class:`Stage`. The handler asks
+them in the order of the stages. A rule that returns NotImplemented leaves the call to the next
+one. After the last stage the handler calls torch, and each operator of the call finds its row or
+its decomposition in the dispatch handler.
+
+A module declares its rules in a :class:`FunctionRules` named ``function_rules``. The loader
+(``bridge/__init__``) lists these modules and fills the registry, which refuses a second rule for
+the same callable and stage. ``tsfunc ops NAME`` prints an operator's function rules, and
+``explain`` names the one that served a call.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from tsfunc.errors import DispatchError
+
+
+class Stage(enum.IntEnum):
+    """The stages of the function handler, in the order in which a call meets them.
+
+    SELECTION
+        ``rule(func, args, kwargs)`` for calls with a selection among the arguments
+        (NOTE [selections] in ``batch/selections``). No later stage sees such a call.
+    BATCHING
+        ``rule(func, level, dims, values, kwargs)`` for calls on batched tensors of one level: a
+        batching rule that takes the function's own arguments (``batch/batching_functions``).
+    METHOD
+        ``rule(func, types, args, kwargs)`` for calls on any tracer.
+    WRITE
+        ``rule(func, args, kwargs)`` prepares a write into an argument and returns nothing. torch
+        is called next.
+    """
+
+    SELECTION = 1
+    BATCHING = 2
+    METHOD = 3
+    WRITE = 4
+
+
+@dataclass(frozen=True)
+class FunctionRule:
+    """One function rule.
+
+    Attributes:
+        function: the callable; a rule for the writes of a kind of callable has its class, and the
+            rule for ``out=`` has that name.
+        stage: the stage of the function handler.
+        rule: the rule; the stage says how it is called.
+        view: True if the result may be a view of an argument.
+        options: True if a rule of the stage BATCHING takes keyword arguments.
+        numbers: True if a rule of the stage METHOD serves only calls in which a tensor stands for
+            a number.
+    """
+
+    function: Any
+    stage: Stage
+    rule: Callable[..., Any]
+    view: bool = False
+    options: bool = False
+    numbers: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the rule's Python function."""
+        rule = inspect.unwrap(self.rule)
+        return getattr(rule, "__qualname__", repr(rule)).replace(".<locals>", "")
+
+    @property
+    def source(self) -> str:
+        """The ``file:line`` of the rule, or an empty string for a rule without Python code."""
+        code = getattr(inspect.unwrap(self.rule), "__code__", None)
+        return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+
+
+class FunctionRules:
+    """The function rules that one module declares."""
+
+    def __init__(self) -> None:
+        self.declared: dict[tuple[Stage, Any], FunctionRule] = {}
+
+    def add(
+        self,
+        stage: Stage,
+        rule: Callable[..., Any],
+        *functions: Any,
+        view: bool = False,
+        options: bool = False,
+        numbers: bool = False,
+    ) -> None:
+        """Declare one rule for several callables.
+
+        Raises:
+            DispatchError: a callable has a rule of that stage already.
+        """
+        for function in functions:
+            made = FunctionRule(function, stage, rule, view, options, numbers)
+            _refuse_second(self.declared, made)
+            self.declared[stage, function] = made
+
+
+def _refuse_second(declared: Mapping[tuple[Stage, Any], FunctionRule], rule: FunctionRule) -> None:
+    old = declared.get((rule.stage, rule.function))
+    if old is not None:
+        raise DispatchError(
+            f"{rule.function!r} has a function rule of the stage {rule.stage.name} already, "
+            f"{old.name} at {old.source}; the second one is {rule.name} at {rule.source}. Remove "
+            f"one of them."
+        )
+
+
+class FunctionRegistry:
+    """All function rules, by stage and callable.
+
+    Attributes:
+        tables: for each stage the rules by callable, which the function handler reads.
+    """
+
+    def __init__(self) -> None:
+        self.tables: Mapping[Stage, dict[Any, Callable[..., Any]]] = {s: {} for s in Stage}
+        self._rules: dict[tuple[Stage, Any], FunctionRule] = {}
+
+    def load(self, modules: Iterable[FunctionRules]) -> None:
+        """Add the rules of modules.
+
+        Raises:
+            DispatchError: two modules declare a rule for the same callable and stage.
+        """
+        for module in modules:
+            for place, rule in module.declared.items():
+                _refuse_second(self._rules, rule)
+                self._rules[place] = rule
+                self.tables[rule.stage][rule.function] = rule.rule
+
+    def find(self, stage: Stage, function: Any) -> FunctionRule | None:
+        """Return the rule of a callable for a stage, or None."""
+        return self._rules.get((stage, function))
+
+    def remove(self, stage: Stage, functions: Iterable[Any]) -> None:
+        """Remove the rules of a stage for callables that have one."""
+        for function in functions:
+            if self._rules.pop((stage, function), None) is not None:
+                del self.tables[stage][function]
+
+    def rules_of(self, operator: str) -> list[tuple[str, FunctionRule]]:
+        """Return the rules of the functions named like an operator, in the order of the stages.
+
+        Args:
+            operator: a dispatcher name; only operators of ``aten`` have function rules.
+
+        Returns:
+            The rules, each with the public name of its callable.
+        """
+        namespace, _, name = operator.partition("::")
+        if namespace != "aten":
+            return []
+        base = name.partition(".")[0]
+        found: list[tuple[str, FunctionRule]] = []
+        for stage in Stage:
+            for owner, prefix in _OWNERS:
+                for attribute in (base, *_DUNDERS.get(base, ())):
+                    function = getattr(owner, attribute, None)
+                    if inspect.isgetsetdescriptor(function):
+                        function = function.__get__
+                    rule = self.find(stage, function)
+                    if rule is not None:
+                        found.append((f"{prefix}.{attribute}", rule))
+        return found
+
+
+_OWNERS: Final = (
+    (torch, "torch"),
+    (torch.Tensor, "Tensor"),
+    (torch.nn.functional, "torch.nn.functional"),
+    (torch.linalg, "torch.linalg"),
+    (torch.special, "torch.special"),
+)
+
+# The methods of Python's operators that call an operator of torch with another name.
+PYTHON_OPERATORS: Final = {
+    "add": ("__add__", "__radd__"),
+    "sub": ("__sub__", "__rsub__"),
+    "mul": ("__mul__", "__rmul__"),
+    "div": ("__truediv__", "__rtruediv__"),
+    "pow": ("__pow__", "__rpow__"),
+    "remainder": ("__mod__",),
+    "neg": ("__neg__",),
+    "abs": ("__abs__",),
+    "eq": ("__eq__",),
+    "ne": ("__ne__",),
+    "lt": ("__lt__",),
+    "le": ("__le__",),
+    "gt": ("__gt__",),
+    "ge": ("__ge__",),
+    "bitwise_and": ("__and__",),
+    "bitwise_or": ("__or__",),
+    "bitwise_xor": ("__xor__",),
+    "bitwise_not": ("__invert__",),
+}
+_DUNDERS: Final = PYTHON_OPERATORS | {
+    "matmul": ("__matmul__",),
+    "select": ("__getitem__",),
+    "slice": ("__getitem__",),
+    "index": ("__getitem__",),
+    "index_put_": ("__setitem__",),
+}
+
+registry: Final = FunctionRegistry()
+BATCHING: Final = registry.tables[Stage.BATCHING]
+METHODS: Final = registry.tables[Stage.METHOD]
+WRITERS: Final = registry.tables[Stage.WRITE]
+SELECTIONS: Final = registry.tables[Stage.SELECTION]
