@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of
 from tsfunc.dispatch import state
 from tsfunc.ops.catalogue.signature import OperatorSignature
-from tsfunc.program.files.archive import LONGEST_INT, Field
+from tsfunc.program.fields import LONGEST_INT, Field
 from tsfunc.program.files.values import ValueReader, dtype_of, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
