@@ -64,6 +64,7 @@ from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -462,7 +463,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, self.assumptions,
+            request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
@@ -495,6 +496,14 @@ class _Trace:
                     f"reads with a size."
                 )
             self.instances.builder.read_guards.add(ReadHolds(condition.code, condition.text))
+
+    def _undescribed(self) -> dict[str, Sequence[int]]:
+        """Return the shapes of the tensor arguments without descriptors, by parameter."""
+        return {
+            spec.name: spec.example.shape
+            for spec in self.request.inputs
+            if spec.name.isidentifier() and spec.name not in self.request.described
+        }
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
@@ -569,17 +578,10 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Return the example's strides; for symbolic sizes, dense strides in the same dim order."""
-    strides = example.stride()
+    """Return the example's strides; for symbolic sizes, strides of its layout."""
     if all(isinstance(size, int) for size in shape):
-        return list(strides)
-    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
-    found: list[Any] = [0] * len(shape)
-    step: Any = 1
-    for i in order:
-        found[i] = step
-        step = step * shape[i]
-    return found
+        return list(example.stride())
+    return strides_with(layout_of(example.shape, example.stride()), shape)
 
 
 def _size_nodes(
