@@ -91,7 +91,7 @@ def show_file(
         else:
             print(program)
         print("guards:")
-        for line in program.guards:
+        for line in program.guards.texts:
             print(f"  {line}")
 
 

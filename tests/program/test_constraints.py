@@ -700,3 +700,18 @@ def test_what_is_said_to_hold_of_quotients_does(
     if fact.free_symbols and holds(fact, {"n": Dim("n"), "m": Dim("m")}):
         for one, other in itertools.product(range(2, 9), repeat=2):
             assert holds_at(fact, {"n": one, "m": other})
+
+
+def test_a_tensor_without_a_descriptor_is_named() -> None:
+    def f(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x @ w, y)
+
+    args = r(8, 3), r(4, 8), torch.randint(3, (4,))
+    text, _ = refused(f, {"x": Meta(["n", 8])}, *args)
+    advice = re.search(r"The size 4 is y\.shape\[0\], .*: (\{.*\}) makes it n\.", text)
+    assert advice is not None, text
+    program = specialize(f, {"x": Meta(["n", 8]), **eval(advice[1], NAMES)})
+    for n in (4, 6):
+        x, y = r(n, 8), torch.randint(3, (n,))
+        torch.testing.assert_close(program(args[0], x, y), f(args[0], x, y))
+    assert program.cache_info().programs == 1

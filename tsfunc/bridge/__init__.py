@@ -16,9 +16,11 @@ from tsfunc.bridge.batch import (
     foreach,
     indexing,
     masks,
+    recurrent_layers,
     selection_items,
     selection_rows,
     selection_sums,
+    sized_composites,
 )
 from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
 from tsfunc.bridge.sizes import kernel_sizes
@@ -37,9 +39,10 @@ from tsfunc.bridge.writing import reshaped_views, reshaping, writes
 
 # The modules that declare function rules.
 _RULES = (
-    attributes, backward, batching, batching_functions, composites, compressed, data_methods,
-    foreach, indexing, kernel_sizes, masks, methods, reshaped_views, reshaping, selection_items,
-    selection_rows, selection_sums, tensor_guards, tracing, writes,
+    attributes, backward, batching_functions, composites, compressed, data_methods, foreach,
+    indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
+    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
+    writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, tracing)

@@ -611,6 +611,7 @@ def _fake_tensors() -> None:
             raise RuntimeError("expected an error for a result that depends on data")
     with fake_tensor.in_kernel_invocation_manager(mode):
         _expect(x.device.type == "meta", "the device of a fake tensor in a kernel")
+    _expect(isinstance(mode.epoch, int), "the epoch of counts that masks keep")
 
 
 @_entry(

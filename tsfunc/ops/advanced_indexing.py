@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, logical_rank, place, refuse_inplace, unit_dims
+from tsfunc.ops.dims import (
+    batched_front,
+    front,
+    logical_rank,
+    one_at_least,
+    place,
+    refuse_inplace,
+    unit_dims,
+)
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic
 from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import Dims, RuleLevel, row
@@ -189,15 +197,11 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
         f"shape mismatch: there are {count} values to be put at the places of a mask that has "
         f"another number of places, for some example of a vmap",
     )
-    values = values.movedim(along, 1)
-    if count == 0:
-        shape = (values.shape[0], mask.shape[1:].numel(), *values.shape[2:])
-        spread = values.new_zeros(shape)
-    else:
-        order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
-        size = max(order.shape[0], values.shape[0])
-        order = order.expand(size, -1, *values.shape[2:])
-        spread = values.expand(size, *values.shape[1:]).gather(1, order)
+    values = one_at_least(values.movedim(along, 1), 1)
+    order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
+    size = max(order.shape[0], values.shape[0])
+    order = order.expand(size, -1, *values.shape[2:])
+    spread = values.expand(size, *values.shape[1:]).gather(1, order)
     places = range(over)
     out: Tensor = spread.unflatten(1, mask.shape[1:])
     return out.movedim([1 + i for i in places], [along + i for i in places])
@@ -209,6 +213,10 @@ def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) 
     indices, values = args[1], args[2]
     index_dims = dims[1] or [None] * len(indices)
     first = _one_mask(indices)
+    if first is not None and index_dims[first] is None:
+        # If there is one value for each True element, their number is not compared with 1.
+        rank = x.dim() - 1 - indices[first].dim()
+        first = None if logical_rank(values, dims[2]) > rank - first else first
     if first is None:
         if _batched_mask(indices, index_dims):
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"

@@ -74,6 +74,14 @@ def batched_front(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if at is None else front(x, at)
 
 
+def one_at_least(x: Tensor, dim: int) -> Tensor:
+    """Return the tensor with an entry of zeros along a dim that is empty, or may be in a trace."""
+    size = x.shape[dim]
+    if isinstance(size, int) and size:
+        return x
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
+
+
 def lines(x: Tensor) -> Tensor:
     """Return the tensor with all logical dims flattened into dim 1; its batch dim is first."""
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)

@@ -166,8 +166,13 @@ def masked_select(
     for _ in range(mask.dim() - logical_rank(x, 0)):
         x = x.unsqueeze(1)
     x = x.expand(x.shape[0], *torch.broadcast_shapes(x.shape[1:], mask.shape))
-    places = mask.expand(x.shape[1:]).reshape(-1).nonzero().squeeze(1)
-    return lines(x).index_select(1, places), 0
+    # The number of places of one mask has one name in a trace; a view of it is another mask.
+    mask = mask if mask.shape == x.shape[1:] else mask.expand(x.shape[1:])
+    places = mask.nonzero().unbind(1)
+    if not places:
+        return lines(x)[:, mask.reshape(1)], 0
+    found: Tensor = torch.ops.aten.index.Tensor(x, [None, *places])
+    return found, 0
 
 
 def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:

@@ -14,6 +14,7 @@ from tsfunc.ops.dims import (
     front,
     lines,
     logical_rank,
+    one_at_least,
     physical_dim,
     place,
     refuse_inplace,
@@ -299,14 +300,11 @@ def masked_scatter(
     whole = place(batched_front(x, at, size), 0, max(rank, other))
     mask = place(batched_front(mask, dims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
-    source = lines(batched_front(source, dims[2], size))
-    if source.shape[1] == 0:
-        out = whole_x.clone()
-    else:
-        flat = lines(mask)
-        order = _ordinals(flat).clamp(0, source.shape[1] - 1)
-        out = torch.where(flat, source.gather(1, order), lines(whole_x))
-        out = out.view(whole_x.shape)
+    source = one_at_least(lines(batched_front(source, dims[2], size)), 1)
+    flat = lines(mask)
+    order = _ordinals(flat).clamp(0, source.shape[1] - 1)
+    out = torch.where(flat, source.gather(1, order), lines(whole_x))
+    out = out.view(whole_x.shape)
     if inplace:
         whole.copy_(out)
         return x, at

@@ -41,10 +41,10 @@ from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import Closure
+from tsfunc.program.closure.read_guards import Texts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
-from tsfunc.program.guarding.guards import Guards
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.transforms.vmap_spec import name_of
@@ -283,9 +283,9 @@ class Specialized(Generic[_Params, _Result]):
         return self.program.descriptors
 
     @property
-    def guards(self) -> Guards:
+    def guards(self) -> Texts:
         """The conditions that every call of the current program meets, one per line."""
-        return self.program.guards
+        return self.program.guards.texts
 
     def properties(self) -> ProgramProperties:
         """Return the known properties of each value of the current program."""

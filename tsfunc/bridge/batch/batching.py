@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
-from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
-from tsfunc.bridge.tracers.tracer import call_torch, innermost_level
 from tsfunc.bridge.writing.writes import adopt
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback
 from tsfunc.dispatch.recording import note
@@ -173,32 +168,6 @@ def _reshape(
     if out is not NotImplemented:
         target.value, target.bdim = out
     return out
-
-
-def _lifting_all(
-    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Lift all tensors of a recurrent call to the innermost level before it goes to torch.
-
-    The C++ code of recurrent cells writes batched values into tensors made from the states.
-    """
-    level = innermost_level(args)
-    if isinstance(level, BatchLevel) and level.alive:
-
-        def lifted(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(lifted(item) for item in value)
-            return level.lift(value) if is_outside(value, level) else value
-
-        args = tuple(lifted(arg) for arg in args)
-    return call_torch(func, types, args, kwargs)
-
-
-function_rules: Final = FunctionRules()
-_RECURRENT = "lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell lstm gru rnn_tanh rnn_relu"
-function_rules.add(
-    Stage.METHOD, _lifting_all, *[getattr(torch._VF, name) for name in _RECURRENT.split()]
-)
 
 
 @register("aten::detach", DispatchKey.Batch)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -168,8 +169,8 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Any:
-    """Weighted covariance; torch reads the values of the weights to check them."""
-    if fweights is None and aweights is None:
+    """Covariance with weights, whose values torch reads to check them, or of symbolic sizes."""
+    if fweights is None and aweights is None and not needs_plain_sizes(x):
         return NotImplemented
     if x.dim() > 2:
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions, got {x.dim()}")
@@ -189,7 +190,9 @@ def _cov(
             raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
         require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
-    assert weights is not None
+    if weights is None:
+        centred = x - x.mean(1, keepdim=True)
+        return (centred @ centred.mT.conj() / torch.sym_max(x.shape[1] - correction, 0)).squeeze()
     total = weights.sum()
     require(total != 0, "cov(): weights sum to zero, can't be normalized")
     mean = (x * weights).sum(1) / total

@@ -24,6 +24,7 @@ front. When the program runs, each body runs on an active subset (NOTE [active s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -456,6 +457,8 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     levels = tuple(level if other is level.parent else other for other in seen(state.levels))
     inner = state.with_levels(levels)
     level.bodies.append(level)
+    # A mask keeps the name of the number of its places, which has no value in another graph.
+    epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
     try:
         with (
             capturing(inside, seen),
@@ -465,7 +468,11 @@ def in_body(level: BodyLevel) -> Iterator[None]:
         ):
             yield
     finally:
+        level.fake.epoch = epoch
         level.bodies.pop()
+
+
+_epochs = itertools.count(1)
 
 
 def current_trace() -> TraceLevel | None:

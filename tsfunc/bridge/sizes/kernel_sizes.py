@@ -3,8 +3,9 @@
 NOTE [sizes for C++]
 A level that records autograd runs composite operators in C++ (``torch.cov``, ``torch.gradient``).
 Some of their kernels read ``tensor.sizes()``, which C++ has as plain ints. If a size is symbolic,
-it asks the tensor's class for them, as ``aten::size``. The answer is the sizes of the call. It adds
-the guard that a size is equal to its number, like ``int(x.shape[0])`` in the user's code.
+it asks the tensor's class for them, as ``aten::size``, or for its strides, as ``aten::stride``. The
+answer is those of the call. It adds the guard that a size is equal to its number, like
+``int(x.shape[0])`` in the user's code.
 
 The kernels of ``upsample_*.vec`` only work out the sizes of the result, and call the operator that
 takes those. The same is done here with symbolic sizes, so that no guard is needed.
@@ -34,8 +35,18 @@ class _PlainSizes(TorchOperator):
         return [int(size) for size in args[0].shape]
 
 
-_SIZE = torch.ops.aten.size.default
+class _PlainStrides(TorchOperator):
+    """``aten::stride``, by which C++ asks for strides: NOTE [sizes for C++]."""
+
+    __slots__ = ()
+
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any], restore: bool = False) -> Any:
+        return [int(step) for step in args[0].stride()]
+
+
+_SIZE, _STRIDE = torch.ops.aten.size.default, torch.ops.aten.stride.default
 operators_by_id[id(_SIZE)] = _PlainSizes(_SIZE)
+operators_by_id[id(_STRIDE)] = _PlainStrides(_STRIDE)
 
 _NAMES = (
     *(f"upsample_{kind}" for kind in (

@@ -72,7 +72,7 @@ shape_rule("addcmul_")(_in_place(torch.ops.aten.addcmul.default))
 shape_rule("addcdiv_")(_in_place(torch.ops.aten.addcdiv.default))
 
 
-@shape_rule("ctc_loss.IntList", "ctc_loss.Tensor")
+@shape_rule("ctc_loss.IntList", "ctc_loss.Tensor", fixed=True)
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: int = 1, zero_infinity: bool = False,
@@ -143,6 +143,16 @@ def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
     for i in range(r):
         count = count * (most - i)
     return new_like(x, [count // math.factorial(r), r])
+
+
+@shape_rule("masked_select")
+def _masked_select(x: Any, mask: Any) -> Any:
+    """Return as many elements as the mask has places, a number that torch keeps with the mask."""
+    if mask.fake_mode.shape_env is None or x.dim() != mask.dim():
+        return NotImplemented
+    if not all(known(a == b) for a, b in zip(x.shape, mask.shape, strict=True)):
+        return NotImplemented
+    return new_like(x, [mask.nonzero().shape[0]])
 
 
 @shape_rule("tril_indices")
@@ -246,4 +256,4 @@ def _is_fixed(x: Any) -> bool:
 for _name, _training in (("native_batch_norm", 4), ("_native_batch_norm_legit", 4),
                          ("_native_batch_norm_legit.no_stats", 2),
                          ("_batch_norm_with_update", None)):  # fmt: skip
-    shape_rule(_name)(_batch_norm(_name, _training))
+    shape_rule(_name, fixed=True)(_batch_norm(_name, _training))

@@ -4,7 +4,8 @@ Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental.symbolic_s
 ShapeEnv. Its ``evaluate_expr`` answers questions about sizes, and ``guards`` lists them;
 ``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle questions without an
 answer yet, and ``_version_counter`` invalidates its caches when it learns more.
-``torch._guards.Source`` is the origin of a symbol. These modules import sympy, which takes half a
+``torch._guards.Source`` is the origin of a symbol, ``forward_ad._current_level`` the depth of
+torch's dual levels. These modules import sympy, which takes half a
 second, so they are imported when the first symbol is made.
 """
 
@@ -16,6 +17,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.user_code import in_user_code
 from tsfunc.dispatch.places import Place, users_place
@@ -32,7 +34,7 @@ class SignedZeroError(Exception):
 
 @functools.cache
 def environment_class() -> Any:
-    from sympy import Float, Not
+    from sympy import Float, Not, false
     from sympy.logic.boolalg import Boolean
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -70,6 +72,8 @@ def environment_class() -> Any:
                 return answer
             except GuardOnDataDependentSymNode:
                 asking, _ = _asking_frame(inspect.currentframe())
+                if asking is None and forward_ad._current_level >= 0 and _asks_if_empty(expr):
+                    return false  # NOTE [tangents of unknown sizes]
                 tests = asking if isinstance(expr, Boolean) else None
                 refused = None if tests is None else refused_value(tests)
                 if refused is None:
@@ -138,6 +142,15 @@ class _CachedMethod:
 
 
 _LRU = functools.lru_cache(len)
+
+
+# NOTE [tangents of unknown sizes]
+# When C++ gives a tensor its tangent, it compares their strides and storages, and asks first if the
+# tensor is empty. The answer does not matter: an empty tangent is kept or copied.
+def _asks_if_empty(expr: Any) -> bool:
+    from sympy import Eq
+
+    return isinstance(expr, Eq) and 0 in expr.args
 
 
 def count_of(size: Any) -> int:

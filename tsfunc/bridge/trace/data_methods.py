@@ -2,7 +2,8 @@
 
 C++ makes a Python bool of the results of ``equal`` and ``allclose``. A trace calls the operators
 themselves instead. The answer is a symbolic number without a hint, like that of ``item()`` (NOTE
-[sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers.
+[sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers,
+and for the count of batches from which ``BatchNorm(momentum=None)`` computes its momentum.
 
 Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is the class of operators.
 """
@@ -15,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.trace.tracing import TraceLevel, tracing_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer import innermost_level
@@ -50,7 +51,37 @@ def _one_hot(
     return called(*args, **{{"input": "x", "tensor": "x"}.get(k, k): v for k, v in kwargs.items()})
 
 
+def _batch_norm(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Update the running statistics by a momentum from data, as ``momentum=None`` does.
+
+    The kernel takes the momentum as a number. With 1 it writes the statistics of the batch.
+    """
+    x, weight, bias, mean, variance, training, momentum, *rest = args
+    if not isinstance(momentum, torch.SymFloat) or not training or mean is None or kwargs:
+        return NotImplemented
+    found = mean.clone(), variance.clone()
+    out = func(x, weight, bias, *found, True, 1.0, *rest)
+    kept: Any = 1.0 - momentum  # type: ignore[operator]
+    with torch.no_grad():
+        for running, of_batch in zip((mean, variance), found, strict=True):
+            running.mul_(kept).add_(of_batch * momentum)
+    return out
+
+
+def _float(value: Any) -> Any:
+    """Return ``float(value)``; for a traced count of batches, the number of the program."""
+    if isinstance(value, torch.Tensor) and tracing_here():
+        return value.item()
+    return float(value)
+
+
+# BatchNorm calls float() on its count of batches, and Python requires a float of ``__float__``.
+vars(torch.nn.modules.batchnorm)["float"] = _float
+
 function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _batch_norm, torch.batch_norm)
 function_rules.add(
     Stage.METHOD, _answered(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
 )

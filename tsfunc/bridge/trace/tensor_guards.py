@@ -42,6 +42,9 @@ from tsfunc.errors import TypeCheckError
 _T = torch.Tensor
 
 
+USERS_CLASS: Final = "_users_class"  # of a tracer class with the members of a user's class
+
+
 @functools.cache
 def users_class(cls: type) -> type:
     """Return a tensor class if it is the user's, else ``torch.Tensor``.
@@ -526,7 +529,7 @@ def class_of(self: Any) -> Any:
         return type(self)
     argument = guards.argument(self)
     if argument is None:
-        return torch.Tensor
+        return getattr(type(self), USERS_CLASS, torch.Tensor)
     cls = users_class(type(argument.example))
     if cls is torch.Tensor and _names_class(inspect.currentframe()):
         whole = guards.ask(argument, "type({}) is Tensor")

@@ -18,6 +18,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.replay import may_be_replayed
 from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
+from tsfunc.bridge.tracers.user_code import passes_call_on
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError
@@ -196,6 +197,7 @@ class BatchTracer(Tracer):
         value = self.value.detach()
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
+    @passes_call_on
     def read(self, name: str) -> Any:
         if self.bdim is None:
             return getattr(self.value, name)()

@@ -15,6 +15,7 @@ import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, written
+from tsfunc.bridge.tracers.user_code import passes_call_on
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 
@@ -43,6 +44,7 @@ class GradTracer(Tracer):
     def detached_here(self) -> GradTracer:
         return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
 
+    @passes_call_on
     def read(self, name: str) -> Any:
         return getattr(self.value, name)()
 

@@ -182,8 +182,8 @@ class TorchOperator(Operator):
         return self.call(args, kwargs, restore=True)
 
 
-# C++ asks tensors of subclasses for their sizes by an operator of torch.jit: NOTE [sizes for C++].
-_OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size"})
+# C++ asks tensors of subclasses for their sizes by operators of torch.jit: NOTE [sizes for C++].
+_OUTSIDE_OF_THE_DISPATCHER = frozenset({"aten::size", "aten::stride"})
 
 
 def _written_memory(value: Any) -> frozenset[str] | None:

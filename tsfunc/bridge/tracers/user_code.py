@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any, TypeVar
 
 from torch._C import _is_torch_function_mode_enabled
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UserCode(TorchFunctionMode):
@@ -60,13 +63,28 @@ def implementation() -> Iterator[None]:
 def caller_of_handlers() -> FrameType:
     """Return the frame whose call of torch reached the function handlers that run now."""
     own = at = inspect.currentframe()
-    while at is not None and at.f_code.co_name != _HANDLER:
-        at = at.f_back
-    while at is not None and at.f_back is not None and at.f_code.co_name == _HANDLER:
-        at = at.f_back
+    while True:
+        while at is not None and at.f_code.co_name != _HANDLER:
+            at = at.f_back
+        while at is not None and at.f_back is not None and at.f_code.co_name == _HANDLER:
+            at = at.f_back
+        if at is None or at.f_code not in _passed_on:
+            break
     found = at or own
     assert found is not None, "Python has frames"
     return found
+
+
+def passes_call_on(method: F) -> F:
+    """Mark a method of a tracer that passes the call which it answers on to the tracer's value.
+
+    ``caller_of_handlers`` does not stop there.
+    """
+    _passed_on.add(method.__code__)
+    return method
+
+
+_passed_on: set[CodeType] = set()
 
 
 _HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handlers and of modes'

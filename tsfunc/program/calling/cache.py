@@ -25,10 +25,10 @@ from tsfunc.program.closure.guard_codegen import (
     key_orders,
     opening_lines,
 )
-from tsfunc.program.closure.guard_codegen import GuardLines as Reads
+from tsfunc.program.closure.read_guards import Names, ReadGuards
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import Facts, Guard, Names, Word, guard_lines
+from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word, guard_lines
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.types.values import describe, same_value
 
@@ -41,7 +41,7 @@ _ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is
 
 
 def facts_of_call(
-    guards: Iterable[Guard],
+    guards: Iterable[ArgumentGuard],
     name: Names,
     settings: Sequence[Any],
     orders: Sequence[Any],
@@ -224,7 +224,7 @@ class CachedProgram:
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> CachedProgram:
         """Return a program for calls of a form, with a guard that is generated from the form."""
-        reads = program.guard_lines or Reads()
+        reads = program.read_guards or ReadGuards()
         lines, scope = guard_lines(form.guards(), form.bounds, len(form.leaves))
         opening = opening_lines(form.tree, scope, form.of_keywords)
         return cls(

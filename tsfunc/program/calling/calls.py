@@ -45,12 +45,13 @@ from tsfunc.program.closure.guard_builder import is_container, is_instance
 from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.numbers import Earlier, Read, Varying
+from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.program import Program, same_program
 from tsfunc.program.guarding.call_spec import form_of_call
-from tsfunc.program.guarding.guards import guard_lines, guard_texts, guards_on_arguments
+from tsfunc.program.guarding.guards import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
@@ -289,16 +290,17 @@ class FirstCall:
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
         guards = form.guards(guards_on_arguments(self.flat, inputs, scalars))
-        closure_lines = instances.builder.guard_lines
+        reads = instances.builder.read_guards
+        everything = [*guards, *reads.guards, SettingsAre(self.ambient)]
         program = dataclasses.replace(
             program,
             form=form,
-            guard_lines=closure_lines,
+            read_guards=reads,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
-            guards=guard_texts(guards, self.name_of, instances.builder.read, self.ambient),
+            guards=Guards.of(everything, self.name_of),
             state=state_of(
-                self.func, program.lifted, program.updates, len(self.flat), closure_lines.values,
+                self.func, program.lifted, program.updates, len(self.flat), reads.values,
                 instances.builder.read,
             ),
         )  # fmt: skip
@@ -307,7 +309,7 @@ class FirstCall:
                 program,
                 self.target.backend,
                 self.target.backend_name,
-                [*self.flat, *closure_lines.values],
+                [*self.flat, *reads.values],
             )
             program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(guards, bounds, len(self.flat))
@@ -315,14 +317,12 @@ class FirstCall:
         entry = CachedProgram(
             program,
             self.tree,
-            closure_lines.function(self.ambient, lines, scope, late=opening is not None),
-            closure_lines.function(self.ambient, late=True),
+            reads.function(self.ambient, lines, scope, late=opening is not None),
+            reads.function(self.ambient, late=True),
             self._reason(held),
             signature,
             form,
-            None
-            if opening is None
-            else closure_lines.entry_code(self.ambient, opening, lines, scope),
+            None if opening is None else reads.entry_code(self.ambient, opening, lines, scope),
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
@@ -330,7 +330,7 @@ class FirstCall:
             # A condition on the number and the sizes in general fails for those of the call.
             raise Retrace(held.moved(described_numbers=False))
         self.variation.check(entry, held)
-        return entry, closure_lines.values
+        return entry, reads.values
 
     def _reason(self, held: Assumptions) -> str:
         """Return the reason for a new program."""
@@ -372,7 +372,7 @@ class FirstCall:
             backend=backend,
             milliseconds=round(entry.seconds * 1e3, 1),
             operators=sum(node.op == "call_function" for node in program.graph.nodes),
-            guards=program.guards,
+            guards=program.guards.texts,
             program=program.source,
         )
 
@@ -401,7 +401,8 @@ class FirstCall:
         free_variables = FreeVariables(instances, held.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
-                instances.add(value, spelled(self.places[i]), f"args[{i}]")
+                text = spelled(self.places[i])
+                instances.add(value, Source.of_argument(i, text, type(value).__name__))
             elif hasattr(type(value), "__next__"):
                 instances.builder.refuse_iterator(spelled(self.places[i]), "an argument", value)
         free_variables.add(self.func)

@@ -12,7 +12,6 @@ new objects only.
 from __future__ import annotations
 
 import gc
-import math
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
 from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.backward_passes import BackwardPasses
+from tsfunc.bridge.trace.class_members import give_members
 from tsfunc.bridge.trace.compiling import is_compiling
 from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -47,9 +47,9 @@ from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
-from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.numbers import Varying
+from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject, Source
 from tsfunc.program.closure.refusals import (
     check_bodies,
     check_containers,
@@ -62,8 +62,9 @@ from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
 from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import Groups, as_one, groups_of, hold, variables_of
+from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
+from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
@@ -99,13 +100,9 @@ class Gradients:
         for _, argument in self._level.tensor_guards.arguments:
             if argument.example is tensor:
                 name = argument.name
-                return Source(
-                    self._builder.guard_lines.bind(f"args[{argument.position}]"), name, name, False
-                )
+                return Source.of_argument(argument.position, name)
         known = self._builder.source_of(tensor)
-        return known or Source(
-            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
-        )
+        return known or Source.of_object(tensor, "a tensor")
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
         source = self._source(tensor)
@@ -124,7 +121,6 @@ class Gradients:
             return
         self._checked.add(id(tensor))
         source = self._source(tensor)
-        guard_lines = self._builder.lines_of(source.own)
         problem = None
         if not tensor.is_leaf:
             problem = (
@@ -142,10 +138,7 @@ class Gradients:
                 f"{self._level.name}: backward() at {users_place()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {mend}."
             )
-        at = source.variable
-        guard_lines.require(
-            f"{at}.is_leaf and not {at}._backward_hooks and not {at}._post_accumulate_grad_hooks"
-        )
+        self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the ``.grad`` that the function has replaced."""
@@ -155,6 +148,12 @@ class Gradients:
                 f"{source.text}.grad", source, slot.owner, "{}.grad", slot.owner.grad, slot.now,
                 undo=lambda: None,
             )  # fmt: skip
+
+
+def _is_plain_leaf(tensor: torch.Tensor) -> bool:
+    """Return True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
+    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return tensor.is_leaf and not hooks
 
 
 # --- garbage collection while a function is traced
@@ -343,9 +342,10 @@ class _Trace:
         level.tensor_guards.attribute_of = self._attribute_of
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
-            level.tensor_guards.add(
-                tracer, TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
-            )
+            argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            level.tensor_guards.add(tracer, argument)
+            for name in give_members(tracer, type(spec.example)):
+                self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         for name, node in sizes.items():
@@ -366,12 +366,12 @@ class _Trace:
 
     def _attribute_of(self, argument: TracedArgument, name: str) -> Any:
         """Return the value of a Python attribute of a tensor among the arguments, and guard it."""
-        builder, way = self.instances.builder, f"args[{argument.position}].{name}"
+        builder = self.instances.builder
         text = f"{argument.name}.{name}"
         self._attributes.append(text)
         with self.instances.paused():
-            value = getattr(argument.example, name)
-            builder.guard(value, Source(builder.guard_lines.bind(way), text, text, False))
+            value = operator.attrgetter(name)(argument.example)
+            builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
     def _number_read(self, number: Varying) -> Any:
@@ -427,7 +427,13 @@ class _Trace:
         twice = len(groups) < len(inputs) and not self._as_one
         if twice or any(id(x.example) in own and id(x.example) not in given for x in inputs):
             raise Retrace(self.assumptions.moved(identities=True, own=own))
-        hold(instances.builder.guard_lines, inputs, own)
+        guards = instances.builder.read_guards
+        for spec in inputs:
+            source, tensor = Source.of_argument(spec.position), own.get(id(spec.example))
+            if tensor is not None:
+                guards.add(SameObject(source, tensor))
+            elif own:
+                guards.add(NotOneOf(source, tuple(own.values())))
         return groups if len(inputs) > 1 else ()
 
     def fake_value(self, leaf: Any) -> Any:
@@ -457,7 +463,7 @@ class _Trace:
         symbols.end()
         raised = check_needs(
             request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
-            request.described, self.assumptions,
+            request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)
         assigned = tuple(replace(each, owner=first + each.owner) for each in updates.updates)
@@ -478,27 +484,33 @@ class _Trace:
 
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""
-        guard_lines = self.instances.builder.guard_lines
         for asks in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
-            guard_lines.require(f"{guard_lines.name(asks)}() is {asks()}")
+            self.instances.builder.read_guards.add(AnswerIs(asks, (), asks()))
 
     def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
         """Guard the answers to questions about numbers from outside."""
-        guard_lines = self.instances.builder.guard_lines
         for condition in conditions:
             if condition.dims:
                 raise DataDependentError(
                     f"{self.request.what}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            guard_lines.require(condition.code.replace("math.", f"{guard_lines.name(math)}."))
+            self.instances.builder.read_guards.add(ReadHolds(condition.code, condition.text))
+
+    def _undescribed(self) -> dict[str, Sequence[int]]:
+        """Return the shapes of the tensor arguments without descriptors, by parameter."""
+        return {
+            spec.name: spec.example.shape
+            for spec in self.request.inputs
+            if spec.name.isidentifier() and spec.name not in self.request.described
+        }
 
     def _finished(self, out_tree: optree.PyTreeSpec, updates: tuple[Update, ...]) -> Program:
         """Return the program of the simplified graph."""
         request, level, graph = self.request, self.level, self.level.graph
         # Tensors of the arguments' attributes are inputs, and come after the arguments.
         builder = self.instances.builder
-        reached = {id(x): len(request.flat) + i for i, x in enumerate(builder.guard_lines.values)}
+        reached = {id(x): len(request.flat) + i for i, x in enumerate(builder.read_guards.values)}
         frozen = builder.closure == "freeze"
         if frozen:
             check_frozen(request.name, level, reached)
@@ -566,17 +578,10 @@ def _number(level: TraceLevel, spec: ScalarSpec, symbols: Symbols) -> torch.fx.N
 
 
 def _strides(example: torch.Tensor, shape: Sequence[Any]) -> list[Any]:
-    """Return the example's strides; for symbolic sizes, dense strides in the same dim order."""
-    strides = example.stride()
+    """Return the example's strides; for symbolic sizes, strides of its layout."""
     if all(isinstance(size, int) for size in shape):
-        return list(strides)
-    order = sorted(range(len(shape)), key=lambda i: (strides[i], -i))
-    found: list[Any] = [0] * len(shape)
-    step: Any = 1
-    for i in order:
-        found[i] = step
-        step = step * shape[i]
-    return found
+        return list(example.stride())
+    return strides_with(layout_of(example.shape, example.stride()), shape)
 
 
 def _size_nodes(

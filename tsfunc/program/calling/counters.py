@@ -23,7 +23,8 @@ from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
-from tsfunc.program.closure.guard_builder import GuardBuilder, Source
+from tsfunc.program.closure.guard_builder import GuardBuilder
+from tsfunc.program.closure.read_guards import AnswerIs, Source
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
 
@@ -51,9 +52,8 @@ class Counters:
         roots = [each for each in nodes if each in sources]
         compute = NodeFunction(node, nodes, roots)
         answer = compute(*(sources[each] for each in roots))
-        guard_lines = self._builder.lines_of(True)
-        given = ", ".join(self._source(sources[each]).variable for each in roots)
-        guard_lines.require(f"{guard_lines.name(compute)}({given}) == {answer!r}")
+        given = tuple(self._source(sources[each]) for each in roots)
+        self._builder.guards_of(True).add(AnswerIs(compute, given, answer))
         return answer
 
     def _sources(self) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
@@ -65,9 +65,7 @@ class Counters:
 
     def _source(self, tensor: torch.Tensor) -> Source:
         known = self._builder.source_of(tensor)
-        return known or Source(
-            self._builder.lines_of(True).name(tensor), "a tensor", "a tensor", True
-        )
+        return known or Source.of_object(tensor, "a tensor")
 
 
 class NodeFunction:

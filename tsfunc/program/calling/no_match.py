@@ -17,8 +17,9 @@ from tsfunc.program.calling.cache import (
 )
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.calling.target import places_of
+from tsfunc.program.closure.read_guards import Guards, Names, SettingsAre
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import Guards, Names, guard_texts, guards_on_arguments
+from tsfunc.program.guarding.guards import guards_on_arguments
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 from tsfunc.types.checker import place_text
 
@@ -51,7 +52,7 @@ def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
 
 def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
     """Return the guards of a program that was read from a file, for people."""
-    return guard_texts(form.guards(), _names(form, signature), {}, form.ambient)
+    return Guards.of([*form.guards(), SettingsAre(form.ambient)], _names(form, signature))
 
 
 def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ import dis
 import functools
 import gc
 import glob
+import operator
 import os
 import pathlib
 import random
@@ -43,9 +44,9 @@ from typing import Any, Literal
 import torch
 
 from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.closure.guard_builder import Source
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.packages import is_library
+from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Source
 from tsfunc.program.closure.side_effects import CODE, MISSING
 
 # --- variables that a piece of code may read from outside, and the attributes read from them
@@ -425,17 +426,14 @@ class LibraryReads:
 
     Args:
         instances: the watched objects of the trace.
-        name: returns the name of an object in the generated code.
         met: called with each class that is read.
     """
 
-    def __init__(
-        self, instances: Instances, name: Callable[[Any], str], met: Callable[[type], None]
-    ) -> None:
+    def __init__(self, instances: Instances, met: Callable[[type], None]) -> None:
         self.instances = instances
         self.builder = instances.builder
-        self.guard_lines = instances.builder.lines_of(own=True)
-        self._name, self._met = name, met
+        self.guards = instances.builder.guards_of(own=True)
+        self._met = met
         self._holds_environment = False
 
     def look(
@@ -477,7 +475,7 @@ class LibraryReads:
             return
         found = vars(above).get(way[-1], MISSING)
         if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
-            self.guard_lines.require_member(above, way[-1], found)
+            self.guards.add(MemberIs(above, way[-1], found))
             if isinstance(found, type):
                 self._met(found)
         elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
@@ -485,15 +483,14 @@ class LibraryReads:
             value = reached(above, way[-1:])
             if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, way[-1]):
                 text = f"{above.__name__}.{way[-1]}"
-                at = self.guard_lines.bind(f"{self._name(above)}.{way[-1]}")
-                self.builder.guard(value, Source(at, text, text, True))
+                self.builder.guard(value, Source.of_object(above, text).attribute(way[-1]))
 
     def hold_environment(self) -> None:
         """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
-            at = self.guard_lines.name(os.environ)
-            self.guard_lines.require(f"{at} == {self.guard_lines.name(dict(os.environ))}")
+            unchanged = functools.partial(operator.eq, dict(os.environ))
+            self.guards.add(AnswerIs(unchanged, (Source.of_object(os.environ),), True))
 
     def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
         if asks_environment(owner, name, value):
@@ -501,8 +498,8 @@ class LibraryReads:
 
     def _ask(self, question: Callable[[], Any]) -> None:
         """Guard the answer of a function without arguments."""
-        at = self.guard_lines.bind(f"{self._name(question)}()")
-        self.builder.guard(question(), Source(at, f"{question.__name__}()", "", True))
+        source = Source.of_object(question, f"{question.__name__}()").at("{}()")
+        self.builder.guard(question(), source)
 
     def _warn(self, function: str, line: str) -> None:
         """Warn of a function that may give another result at another call."""

@@ -30,9 +30,17 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.guard_builder import Copied, Source, is_instance, put_back
+from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.packages import is_installed
+from tsfunc.program.closure.read_guards import (
+    AnswerIs,
+    MemberIs,
+    Missing,
+    NoMember,
+    SameObject,
+    Source,
+)
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
@@ -63,12 +71,11 @@ class FreeVariables:
     def __init__(self, instances: Instances, every: bool = False) -> None:
         self.instances, self.every = instances, every
         self.builder = instances.builder
-        self.guard_lines = instances.builder.lines_of(own=True)
+        self.guards = instances.builder.guards_of(own=True)
         self._seen: dict[int, Any] = {}
         self._variables: dict[tuple[int, str | None], Variable] = {}
-        self._owners: dict[int, str] = {}
         self._looks_at_registered = False
-        self._libraries = LibraryReads(instances, self._owner, self._registered)
+        self._libraries = LibraryReads(instances, self._registered)
         self._counters: list[tuple[Variable, Any]] = []
         self._names: set[str] = set()
         self._waiting: dict[str, list[Callable[[], None]]] = {}
@@ -117,7 +124,7 @@ class FreeVariables:
                 # A function that was loaded from a file has no code: it names the state that it
                 # assigns.
                 for text, state in getattr(code, "__assigned_state__", {}).items():
-                    self._value(self.guard_lines.bind(self.guard_lines.name(state)), state, text)
+                    self._value(Source.of_object(state, text), state)
 
     def _function(self, func: types.FunctionType) -> None:
         inner = getattr(func, "__wrapped__", None)
@@ -126,9 +133,7 @@ class FreeVariables:
         if is_installed(func):
             self._wrapped(func)
             return
-        self.guard_lines.require_same(
-            self.guard_lines.bind(f"{self.guard_lines.name(func)}.__code__"), func.__code__
-        )
+        self.guards.add(SameObject(Source.of_object(func).attribute("__code__"), func.__code__))
         self._defaults(func)
         found = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
@@ -161,29 +166,25 @@ class FreeVariables:
     def _wrapped(self, func: types.FunctionType) -> None:
         """Scan the functions that a library's function closes over (one that ``vmap`` returns)."""
         for cell in func.__closure__ or ():
-            inner = Variable(cell, None, "", "", "").before
+            inner = Variable(cell, None, "", "").before
             if inner is not MISSING and callable(inner):
                 self.scan(inner)
 
     def _defaults(self, func: types.FunctionType) -> None:
-        at = None
         for name in ("__defaults__", "__kwdefaults__"):
             value = getattr(func, name)
             if value:
-                at = at or self.guard_lines.name(func)
-                text = f"{func.__name__}.{name}"
-                at_value = self.guard_lines.bind(f"{at}.{name}")
+                source = Source.of_object(func, f"{func.__name__}.{name}").attribute(name)
                 if isinstance(value, tuple) and all(type(item) in _PLAIN for item in value):
-                    self.guard_lines.require_same(at_value, value)
+                    self.guards.add(SameObject(source, value))
                 else:
-                    self._value(at_value, value, text)
+                    self._value(source, value)
 
     def _partial(self, func: functools.partial[Any]) -> None:
-        at = self.guard_lines.name(func)
         for name in ("args", "keywords"):
             value = getattr(func, name)
             if value:
-                self._value(self.guard_lines.bind(f"{at}.{name}"), value, f"partial.{name}")
+                self._value(Source.of_object(func, f"partial.{name}").attribute(name), value)
         self.scan(func.func)
 
     def _class(self, cls: type) -> None:
@@ -223,8 +224,7 @@ class FreeVariables:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
-            token = self.guard_lines.name(abc.get_cache_token)
-            self.guard_lines.require(f"{token}() == {abc.get_cache_token()}")
+            self.guards.add(AnswerIs(abc.get_cache_token, (), abc.get_cache_token()))
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
         """Guard an attribute of a class, and that no derived class overrides it.
@@ -234,9 +234,9 @@ class FreeVariables:
         if isinstance(value, _METHODS) or not name.startswith("__"):
             for each in derived:
                 if name not in vars(each):
-                    self.guard_lines.require_no_member(each, name)
+                    self.guards.add(NoMember(each, name))
         if isinstance(value, _METHODS) and name not in OURS:
-            self.guard_lines.require_member(cls, name, value)
+            self.guards.add(MemberIs(cls, name, value))
         for attribute in ("fget", "func", "__func__"):  # of properties and other wrappers
             value = getattr(value, attribute, None) or value
         if isinstance(value, types.FunctionType):
@@ -276,7 +276,7 @@ class FreeVariables:
         if found is None:
             return True
         owner, name, text, attributes = found
-        value = Variable(owner, name, text, "", "").before
+        value = Variable(owner, name, text, "").before
         if value is MISSING:
             value = vars(builtins).get(str(name))
         for attribute in attributes:
@@ -289,7 +289,7 @@ class FreeVariables:
         if found is None:
             return False
         owner, name, text, attributes = found
-        value = Variable(owner, name, text, "", "").before
+        value = Variable(owner, name, text, "").before
         for attribute in attributes:
             value = inspect.getattr_static(value, attribute, None)
         return value is not MISSING and is_instance(value)
@@ -298,7 +298,7 @@ class FreeVariables:
         """Keep the value of a variable that the function only changes."""
         found = _root(func, access)
         if found is not None and not found[-1]:
-            variable = Variable(*found[:3], at="", line="")
+            variable = Variable(*found[:3], line="")
             value = variable.before
             self._counters.append(
                 (variable, copy.copy(value) if isinstance(value, _FILLED) else None)
@@ -316,7 +316,7 @@ class FreeVariables:
             if isinstance(value, Tracer):
                 variable.put_back()
             elif elements is not None and _has_tracers(value):
-                put_back(Copied(value, elements, Source("", variable.text, variable.text, True)))
+                put_back(Copied(value, elements, variable.source))
             else:
                 continue
             kept = True
@@ -325,23 +325,18 @@ class FreeVariables:
     def _of_object(self, owner: Any, name: str, text: str) -> None:
         """Guard the names of functions and classes, and attributes that tensors lack."""
         if name in _TOLD and isinstance(owner, types.FunctionType | type):
-            at = self.guard_lines.bind(f"{self._owner(owner)}.{name}")
-            self.builder.guard(getattr(owner, name), Source(at, text, text, True))
+            source = Source.of_object(owner, text).attribute(name)
+            self.builder.guard(getattr(owner, name), source)
         elif isinstance(owner, torch.Tensor) and not hasattr(owner, name):
-            self.guard_lines.require(f"not hasattr({self._owner(owner)}, {name!r})")
+            self.guards.add(Missing(Source.of_object(owner), name))
 
     def _variable(self, owner: Any, name: str | None, text: str, line: str) -> Variable:
         key = id(owner), name
         if key not in self._variables:
-            self._variables[key] = Variable(owner, name, text, self._owner(owner), line)
+            self._variables[key] = Variable(owner, name, text, line)
         found = self._variables[key]
         found.line = found.line or line
         return found
-
-    def _owner(self, owner: Any) -> str:
-        if id(owner) not in self._owners:
-            self._owners[id(owner)] = self.guard_lines.name(owner)
-        return self._owners[id(owner)]
 
     def _hold_unchanged(self) -> None:
         """Guard the variables that may have been assigned the values that they had."""
@@ -358,7 +353,7 @@ class FreeVariables:
 
     def _guard(self, variable: Variable) -> None:
         """Guard the value of a variable, once."""
-        value, way = variable.before, variable.target.format(variable.at)
+        value, source = variable.before, variable.source.at(variable.target)
         if variable.is_read:
             return
         variable.is_read = True
@@ -366,50 +361,49 @@ class FreeVariables:
             self._absent(variable)
             return
         if isinstance(value, staticmethod | classmethod):
-            way = way if isinstance(value, staticmethod) else f"{way}.__func__"
+            source = source if isinstance(value, staticmethod) else source.attribute("__func__")
             value = value.__func__
         elif isinstance(variable.owner, type) and (
             isinstance(value, types.ClassMethodDescriptorType)  # each read makes a new bound method
             or (is_instance(value) and hasattr(value, "__get__"))
         ):
             base = next(each for each in bases_of(variable.owner) if variable.name in vars(each))
-            way = f"{self._owner(base)}.__dict__[{variable.name!r}]"
+            source = Source.of_object(base, variable.text)
+            source = source.at(f"{{}}.__dict__[{variable.name!r}]")
         if isinstance(value, type(os.environ)):
             self._libraries.hold_environment()
             return
-        self._value(self.guard_lines.bind(way), value, variable.text)
+        self._value(source, value)
 
     def _absent(self, variable: Variable) -> None:
         """Guard that a variable is missing; a new one would hide a builtin of the same name."""
         if isinstance(variable.owner, types.ModuleType):
             self.scan(vars(variable.owner).get("__getattr__"))
-        if variable.name is None:
-            self.guard_lines.require(f"{self.guard_lines.name(is_empty)}({variable.at})")
+        name, source = variable.name, variable.source
+        if name is None:
+            self.guards.add(AnswerIs(is_empty, (source,), True))
         elif isinstance(variable.owner, dict):
-            self.guard_lines.require(f"{variable.name!r} not in {variable.at}")
+            self.guards.add(Missing(source, name, "{1!r} in {0}"))
         else:
             for base in bases_of(variable.owner):
                 if base is not object:
-                    way = f"vars({self._owner(base)})"
-                    self.guard_lines.require(f"{variable.name!r} not in {way}")
+                    self.guards.add(Missing(Source.of_object(base), name, "{1!r} in vars({0})"))
 
-    def _value(self, at: str, value: Any, text: str) -> None:
+    def _value(self, source: Source, value: Any) -> None:
         if isinstance(value, CODE):
-            self.guard_lines.require_same(at, value)
+            self.guards.add(SameObject(replace(source, text=""), value))
             self.scan(value)
         elif is_instance(value):
-            self.guard_lines.require_same(at, value)
-            self._object(text, value)
-            self.builder.guard(
-                value, Source(at, text, text, True)
-            )  # an argument may be the same object
+            self.guards.add(SameObject(replace(source, text=""), value))
+            self._object(source.text, value)
+            self.builder.guard(value, source)  # an argument may be the same object
             self.scan(value)
         else:
-            self.builder.guard(value, Source(at, text, text, True))
+            self.builder.guard(value, source)
 
     def _object(self, text: str, value: Any) -> None:
         if is_instance(value) and not self.builder.is_known(value):
-            self.instances.add(value, text, None)
+            self.instances.add(value, Source.of_object(value, text, type(value).__name__))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the variables that the function has assigned."""
@@ -417,9 +411,8 @@ class FreeVariables:
             after = each.read()
             if after is each.before:
                 continue
-            source = Source(each.at, each.text, each.text, True)
             yield SideEffect(
-                each.text, source, each.owner, each.target, each.before, after,
+                each.text, each.source, each.owner, each.target, each.before, after,
                 undo=each.put_back, line=each.line,
             )  # fmt: skip
 

@@ -3,8 +3,8 @@
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
 reads, each at the place where it reads it. The single traced run is watched (``instances.py``), and
-each attribute of a known object that is read becomes a line of generated Python
-(``guard_codegen.py``) that later calls run:
+each attribute of a known object that is read becomes a guard (``read_guards.py``) that later calls
+check:
 
 - a tensor of an argument is an input of the program, read anew at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
@@ -37,7 +37,6 @@ import types
 import weakref
 from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -45,8 +44,17 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.program.closure.guard_codegen import GuardLines
 from tsfunc.program.closure.numbers import Earlier, Numbers
+from tsfunc.program.closure.read_guards import (
+    EqualValue,
+    KeysAre,
+    LengthIs,
+    ReadGuards,
+    SameObject,
+    SamePlace,
+    Source,
+    TypeOf,
+)
 from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.closure.viewed_state import viewed_state
 from tsfunc.program.closure.watching import can_watch
@@ -58,23 +66,6 @@ _VALUES = (
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _MANY = 64  # the elements of longer containers of plain values are compared as one value
-
-
-@dataclass(frozen=True)
-class Source:
-    """The place at which a value was found.
-
-    Attributes:
-        variable: the variable that holds the value in the generated code.
-        text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
-        owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
-        own: whether the value belongs to the function itself, and not to an argument.
-    """
-
-    variable: str
-    text: str
-    owner: str
-    own: bool
 
 
 class Copied(NamedTuple):
@@ -100,7 +91,7 @@ class GuardBuilder:
         earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
     Attributes:
-        guard_lines: the guards of later calls.
+        read_guards: the guards of later calls.
         numbers: the numbers in containers and objects: NOTE [numbers that vary].
         inputs: the tensors that are read anew at every call.
         containers: the containers whose elements the function may change.
@@ -119,8 +110,8 @@ class GuardBuilder:
         self.name = name
         self.numbers = Numbers(earlier)
         self.closure = closure
-        self.guard_lines = GuardLines()
-        self._own = GuardLines() if closure == "freeze" else self.guard_lines  # not checked
+        self.read_guards = ReadGuards()
+        self._own = ReadGuards() if closure == "freeze" else self.read_guards  # not checked
         self.inputs: list[tuple[torch.Tensor, Source]] = []
         self.containers: list[Copied] = []
         self.read: dict[str, Any] = {}
@@ -132,9 +123,9 @@ class GuardBuilder:
         ] = {}  # keeps the objects, and so their ids, alive
         self._given: Sequence[Any] = ()
 
-    def lines_of(self, own: bool) -> GuardLines:
+    def guards_of(self, own: bool) -> ReadGuards:
         """Return the guards for values of the function itself (`own`), or of an argument."""
-        return self._own if own else self.guard_lines
+        return self._own if own else self.read_guards
 
     def is_known(self, value: Any) -> bool:
         """Return True if the trace has met an object from outside."""
@@ -167,28 +158,28 @@ class GuardBuilder:
         source = self.source_of(value)
         if source is None:
             return None
-        guard_lines = self.lines_of(source.own)
-        if guard_lines is not self.guard_lines:
+        guards = self.guards_of(source.own)
+        if guards is not self.read_guards:
             return value
-        return OutsideRef(len(self._given) + guard_lines.result(source.variable, value))
+        return OutsideRef(len(self._given) + guards.result(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
         """Guard a value: later calls must find the same or an equal value at its place."""
         known = self._known.get(id(value))
-        guard_lines = self.lines_of(source.own)
-        if guard_lines is self.guard_lines:
+        guards = self.guards_of(source.own)
+        if guards is self.read_guards:
             self.read.setdefault(source.text, value)
         if known is not None:
-            if guard_lines is not self.lines_of(known[1].own):
-                guard_lines.require_same(source.variable, value)
-            elif source.variable != known[1].variable:
-                guard_lines.require(f"{source.variable} is {known[1].variable}")
+            if guards is not self.guards_of(known[1].own):
+                guards.add(SameObject(source, value))
+            elif source.path != known[1].path:
+                guards.add(SamePlace(source, known[1]))
         elif isinstance(value, torch.Tensor):
             self._tensor(value, source)
-        elif type(value) is float:
-            guard_lines.require_float(source.variable, value)
-        elif isinstance(value, _VALUES) and not isinstance(value, enum.Enum):
-            guard_lines.require_equal(source.variable, value)
+        elif type(value) is float or (
+            isinstance(value, _VALUES) and not isinstance(value, enum.Enum)
+        ):
+            guards.add(EqualValue(source, value))
         else:
             self._object(value, source)
 
@@ -196,15 +187,13 @@ class GuardBuilder:
         """Turn a tensor of the function into an input, since the function itself replaces it."""
         known = self._known.get(id(value))
         if known is not None and known[1].own and not any(value is x for x, _ in self.inputs):
-            self._own.loosen(known[1].variable, value)
+            self._own.loosen(known[1], value)
             self.inputs.append((value, known[1]))
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside, and guard it; a tensor is an input."""
         found = value.grad
-        text = f"{source.text}.grad"
-        variable = self.lines_of(source.own).bind(f"{source.variable}.grad")
-        self.guard(found, replace(source, variable=variable, text=text, owner=text))
+        self.guard(found, source.attribute("grad", f"{source.text}.grad"))
         if found is not None:
             self.loosen(found)
         return found
@@ -225,29 +214,27 @@ class GuardBuilder:
     def _tensor(self, value: torch.Tensor, source: Source) -> None:
         self._known[id(value)] = value, source
         if source.own:
-            self._own.require_own_tensor(source.variable, value)
+            self._own.own(source, value)
             if vars(value):
-                variable = self._own.bind(f"vars({source.variable})")
-                self.guard(dict(vars(value)), replace(source, variable=variable))
+                self.guard(dict(vars(value)), source.at("vars({})"))
         else:
-            self.guard_lines.require_tensor(source.variable, value)
+            self.read_guards.input(source, value)
             self.inputs.append((value, source))
 
     def _object(self, value: Any, source: Source) -> None:
-        at, cls = source.variable, type(value)
-        guard_lines = self.lines_of(source.own)
+        cls, guards = type(value), self.guards_of(source.own)
         inside = viewed_state(value)
         if is_container(value):
             self._container(value, source)
         elif inside is not None:
             if isinstance(value, enum.Enum):
-                guard_lines.require_same(at, value)
+                guards.add(SameObject(source, value))
                 self._known[id(value)] = value, source
-            guard_lines.require_type(at, cls)
             expression, now = inside
-            self.guard(now, replace(source, variable=guard_lines.bind(expression.format(at))))
+            guards.add(TypeOf(source, cls))
+            self.guard(now, source.at(expression))
         elif isinstance(value, _SETS) or hasattr(cls, "__array__"):
-            guard_lines.require_same_value(at, value)
+            guards.contents(source, value)
             if isinstance(value, set):
                 self._known[id(value)] = value, source
                 self.containers.append(Copied(value, copy.copy(value), source))
@@ -255,18 +242,17 @@ class GuardBuilder:
                 self._elements(value, source)
             elif str(getattr(value, "dtype", "")) == "object":
                 for i, item in enumerate(value.flat):
-                    variable = guard_lines.bind(f"{at}.flat[{i}]")
-                    self.guard(item, replace(source, variable=variable, text=f"{source.text}[{i}]"))
+                    self.guard(item, source.at(f"{{}}.flat[{i}]", f"{source.text}[{i}]"))
         elif is_instance(value):
             self._known[id(value)] = value, source
-            guard_lines.require_type(at, cls)
+            guards.add(TypeOf(source, cls))
             self._enter(value, source)
         elif hasattr(cls, "__next__"):
             self.refuse_iterator(source.owner, f"read at {users_place()}", value)
         elif has_value(cls):
-            guard_lines.require_equal(at, value)
+            guards.add(EqualValue(source, value))
         else:
-            guard_lines.require_same(at, value)
+            guards.add(SameObject(source, value))
             self._met(value)
             self._opaque(source.text, value)
 
@@ -286,62 +272,58 @@ class GuardBuilder:
         """Guard the objects that are elements of a set or keys of a dict, by identity."""
         for each in values:
             if is_instance(each):
-                guard_lines = self.lines_of(source.own)
-                self.guard(each, replace(source, variable=guard_lines.bind(guard_lines.name(each))))
+                self.guard(each, Source.of_object(each, source.text, source.owner, source.own))
 
     def _container(self, value: Any, source: Source) -> None:
-        at, items = source.variable, _items(value)
-        guard_lines = self.lines_of(source.own)
-        guard_lines.require_type(at, type(value))
+        items, guards = _items(value), self.guards_of(source.own)
+        guards.add(TypeOf(source, type(value)))
         self._known[id(value)] = value, source
         if not isinstance(value, tuple):
             before = copy.copy(vars(value)) if is_namespace(value) else copy.copy(value)
             self.containers.append(Copied(value, before, source))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
-            guard_lines.require_same_value(at, value)
+            guards.contents(source, value)
             return
         namespace = is_namespace(value)
         if isinstance(value, dict) or namespace:
-            guard_lines.require_keys(f"vars({at})" if namespace else at, list(items))
+            guards.add(KeysAre(source.at("vars({})") if namespace else source, list(items)))
             self._elements(items, source)
+        elif isinstance(value, deque):
+            guards.add(LengthIs(source, len(items), value.maxlen))
         else:
-            guard_lines.require(f"len({at}) == {len(items)}")
-            if isinstance(value, deque):
-                guard_lines.require(f"{at}.maxlen == {value.maxlen}")
+            guards.add(LengthIs(source, len(items)))
         if isinstance(value, defaultdict):
-            variable, text = (
-                guard_lines.bind(f"{at}.default_factory"),
-                f"{source.text}.default_factory",
-            )
-            self.guard(value.default_factory, replace(source, variable=variable, text=text))
+            text = f"{source.text}.default_factory"
+            self.guard(value.default_factory, source.attribute("default_factory", text))
         for key, item in items.items():
-            spelled = f"[{guard_lines.spell(key)}]", f"[{key!r}]"
-            way, text = (f".{key}",) * 2 if namespace else spelled
-            variable, owner = guard_lines.bind(f"{at}{way}"), source.owner + text
-            text = source.text + text
+            way = f".{key}" if namespace else f"[{key!r}]"
+            text, owner = source.text + way, source.owner + way
+            if namespace:
+                at = source.attribute(key, text, owner)
+            else:
+                at = source.item(key, text, owner)
             settable = hasattr(value, "__setitem__")
             if settable and self.numbers.is_input(item, text):
-                self.numbers.add(item, text, variable, guard_lines)
+                self.numbers.add(item, at, guards)
                 self.numbers.put_into(value, key, functools.partial(self.numbers.of, text))
             elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
-                self._tuple_of_numbers(value, key, Source(variable, text, owner, source.own))
+                self._tuple_of_numbers(value, key, at)
             else:
-                self.guard(item, Source(variable, text, owner, source.own))
+                self.guard(item, at)
 
     def _tuple_of_numbers(self, container: Any, key: Any, source: Source) -> None:
         """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""
-        guard_lines, numbers, found = self.lines_of(source.own), self.numbers, container[key]
-        guard_lines.require_type(source.variable, tuple)
-        guard_lines.require(f"len({source.variable}) == {len(found)}")
+        guards, numbers, found = self.guards_of(source.own), self.numbers, container[key]
+        guards.add(TypeOf(source, tuple), LengthIs(source, len(found)))
         texts: list[str | None] = []
         for i, item in enumerate(found):
-            variable, text = guard_lines.bind(f"{source.variable}[{i}]"), f"{source.text}[{i}]"
-            varies = numbers.is_input(item, text)
-            texts.append(text if varies else None)
+            at = source.item(i, f"{source.text}[{i}]", f"{source.owner}[{i}]")
+            varies = numbers.is_input(item, at.text)
+            texts.append(at.text if varies else None)
             if varies:
-                numbers.add(item, text, variable, guard_lines)
+                numbers.add(item, at, guards)
             else:
-                self.guard(item, Source(variable, text, f"{source.owner}[{i}]", source.own))
+                self.guard(item, at)
 
         def replaced() -> tuple[Any, ...]:
             pairs = zip(found, texts, strict=True)

@@ -22,10 +22,20 @@ from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, Source, is_instance
-from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, is_instance
 from tsfunc.program.closure.numbers import Earlier
 from tsfunc.program.closure.packages import is_installed
+from tsfunc.program.closure.read_guards import (
+    AnswerIs,
+    Distinct,
+    KeysAre,
+    MemberIs,
+    Missing,
+    ReadGuards,
+    SameContents,
+    SameObject,
+    Source,
+)
 from tsfunc.program.closure.refusals import TracedGenerators
 from tsfunc.program.closure.results import Updates, has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
@@ -86,18 +96,9 @@ class Instances:
         self._watching = Watching(self)
         self._paused = self._met_modules = False
 
-    def add(self, value: Any, text: str, way: str | None) -> None:
-        """Watch an object.
-
-        Args:
-            value: the object.
-            text: the user's spelling of its place.
-            way: the Python expression that reaches it from the arguments; None for an object that
-                belongs to the function.
-        """
-        guard_lines, cls = self.builder.lines_of(way is None), type(value)
-        variable = guard_lines.bind(guard_lines.name(value) if way is None else way)
-        self.builder.guard(value, Source(variable, text, cls.__name__, way is None))
+    def add(self, value: Any, source: Source) -> None:
+        """Watch an object that was found at a place."""
+        self.builder.guard(value, source)
 
     def __enter__(self) -> Instances:
         self.generators.start()
@@ -123,11 +124,10 @@ class Instances:
 
     def _hooks_of_all_modules(self) -> None:
         """Guard the hooks that torch calls with every module."""
-        guard_lines, hooks = self.builder.lines_of(True), hooks_of_all_modules()
+        hooks = hooks_of_all_modules()
         if not self._met_modules:
-            guard_lines.require(
-                f"{guard_lines.name(hooks_of_all_modules)}() == {guard_lines.name(hooks)}"
-            )
+            guards = self.builder.guards_of(True)
+            guards.add(AnswerIs(hooks_of_all_modules, (), hooks))
             for hook in hooks:
                 self.met(hook)
         self._met_modules = True
@@ -199,10 +199,11 @@ class Instances:
         """
         # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
         for own in {False, self.builder.closure == "freeze"}:
-            alike = [i.source for i in self._instances.values()]
-            variables = [p.variable for p in alike if self.builder.lines_of(p.own) is
-                         self.builder.lines_of(own)]  # fmt: skip
-            self.builder.lines_of(own).require_distinct(variables)
+            guards = self.builder.guards_of(own)
+            known = [i.source for i in self._instances.values()]
+            alike = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
+            if len(alike) > 1:
+                guards.add(Distinct(alike))
         changes = self.put_back()
         if self._counted_tensors:
             raise Retrace(assumptions.moved(guards_changed=True))
@@ -258,16 +259,15 @@ class WatchedObject:
 
     def read_all(self) -> None:
         """Guard all attributes of the object, since its ``__dict__`` was read."""
-        guard_lines = self._guard_lines
         own = [name for home, name in self._before if home == _DICT]
-        guard_lines.require_keys(guard_lines.bind(f"{self.source.variable}.__dict__"), own)
+        self._guards.add(KeysAre(self.source.attribute("__dict__"), own))
         for home, name in self._before:
             if home != _SLOT:
                 self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
 
     @property
-    def _guard_lines(self) -> GuardLines:
-        return self.instances.builder.lines_of(self.source.own)
+    def _guards(self) -> ReadGuards:
+        return self.instances.builder.guards_of(self.source.own)
 
     def changes(self) -> Iterator[SideEffect]:
         """Yield the changes to attributes that the function has made."""
@@ -312,21 +312,20 @@ class WatchedObject:
             self._held.add(name)
             if self.source.own and not name.startswith("_"):
                 self.instances.builder.refuse_own(f"{self.source.text}.{name}", str(users_place()))
-            guard_lines, owner = self._guard_lines, f"{type(self.value).__name__}.{name}"
-            variable = self.source.variable
+            text, owner = f"{self.source.text}.{name}", f"{type(self.value).__name__}.{name}"
             with self.instances.paused():
                 self.check(name, value, f"read at {users_place()}")
+                source = self.source
                 for step in steps:
-                    variable = guard_lines.bind(variable + step)
-                text = f"{self.source.text}.{name}"
+                    source = source.at("{}" + step, text, owner)
                 if not exactly and numbers.is_input(value, text):
-                    numbers.add(value, text, variable, guard_lines)
+                    numbers.add(value, source, self._guards)
                 else:
-                    builder.guard(value, Source(variable, text, owner, self.source.own))
+                    builder.guard(value, source)
         number = numbers.inputs.get(f"{self.source.text}.{name}")
         if number is not None and value is number.value and name not in self.lines:
             if exactly:
-                self._guard_lines.require(f"same_value({number.variable}, {number.value!r})")
+                self._guards.add(SameContents(number.source, number.value))
             else:
                 return numbers.of(f"{self.source.text}.{name}")
         return self._typed(name, value)
@@ -366,12 +365,12 @@ class WatchedObject:
         if name in self._held:
             return
         self._require_none_of_its_own(name)
-        cls, guard_lines = type(self.value), self._guard_lines
+        cls = type(self.value)
         if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
             base = next(base for base in cls.__mro__ if name in vars(base))
-            guard_lines.require_member(base, name, found)
+            self._guards.add(MemberIs(base, name, found))
         elif isinstance(found, types.FunctionType):
-            guard_lines.require_same(guard_lines.bind(f"{guard_lines.name(cls)}.{name}"), found)
+            self._guards.add(SameObject(Source.of_object(cls).attribute(name), found))
         elif not isinstance(found, _OF_C):
             self._require_in_class(name, found)
         self.instances.met(found)
@@ -389,25 +388,21 @@ class WatchedObject:
         if not hasattr(type(found), "__get__") or not is_instance(found) or builder.is_known(found):
             return
         base = next(base for base in type(self.value).__mro__ if name in vars(base))
-        variable = self._guard_lines.bind(f"{self._guard_lines.name(base)}.__dict__[{name!r}]")
-        text = f"{base.__name__}.__dict__[{name!r}]"
-        builder.guard(found, Source(variable, text, text, self.source.own))
+        source = Source.of_object(base, f"{base.__name__}.__dict__[{name!r}]", own=self.source.own)
+        builder.guard(found, source.at(f"{{}}.__dict__[{name!r}]"))
 
     def _require_in_class(self, name: str, found: Any) -> None:
         """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
         base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
         if base is not None and not base.__module__.startswith("torch."):
-            guard_lines = self._guard_lines
-            guard_lines.require_same(
-                guard_lines.bind(f"{guard_lines.name(base)}.__dict__[{name!r}]"), found
-            )
+            source = Source.of_object(base).at(f"{{}}.__dict__[{name!r}]")
+            self._guards.add(SameObject(source, found))
 
     def _require_none_of_its_own(self, name: str) -> None:
         """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
-            guard_lines = self._guard_lines
-            own = guard_lines.bind(f"{self.source.variable}.__dict__")
-            guard_lines.require(f"{name!r} not in {own}")
+            own = self.source.attribute("__dict__")
+            self._guards.add(Missing(own, name, "{1!r} in {0}"))
         self._held.add(name)
 
     def _absent(self, name: str) -> None:
@@ -417,8 +412,7 @@ class WatchedObject:
             self._require_none_of_its_own(name)
         elif name not in self._held:
             self._held.add(name)
-            guard_lines = self._guard_lines
-            guard_lines.require(f"not hasattr({self.source.variable}, {name!r})")
+            self._guards.add(Missing(self.source, name))
 
 
 _OF_C = (

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.read_guards import ReadGuards, ReadNumber, Source
 from tsfunc.types.values import same_value
 
 Read = int | float | type
@@ -29,12 +29,14 @@ class Varying(NamedTuple):
 
     Attributes:
         name: its name in the program.
+        source: its place.
         variable: its variable in the generated guard.
         value: its value in the traced call.
         position: its index among the values that the program is called with after the arguments.
     """
 
     name: str
+    source: Source
     variable: str
     value: int | float
     position: int
@@ -79,15 +81,14 @@ class Numbers:
         found = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
         return any(found)
 
-    def add(self, value: Any, text: str, variable: str, guard_lines: GuardLines) -> None:
+    def add(self, value: Any, source: Source, guards: ReadGuards) -> None:
         """Make a number an input: guard its type only."""
-        if text not in self.inputs:
-            kind = guard_lines.name(type(value))
-            guard_lines.require(
-                f"type({variable}) is {kind} and {guard_lines.name(_is_tame)}({variable})"
-            )
-            name = re.sub(r"\W+", "_", text).strip("_")
-            self.inputs[text] = Varying(name, variable, value, guard_lines.result(variable, value))
+        if source.text not in self.inputs:
+            variable = f"number_{len(self.inputs)}"
+            guards.add(ReadNumber(source, variable, type(value), _is_tame))
+            name = re.sub(r"\W+", "_", source.text).strip("_")
+            position = guards.result(source, value)
+            self.inputs[source.text] = Varying(name, source, variable, value, position)
 
     def of(self, text: str) -> Any:
         """Return the symbolic number of an input; its value before the trace has begun."""

@@ -16,12 +16,12 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import EscapedTracerError, TypeCheckError
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
-    Source,
     changed,
     is_namespace,
     put_back,
 )
 from tsfunc.program.closure.packages import is_installed, is_library
+from tsfunc.program.closure.read_guards import Source
 from tsfunc.program.closure.results import (
     NotKept,
     Update,
@@ -117,7 +117,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
             continue
         for tensor in replaced(change.before, change.after):
             builder.loosen(tensor)
-        number = builder.lines_of(change.source.own).result(change.source.variable, change.owner)
+        number = builder.guards_of(change.source.own).result(change.source, change.owner)
         keeps = change.text not in builder.read or unchanged(change.before, change.after)
         updates.append(
             Update(
@@ -162,12 +162,15 @@ class Variable:
         owner: a namespace (dict), a cell, a module or a class.
         name: the name of the variable; None for the content of a cell.
         text: the user's spelling of it.
-        at: the name of the owner in the generated code.
         line: the line that reads or assigns it; empty if it is not known.
+
+    Attributes:
+        source: the source of the owner, with the spelling of the variable.
     """
 
-    def __init__(self, owner: Any, name: str | None, text: str, at: str, line: str) -> None:
-        self.owner, self.name, self.text, self.at, self.line = owner, name, text, at, line
+    def __init__(self, owner: Any, name: str | None, text: str, line: str) -> None:
+        self.owner, self.name, self.text, self.line = owner, name, text, line
+        self.source = Source.of_object(owner, text)
         self.before = self.read()
         self.is_read = self.is_written = False
         self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)

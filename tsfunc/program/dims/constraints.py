@@ -27,7 +27,7 @@ from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
-from tsfunc.types import Dim
+from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.grammar import Descriptor
 
 # --- small sizes: those for which a size computed from them is 0 or 1
@@ -121,6 +121,7 @@ def check_needs(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
+    fixed: Mapping[str, Sequence[int]],
     assumptions: Assumptions,
 ) -> dict[str, Dim]:
     """Refuse a trace that relies on more than the descriptors promise.
@@ -131,6 +132,7 @@ def check_needs(
         dims: the named dims.
         sizes: their sizes in the call.
         described: the descriptors, by parameter.
+        fixed: the shapes of tensors without descriptors, by parameter.
         assumptions: the other assumptions of the trace.
 
     Returns:
@@ -147,7 +149,7 @@ def check_needs(
     raised, rest = away_from(unmet, dims)
     if not rest:
         return raised
-    refusal = _refusal(name, rest, dims, sizes, described)
+    refusal = _refusal(name, rest, dims, sizes, described, fixed)
     at_edge = names_at_edge(rest)
     if at_edge and not assumptions.other_hints:
         raise Retrace(assumptions.moved(other_hints=at_edge, refusal=refusal))
@@ -186,6 +188,7 @@ def _refusal(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
+    fixed: Mapping[str, Sequence[int]],
 ) -> ConstraintViolation:
     lines = "".join(
         f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
@@ -196,9 +199,31 @@ def _refusal(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function asks for more than they promise:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_rewritten(unmet)}",
+        f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}",
         suggested,
     )
+
+
+def _undescribed(unmet: Sequence[Need], fixed: Mapping[str, Sequence[int]]) -> str:
+    """Return the advice to describe tensors whose sizes a named dim is compared with."""
+    from sympy import Eq
+
+    facts = [need.expr for need in unmet if isinstance(need.expr, Eq)]
+    numbers = {
+        int(number): str(symbol)
+        for fact in facts
+        for symbol, number in ((fact.lhs, fact.rhs), (fact.rhs, fact.lhs))
+        if symbol.is_Symbol and number.is_Integer
+    }
+    lines = [
+        f"\nThe size {size} is {parameter}.shape[{k}], which has no descriptor: "
+        f"{{{parameter!r}: {MetaTensorType([*shape[:k], numbers[size], *shape[k + 1 :]])!r}}} "
+        f"makes it {numbers[size]}."
+        for parameter, shape in fixed.items()
+        for k, size in enumerate(shape)
+        if size in numbers
+    ]
+    return "".join(lines[:3])
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:

@@ -24,7 +24,8 @@ import torch
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.calling.target import described, places_of
-from tsfunc.program.files.archive import Archive, Field, json_bytes, write_archive
+from tsfunc.program.fields import Field
+from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import (
     FormReader,
@@ -370,8 +371,8 @@ def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Save
 def _reads(program: Program) -> int:
     """Return the number of a program's inputs that it reads from its state."""
     return (
-        len(program.guard_lines.values) - bool(program.updates)
-        if program.guard_lines is not None
+        len(program.read_guards.values) - bool(program.updates)
+        if program.read_guards is not None
         else 0
     )
 

@@ -19,9 +19,9 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.settings import settings
-from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.read_guards import ReadGuards, Source
 from tsfunc.program.closure.results import ResultSlot, Update
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.values import (
     NoFileForm,
     TensorReader,
@@ -46,9 +46,9 @@ def reached(program: Program) -> tuple[Any, ...] | None:
     Returns:
         The values; None if a guard on one of them fails.
     """
-    if program.guard_lines is None or program.form is None:
+    if program.read_guards is None or program.form is None:
         return ()
-    return program.guard_lines.function(settings())(program.form.leaves)
+    return program.read_guards.function(settings())(program.form.leaves)
 
 
 def is_current(program: Program) -> bool:
@@ -207,7 +207,7 @@ class ProgramState:
         results: the number of results of the graph beyond those of the function.
 
     Attributes:
-        guard_lines: the guards on the cells; their results are the values that the program reads.
+        read_guards: the guards on the cells; their results are the values that the program reads.
         inputs: the indices of these values in the list that the program is called with.
         updates: the assignments of the program.
         arguments: the number of flattened arguments; None if any number is possible.
@@ -216,7 +216,7 @@ class ProgramState:
     def __init__(
         self, field: Field | None, state: CellState, results: int, values: ValueReader
     ) -> None:
-        self.guard_lines = GuardLines()
+        self.read_guards = ReadGuards()
         self.inputs: list[int] = []
         self.updates: tuple[Update, ...] = ()
         self.arguments: int | None = None
@@ -226,7 +226,7 @@ class ProgramState:
             return
         count, reads, updates = field.record("arguments", "reads", "updates")
         self.arguments = count.integer(0, _MOST_CELLS)
-        cells = self.guard_lines.bind(self.guard_lines.name(state.values))
+        cells = Source.of_object(state.values)
         for i, each in enumerate(reads.items()):
             self._read(each, state, cells)
             self.inputs.append(self.arguments + i)
@@ -247,23 +247,23 @@ class ProgramState:
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
         if found:
-            self.guard_lines.result(cells, state.values)
+            self.read_guards.result(cells, state.values)
         self.updates = tuple(found)
 
-    def _read(self, field: Field, state: CellState, cells: str) -> None:
+    def _read(self, field: Field, state: CellState, cells: Source) -> None:
         cell_field, path = field.record("cell", "path")
         cell = cell_field.integer(0, len(state) - 1)
-        variable, value = f"{cells}[{cell}]", state.values[cell]
+        source, value = cells.item(cell, state.names[cell]), state.values[cell]
         for key_field in path.items():
             key = ValueReader().decode(key_field)
             try:
                 value = value[key]
             except (LookupError, TypeError):
                 key_field.fail("there is nothing there")
-            variable += f"[{self.guard_lines.spell(key)}]"
+            source = source.item(key, f"{source.text}[{key!r}]")
         if not isinstance(value, torch.Tensor):
             field.fail("there is no tensor there")
-        self.guard_lines.require_tensor(self.guard_lines.bind(variable), value)
+        self.read_guards.input(source, value)
 
 
 # --- the context in which the entries of a file are read

@@ -86,7 +86,7 @@ def programs_page(
             f"<section><h2>{escape(head + program.name)}</h2>"
             + "".join(_graph(program.name, program.graph, program, seconds, facts, numbers))
             + f"<details open><summary>Arguments</summary>{table(['name', 'type'], descriptors)}"
-            + f"</details><details><summary>Guards ({len(program.guards)})</summary>"
+            + f"</details><details><summary>Guards ({len(program.guards.texts)})</summary>"
             + f"<pre>{escape(str(program.guards))}</pre></details></section>"
         )
     return document(title, body, facts)

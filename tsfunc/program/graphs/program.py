@@ -30,13 +30,12 @@ from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.errors import MalformedProgramError
-from tsfunc.program.closure.guard_codegen import GuardLines
+from tsfunc.program.closure.read_guards import Guards, ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update, same_updates
 from tsfunc.program.graphs.codegen import generate, printed
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
 from tsfunc.program.graphs.torch_operators import graph_module, in_torch_operators
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import Guards
 from tsfunc.program.passes.simplify import is_computable
 from tsfunc.program.passes.verify import verify
 from tsfunc.types import Dim
@@ -67,7 +66,7 @@ class Program:
         updates: the assignments that it ends with; the graph's last results are their tensors.
         form: the assumptions about its arguments; None if they were not recorded.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
-        guards: the facts that hold in every call that it answers, for people: one line each;
+        guards: the facts that hold in every call that it answers; printed, one line each;
             ``print`` shows all of them.
         places: the path of each flattened argument, from the name of a parameter.
         conditions: the conditions on the numbers among its inputs.
@@ -80,7 +79,7 @@ class Program:
         groups: the positions of tensors among the arguments, grouped by identity; empty if the
             function does not compare them.
         state: the module's names of the tensors that it reads from outside.
-        guard_lines: the guards of later calls beyond their arguments, and the values read from
+        read_guards: the guards of later calls beyond their arguments, and the values read from
             outside; None if they were not recorded.
         numbers: the numbers that it has read from containers and objects outside, by the user's
             spelling; the type of those that are inputs.
@@ -106,7 +105,7 @@ class Program:
     attributes: tuple[str, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
     state: ModuleState = field(default_factory=ModuleState)
-    guard_lines: GuardLines | None = None
+    read_guards: ReadGuards | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
     numbers: Mapping[str, int | float | type] = field(default_factory=dict)
 
@@ -192,7 +191,7 @@ class Program:
             ...
         """
         if path is None:
-            print(f"{self}\nguards:\n" + "\n".join(f"  {line}" for line in self.guards))
+            print(f"{self}\nguards:\n" + "\n".join(f"  {line}" for line in self.guards.texts))
             return
         from tsfunc.program.graphs.page import program_page
 
@@ -307,7 +306,9 @@ class Program:
     def __repr__(self) -> str:
         inputs = ", ".join(self.descriptors)
         count = sum(node.op == "call_function" for node in self.graph.nodes)
-        return f"<program {self.name}({inputs}), {count} operators, {len(self.guards)} guards>"
+        return (
+            f"<program {self.name}({inputs}), {count} operators, {len(self.guards.texts)} guards>"
+        )
 
     def __str__(self) -> str:
         return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)

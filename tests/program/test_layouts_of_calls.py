@@ -1,0 +1,81 @@
+"""Programs for open sizes serve tensors of every memory layout as their functions do."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tsfunc import MetaTensorType, grad, specialize
+from tsfunc.errors import TypeCheckError
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda x: x.clone(),
+    "multiplied by 1": lambda x: x * 1,
+    "divided by 1": lambda x: x / 1,
+    "power 1": lambda x: x**1,
+    "minus 0": lambda x: x - 0,
+    "copied by to": lambda x: x.to(x.dtype, copy=True),
+    "contiguous": lambda x: x.contiguous(),
+    "cloned twice": lambda x: x.clone()[:].clone(),
+    "itself": lambda x: x,
+    "contiguous transpose": lambda x: x.t().contiguous(),
+    "sin": lambda x: x.sin(),
+}
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(-1).sin(),
+    "as_strided": lambda x: torch.as_strided(x, (3, 2), (2, 1), 1).sin(),
+    "a view's view": lambda x: x[1:].view(-1).sin(),
+    "reshape": lambda x: x.reshape(-1).sin(),
+    "linear": lambda x: x[None] @ torch.ones(x.shape[1], 2, dtype=x.dtype),
+    "zeros_like": lambda x: torch.zeros_like(x).view(-1),
+    "strides": lambda x: x.cos(),
+    "view_as_complex": lambda x: torch.view_as_complex(x[:, :2]).abs(),
+}
+
+
+def drawn_tensor(draw: random.Random) -> Tensor:
+    base = torch.randn(draw.randint(5, 8), draw.randint(8, 12), dtype=torch.float64)
+    kind = draw.choice(["dense", "columns", "rows", "transposed", "both", "expanded"])
+    if kind == "columns":
+        return base[:, : draw.randint(4, 7)]
+    if kind == "rows":
+        return base[:: draw.randint(1, 2)]
+    if kind == "both":
+        return base[1:, ::2]
+    if kind == "expanded":
+        return base[:1].expand(4, -1)
+    return base.t() if kind == "transposed" else base
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("copy", COPIES)
+def test_programs_decide_by_layout_as_their_functions(copy: str, use: str) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+
+    def f(x: Tensor) -> Tensor:
+        return USES[use](COPIES[copy](x))
+
+    of_loss = grad(lambda x: f(x).sin().sum())
+    descriptors = {"x": MetaTensorType(["a", "b"])}
+    program, derivative = specialize(f, descriptors), specialize(of_loss, descriptors)
+    for _ in range(3):
+        x = drawn_tensor(draw)
+        try:
+            expected = f(x)
+        except RuntimeError:  # no view of this layout
+            continue
+        torch.testing.assert_close(program(x), expected, rtol=0, atol=0, check_stride=True)
+        try:
+            found = derivative(x)
+        except TypeCheckError as error:  # torch's derivative of as_strided depends on the strides
+            assert use == "as_strided" and "the strides of x" in str(error)
+        else:
+            torch.testing.assert_close(found, of_loss(x))

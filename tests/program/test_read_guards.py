@@ -1,0 +1,145 @@
+"""The guards on what a function reads: each kind accepts the value that was read, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from tsfunc import specialize
+from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.closure import read_guards
+from tsfunc.program.closure.read_guards import (
+    AnswerIs,
+    Distinct,
+    EqualValue,
+    Guard,
+    KeysAre,
+    LengthIs,
+    MemberIs,
+    Missing,
+    NoMember,
+    NotOneOf,
+    OwnTensor,
+    ReadGuard,
+    ReadGuards,
+    ReadHolds,
+    ReadNumber,
+    ReadTensor,
+    SameContents,
+    SameObject,
+    SamePlace,
+    SettingsAre,
+    Source,
+    TypeOf,
+)
+
+
+class Holder:
+    """An object with one attribute."""
+
+    def __init__(self, value: Any = 1) -> None:
+        self.value = value
+
+
+def now() -> tuple[Any, ...]:
+    return tuple(setting.read() for setting in SETTINGS)
+
+
+FIRST, SECOND = Source.of_argument(0, "x"), Source.of_argument(1, "y")
+HOLDER, OTHER = Holder(), Holder()
+TENSOR, MORE = torch.ones(2), torch.ones(3)
+TINY = torch.ones(2, dtype=torch.float64)
+# Guards on arguments, the arguments that they accept, and arguments that they refuse.
+CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
+    ((SameObject(FIRST, HOLDER),), [[HOLDER]], [[OTHER], [None]]),
+    ((EqualValue(FIRST, 1),), [[1]], [[True], [1.0], [2], ["1"]]),
+    ((EqualValue(FIRST, None),), [[None]], [[0], [False]]),
+    ((EqualValue(FIRST, 0.0),), [[0.0]], [[-0.0], [0], [float("nan")]]),
+    ((EqualValue(FIRST, float("nan")),), [[float("nan")]], [[0.0]]),
+    ((SameContents(FIRST, {1, 2}),), [[{1, 2}]], [[{1, 3}], [frozenset({1, 2})]]),
+    ((TypeOf(FIRST, Holder),), [[HOLDER], [OTHER]], [[1], [Holder]]),
+    ((KeysAre(FIRST, ["a", 1]),), [[{"a": 0, 1: 0}]], [[{1: 0, "a": 0}], [{"a": 0, 1.0: 0}]]),
+    ((LengthIs(FIRST, 2),), [[[1, 2]]], [[[1]], [3]]),
+    ((LengthIs(FIRST, 1, 2),), [[deque([1], 2)]], [[deque([1], 3)], [deque([1])]]),
+    ((SamePlace(FIRST, SECOND),), [[HOLDER, HOLDER]], [[HOLDER, OTHER]]),
+    ((Distinct((FIRST, SECOND)),), [[HOLDER, OTHER]], [[HOLDER, HOLDER]]),
+    ((NotOneOf(FIRST, (HOLDER,)),), [[OTHER]], [[HOLDER]]),
+    ((Missing(FIRST, "other"),), [[HOLDER]], [[type("T", (), {"other": 1})()]]),
+    ((Missing(FIRST, "a", "{1!r} in {0}"),), [[{"b": 1}]], [[{"a": 1}]]),
+    ((OwnTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
+    ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
+    (
+        (ReadNumber(FIRST, "number_0", int, lambda k: k < 9), ReadHolds("number_0 > 2", "k > 2")),
+        [[3], [8]], [[2], [9], [3.0]],
+    ),
+    ((AnswerIs(len, (FIRST,), 2),), [["ab"]], [["a"], [3]]),
+    ((MemberIs(random, "Random", random.Random),), [[]], []),
+    ((MemberIs(random, "Random", Holder),), [], [[]]),
+    ((NoMember(Holder, "other"),), [[]], []),
+    ((NoMember(Holder, "value"), NoMember(Holder, "__init__")), [], [[]]),
+    ((SettingsAre(now()),), [[]], []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_guard_accepts_what_was_read(number: int) -> None:
+    guards, accepted, refused = CASES[number]
+    answers = ReadGuards(list(guards)).function(now())
+    for args in accepted:
+        assert answers(args) == (), args
+    for args in refused:
+        assert answers(args) is None, args
+
+
+def test_every_kind_has_a_case() -> None:
+    kinds = {
+        each for each in vars(read_guards).values()
+        if isinstance(each, type) and issubclass(each, Guard)
+    }  # fmt: skip
+    assert kinds - {Guard, ReadGuard} == {type(guard) for guards, *_ in CASES for guard in guards}
+
+
+def test_values_that_are_gone() -> None:
+    source = FIRST.attribute("a", "x.a").item("b", "x.a['b']")
+    answers = ReadGuards([EqualValue(source, 1)]).function(now())
+    assert answers([Holder()]) is None and answers([None]) is None
+
+
+def test_a_path_has_one_variable() -> None:
+    reads = ReadGuards()
+    key = ("a", 1)
+    for _ in range(2):
+        source = FIRST.attribute("value", "x.value").item(key, "x.value[('a', 1)]")
+        reads.add(EqualValue(source, 1))
+        assert reads.result(source, 1) == 0
+    assert reads.values == (1,)
+    assert reads.function(now())([Holder({key: 1})]) == (1,)
+
+
+def test_a_tensor_that_is_replaced_becomes_an_input() -> None:
+    reads = ReadGuards()
+    source = FIRST.attribute("value", "x.value")
+    reads.own(source, TENSOR)
+    assert reads.function(now())([Holder(torch.zeros(2))]) is None
+    reads.loosen(source, TENSOR)
+    new = torch.zeros(2)
+    found = reads.function(now())([Holder(new)])
+    assert found is not None and found[0] is new
+
+
+def test_the_guards_of_a_program_are_frozen_data() -> None:
+    config = {"scale": 2.0}
+    f = specialize(lambda x: x * config["scale"])
+    f(TENSOR)
+    guards = f.program.guards
+    assert all(isinstance(each, Guard) for each in guards) and str(guards) == str(f.guards)
+    assert "config['scale'] is 2.0 (float)" in f.guards
+    (read,) = (each for each in guards if isinstance(each, EqualValue))
+    assert read.value == 2.0 and read.source.text == "config['scale']"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read.value = 3.0  # type: ignore[misc]

@@ -1,0 +1,102 @@
+"""Derivatives of recurrent layers in programs: one program for every batch and every length."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tsfunc
+from tsfunc import MetaTensorType, grad, jvp, specialize, vmap
+
+LAYERS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+CELLS: dict[str, Callable[..., nn.RNNCellBase]] = {
+    "lstm": nn.LSTMCell, "gru": nn.GRUCell, "rnn_relu": nn.RNNCell,
+}  # fmt: skip
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "grad": grad,
+    "vmap(grad)": lambda f: vmap(grad(f)),
+    "vmap(grad), in_dims 1": lambda f: vmap(grad(f), in_dims=1),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
+    "jvp(grad)": lambda f: lambda x: jvp(grad(f), (x,), (x.cos(),)),
+}
+
+SLOW = ("vmap(grad)", "jvp(grad)")
+
+
+def drawn_layer(name: str, draw: random.Random) -> nn.RNNBase:
+    options: dict[str, Any] = {
+        "num_layers": draw.choice([1, 2]),
+        "bias": draw.random() < 0.5,
+        "bidirectional": draw.random() < 0.5,
+        "batch_first": draw.random() < 0.5,
+    }
+    if name == "lstm" and draw.random() < 0.5:
+        options["proj_size"] = 2
+    if name == "rnn":
+        options["nonlinearity"] = draw.choice(["tanh", "relu"])
+    return LAYERS[name](3, 4, **options).double()
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(t, marks=pytest.mark.slow) if t in SLOW else t for t in TRANSFORMS],
+)
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_program_for_open_batch_and_length(name: str, transform: str) -> None:
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    layer = drawn_layer(name, draw)
+
+    def loss(x: Tensor) -> Tensor:
+        out, state = layer(x)
+        states = state if isinstance(state, tuple) else (state,)
+        total: Tensor = out.sin().sum() + sum(each.cos().sum() for each in states)
+        return total
+
+    f = TRANSFORMS[transform](loss)
+    program = specialize(f, {"x": MetaTensorType(["a", "b", 3])})
+    for a, b in ((3, 5), (draw.randint(2, 6), draw.randint(2, 6)), (4, 2)):
+        x = torch.randn(a, b, 3, dtype=torch.float64)
+        torch.testing.assert_close(program(x), f(x))
+    assert program.cache_info().programs == 1
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_over_an_open_batch(name: str) -> None:
+    options = {"nonlinearity": "relu"} if name == "rnn_relu" else {}
+    cell = CELLS[name](3, 4, **options).double()
+    own = dict(cell.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        state = torch.func.functional_call(cell, parameters, (x,))
+        out = state[0] * state[1] if isinstance(state, tuple) else state
+        total: Tensor = out.sin().sum()
+        return total
+
+    f = grad(loss, argnums=(0, 1))
+    program = specialize(f, {"x": MetaTensorType(["n", 3])})
+    for n in (3, 6):
+        x = torch.randn(n, 3, dtype=torch.float64)
+        torch.testing.assert_close(program(own, x), f(own, x))
+    assert program.cache_info().programs == 1
+
+
+def test_dropout_between_layers_is_drawn_as_outside_of_a_program() -> None:
+    layer = nn.GRU(3, 4, num_layers=3, dropout=0.5).double()
+    f = grad(lambda x: layer(x)[0].sin().sum())
+    program = tsfunc.specialize(f, {"x": MetaTensorType(["n", "b", 3])})
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    for _ in range(2):
+        torch.manual_seed(7)
+        expected = f(x)
+        torch.manual_seed(7)
+        torch.testing.assert_close(program(x), expected)

@@ -1,0 +1,180 @@
+"""Function rules of recurrent layers and cells, and their computation by other operators.
+
+torch has one operator for all layers and steps of an ``LSTM``, and its C++ code takes as many steps
+as the example has. A scan of one step serves all lengths. The product of the inputs and their
+weights does not depend on the step before, so it is a single product over all steps.
+
+Private names used here (torch 2.13 and 2.14): ``torch._VF`` has the functions that recurrent
+modules call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.decompositions import is_outside
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import call_torch, innermost_level
+
+# The computation of one step: from the input's product, the states before and the weights to the
+# states after it; the first state is also the result.
+_Cell = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], "tuple[Tensor, ...]"]
+
+
+def _lstm(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    h, c = states
+    hidden, *bias = weights[:-1] if _projects(h, c) else weights
+    i, f, g, o = (given + linear(h, hidden, *bias)).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (linear(h, weights[-1]) if _projects(*states) else h), c
+
+
+def _projects(h: Tensor, c: Tensor) -> bool:
+    """Return True if an LSTM has a projection: its result is smaller than its cell state."""
+    return h.shape[-1] != c.shape[-1]
+
+
+def _gru(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    (h,) = states
+    ours = given.chunk(3, 1)
+    before = linear(h, *weights).chunk(3, 1)
+    r, z = ((ours[k] + before[k]).sigmoid() for k in range(2))
+    new = (ours[2] + r * before[2]).tanh()
+    return ((h - new) * z + new,)
+
+
+def _elman(activate: Callable[[Tensor], Tensor]) -> _Cell:
+    def cell(
+        given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        return (activate(given + linear(states[0], *weights)),)
+
+    return cell
+
+
+def _layers(
+    cell: _Cell, x: Tensor, hx: Any, params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute a recurrent layer; the arguments after the cell are those of torch's operator."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    x = x.transpose(0, 1) if batch_first else x
+    directions = 2 if bidirectional else 1
+    count = len(params) // (num_layers * directions)
+    last = []
+    for k in range(num_layers):
+        found = []
+        for d in range(directions):
+            at = k * directions + d
+            weights = params[at * count : (at + 1) * count]
+            first = [state[at] for state in states]
+            out, *ended = _over_time(cell, x, first, weights, has_biases, reverse=d == 1)
+            found.append(out)
+            last.append(ended)
+        x = torch.cat(found, -1) if bidirectional else found[0]
+        if dropout and train and k < num_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    ends = [torch.stack(column) for column in zip(*last, strict=True)]
+    return (x.transpose(0, 1) if batch_first else x), *ends
+
+
+def _over_time(
+    cell: _Cell, x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
+    reverse: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the results of one layer in one direction, after the states of the last step."""
+    of_input = weights[0], *(weights[2:3] if has_biases else ())
+    others = weights[1], *(weights[3:] if has_biases else weights[2:])
+    given = linear(x, *of_input)
+    given = given.flip(0) if reverse else given
+
+    def step(*values: Tensor) -> tuple[Tensor, ...]:
+        states, rest = values[: len(first)], values[len(first) :]
+        new = cell(rest[0], states, rest[1:])
+        new = tuple(state.contiguous() for state in new)
+        return *new, new[0].clone()
+
+    # torch requires states of one layout, and operands that do not share memory.
+    begin = [state.clone(memory_format=torch.contiguous_format) for state in first]
+    *ended, out = torch.ops.higher_order.scan(
+        step, begin, [given], tuple(w.clone() for w in others)
+    )
+    return (out.flip(0) if reverse else out), *ended
+
+
+def _step(
+    cell: _Cell, x: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, *biases: Tensor | None
+) -> Any:
+    """Compute one step; the arguments after the cell are those of torch's ``lstm_cell``."""
+    states = [hx] if isinstance(hx, Tensor) else list(hx)
+    of_input, of_state = (*biases, None, None)[:2]
+    found = cell(
+        linear(x, w_ih, of_input), states, (w_hh,) if of_state is None else (w_hh, of_state)
+    )
+    return found[0] if isinstance(hx, Tensor) else found
+
+
+_CELLS: dict[str, _Cell] = {
+    "lstm": _lstm, "gru": _gru, "rnn_tanh": _elman(torch.tanh), "rnn_relu": _elman(torch.relu),
+}  # fmt: skip
+
+# The computations of recurrent operators that have a dim of time, by the operator's name.
+LAYERS: dict[str, Callable[..., Any]] = {
+    f"aten::{name}.input": functools.partial(_layers, cell) for name, cell in _CELLS.items()
+}
+# torch's functions for cells and for layers.
+_STEPS: Final = {
+    getattr(torch._VF, f"{name}_cell"): functools.partial(_step, cell)
+    for name, cell in _CELLS.items()
+}
+_FUNCTIONS: Final = {getattr(torch._VF, name): LAYERS[f"aten::{name}.input"] for name in _CELLS}
+
+
+def _recurrent(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call torch with all tensors lifted to the innermost level, or compute the call here.
+
+    The C++ code of recurrent cells writes batched values into tensors made from the states. It
+    can't run with symbolic sizes, so where autograd records its steps, other operators compute the
+    call.
+    """
+    level = innermost_level(args)
+    if level is not None and level.autograd and _has_symbolic_sizes(args):
+        composed: Callable[..., Any] | None = _STEPS.get(func)
+        if composed is None and not isinstance(args[2], Tensor):  # not of a packed sequence
+            composed = _FUNCTIONS[func]
+        if composed is not None:
+            return composed(*args, **kwargs)
+    if isinstance(level, BatchLevel) and level.alive:
+
+        def lifted(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(lifted(item) for item in value)
+            return level.lift(value) if is_outside(value, level) else value
+
+        args = tuple(lifted(arg) for arg in args)
+    return call_torch(func, types, args, kwargs)
+
+
+def _has_symbolic_sizes(args: Sequence[Any]) -> bool:
+    """True if a tensor among the arguments, or in a list among them, has a symbolic size."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if any(isinstance(size, torch.SymInt) for size in arg.shape):
+                return True
+        elif isinstance(arg, list | tuple) and _has_symbolic_sizes(arg):
+            return True
+    return False
+
+
+function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _recurrent, *_STEPS, *_FUNCTIONS)

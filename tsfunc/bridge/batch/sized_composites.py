@@ -1,0 +1,100 @@
+"""Replacements for torch functions whose composite kernels ask for sizes as plain ints.
+
+A trace has such ints only for fixed sizes. If a level records autograd and a size is symbolic, the
+function handler therefore calls the replacements below, which use operators that accept symbolic
+sizes. Without autograd a composite operator reaches the trace whole, and needs no replacement.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
+
+function_rules: Final = FunctionRules()
+
+
+def _for_symbolic_sizes(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    """Declare a replacement for tracers with symbolic sizes at a level that records autograd.
+
+    One that returns NotImplemented leaves the call to torch.
+    """
+
+    def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(mine)
+        def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            serves = needs_plain_sizes(*args, *kwargs.values())
+            return mine(*args, **kwargs) if serves else NotImplemented
+
+        function_rules.add(Stage.METHOD, method, *functions)
+        return mine
+
+    return declare
+
+
+def needs_plain_sizes(*values: Any) -> bool:
+    """True if C++ would run a composite kernel, and a size is symbolic."""
+    tensors = [
+        x
+        for value in values
+        for x in (value if isinstance(value, list | tuple) else (value,))
+        if isinstance(x, Tracer)
+    ]
+    level = innermost_level(tensors)
+    if level is None or not level.autograd:
+        return False
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+
+
+@_for_symbolic_sizes(torch.corrcoef, Tensor.corrcoef)
+def _corrcoef(input: Tensor) -> Any:
+    if input.dim() > 2:
+        return NotImplemented
+    found = torch.cov(input)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().sqrt()
+    found = found / deviation.unsqueeze(-1) / deviation.unsqueeze(0)
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
+
+
+@_for_symbolic_sizes(torch.kron, Tensor.kron)
+def _kron(input: Tensor, other: Tensor) -> Any:
+    rank = max(input.dim(), other.dim())
+    left = input.reshape(*[1] * (rank - input.dim()), *input.shape)
+    right = other.reshape(*[1] * (rank - other.dim()), *other.shape)
+    sizes = [a * b for a, b in zip(left.shape, right.shape, strict=True)]
+    for dim in range(rank):
+        left, right = left.unsqueeze(2 * dim + 1), right.unsqueeze(2 * dim)
+    return (left * right).reshape(sizes)
+
+
+@_for_symbolic_sizes(torch.block_diag)
+def _block_diag(*tensors: Tensor) -> Any:
+    if any(x.dim() > 2 for x in tensors):
+        return NotImplemented
+    blocks = [x.reshape(1, -1) if x.dim() < 2 else x for x in tensors]
+    width = sum(x.shape[1] for x in blocks)
+    rows, before = [], 0
+    for x in blocks:
+        after = width - before - x.shape[1]
+        rows.append(torch.nn.functional.pad(x, (before, after)))
+        before = before + x.shape[1]
+    return torch.cat(rows)
+
+
+@_for_symbolic_sizes(torch.linalg.multi_dot, torch.chain_matmul)
+def _multi_dot(*tensors: Any) -> Any:
+    """Multiply from left to right; torch chooses the order by the sizes."""
+    parts = tensors[0] if isinstance(tensors[0], list | tuple) else tensors
+    if len(parts) < 2 or any(x.dim() != 2 for x in parts[1:-1]):
+        return NotImplemented
+    return functools.reduce(torch.matmul, parts)

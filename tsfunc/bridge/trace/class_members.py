@@ -1,0 +1,87 @@
+"""Methods and properties of a user's tensor class on traced tensors.
+
+A trace runs on tracers. For an argument of a user's subclass of ``Tensor`` the tracer has a class
+made here, with the members of the user's class. Results of torch functions on it have that class
+too, as the results of ``Tensor.__torch_function__`` have, if the user's class inherits this method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import get_default_nowrap_functions
+
+from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_class
+from tsfunc.bridge.trace.tracing import TraceTracer
+from tsfunc.bridge.tracers.tracer import Tracer
+
+# Members that concern the object and not its meaning, and those that a tracer answers itself.
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+_KEPT = frozenset(
+    {"__torch_function__", "__torch_dispatch__", "__weakref__", "__slots__", "__annotations__"}
+    | {name for cls in (TraceTracer, Tracer) for name in (*vars(cls), *cls.__annotations__)}
+    | (vars(object).keys() - _COMPARISONS)
+)
+
+
+def give_members(tracer: TraceTracer, cls: type) -> Iterator[str]:
+    """Give a tracer the members of the class of its tensor, and return their names."""
+    if users_class(cls) is torch.Tensor:
+        return iter(())
+    made = _tracer_class(cls)
+    set_class(tracer, made)
+    return (name for name in vars(made) if name not in _KEPT and hasattr(cls, name))
+
+
+def _tracer_class(cls: type) -> type[TraceTracer]:
+    """Return the class of tracers with the members of a user's class."""
+    mro = cls.__mro__[: cls.__mro__.index(torch.Tensor)]
+    members: dict[str, Any] = {}
+    for each in reversed(mro):
+        for name, member in vars(each).items():
+            if name not in _KEPT:
+                bound = isinstance(member, classmethod | staticmethod)
+                members[name] = staticmethod(getattr(cls, name)) if bound else member
+    own = cls.__torch_function__.__func__  # type: ignore[attr-defined]
+    if own is torch.Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+        members["__torch_function__"] = classmethod(_function_of_members)
+    members |= {"__slots__": (), USERS_CLASS: cls}
+    return type(cls.__name__, (TraceTracer,), members)
+
+
+def _function_of_members(
+    cls: type[TraceTracer],
+    func: Callable[..., Any],
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    out = TraceTracer.__torch_function__(func, types, args, kwargs)
+    if func in get_default_nowrap_functions():
+        return out
+    return _with_members(out, cls)
+
+
+def _with_members(value: Any, cls: type[TraceTracer]) -> Any:
+    if type(value) is TraceTracer:
+        set_class(value, cls)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _with_members(item, cls)
+    return value
+
+
+def _as_subclass(self: Tracer, cls: type) -> Any:
+    """Refuse ``x.as_subclass(cls)`` for a class that a traced value can't have."""
+    if users_class(cls) is torch.Tensor:
+        return self
+    raise TypeError(
+        f"{self.dispatch_level.name}: x.as_subclass({cls.__name__}) is called inside of the "
+        f"transformed function, on a value that can't have another class. Call as_subclass before, "
+        f"or on the result."
+    )
+
+
+Tracer.as_subclass = _as_subclass  # type: ignore[method-assign, assignment]

@@ -1,0 +1,639 @@
+"""The guards on the values that a function reads beside its arguments, as frozen data.
+
+A guard is one object with all forms of its fact: the Python that checks it (``lines``) and its
+text for people (``texts``). Each is over a :class:`Source`, the path on which the function found
+the value. A new kind of guard is a class in this file. The guards on arguments are in
+``guarding/guards.py``.
+
+:class:`ReadGuards` collects the guards of a trace, and the values on these paths that the program
+is called with.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.trace.quick_checks import quick_check
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
+from tsfunc.bridge.tracers import settings
+from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.program.closure.guard_codegen import ClosureGuard, Enter, compiled, other_keys
+from tsfunc.types import Dim
+from tsfunc.types.values import describe, same_value
+
+Names = Callable[[int], str]
+"""From the position of a flattened argument to the user's spelling of it."""
+
+_NO_KEY: Any = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The path to a value: from an argument or an object, through attributes and elements.
+
+    Attributes:
+        base: the source of the value that the path goes on from; None for its beginning.
+        step: the Python of the last step, with ``{}`` for the value that it starts from.
+        key: the key of an element, or the object that the path begins at; it has no spelling.
+        text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
+        owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
+        own: whether the value belongs to the function itself, and not to an argument.
+    """
+
+    base: Source | None
+    step: str
+    key: Any
+    text: str
+    owner: str
+    own: bool
+
+    @staticmethod
+    def of_object(value: Any, text: str = "", owner: str = "", own: bool = True) -> Source:
+        """Return the source of an object that the code knows itself."""
+        return Source(None, "", value, text, owner or text, own)
+
+    @staticmethod
+    def of_argument(position: int, text: str = "", owner: str = "") -> Source:
+        """Return the source of a flattened argument."""
+        return Source(None, f"args[{position}]", _NO_KEY, text, owner or text, False)
+
+    def at(self, step: str, text: str | None = None, owner: str | None = None) -> Source:
+        """Return the source of a value one step on, such as ``{}.weight``."""
+        text = self.text if text is None else text
+        return Source(self, step, _NO_KEY, text, text if owner is None else owner, self.own)
+
+    def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
+        """Return the source of an attribute."""
+        return self.at(f"{{}}.{name}", text, owner)
+
+    def item(self, key: Any, text: str, owner: str | None = None) -> Source:
+        """Return the source of an element."""
+        found = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
+        return found if type(key) in (int, str) else replace(found, key=key)
+
+    @cached_property
+    def path(self) -> tuple[Any, ...]:
+        """The steps of the path; equal for two sources of one place."""
+        last = self.step, None if self.key is _NO_KEY else id(self.key)
+        return (last,) if self.base is None else (*self.base.path, last)
+
+
+class GuardCode:
+    """The Python of some guards, while it is generated.
+
+    Attributes:
+        bounds: the named dims.
+        count: the number of flattened arguments.
+        scope: the objects that the code refers to by name.
+        bound: the named dims that have a variable.
+        lines: the lines, those that bind the values on paths to variables included.
+    """
+
+    def __init__(self, bounds: Mapping[str, Dim] = MappingProxyType({}), count: int = 0) -> None:
+        self.bounds, self.count = bounds, count
+        self.scope: dict[str, Any] = {}
+        self.bound: set[str] = set()
+        self.lines: list[str] = []
+        self._variables: dict[tuple[Any, ...], str] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        """Return a name for an object."""
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"v{len(self._names)}"
+            self.scope[name] = value
+        return name
+
+    def spell(self, key: Any) -> str:
+        """Return the Python expression of a container's key."""
+        return repr(key) if type(key) in (int, str) else self.name(key)
+
+    def variable(self, source: Source) -> str:
+        """Return the variable of a value; its binding is added to the lines."""
+        known = self._variables.get(source.path)
+        if known is None and source.base is None and source.key is not _NO_KEY:
+            known = self._variables[source.path] = self.name(source.key)
+        elif known is None:
+            base = "" if source.base is None else self.variable(source.base)
+            item = "" if source.key is _NO_KEY else f"[{self.name(source.key)}]"
+            known = self._variables[source.path] = f"p{len(self._variables)}"
+            self.lines.append(f"{known} = {source.step.replace('{}', base, 1)}{item}")
+        return known
+
+    def add(self, guards: Sequence[Guard]) -> None:
+        """Add the lines of guards of one class."""
+        if guards:
+            for line in type(guards[0]).lines_of_many(guards, self):
+                self.lines.append(line)
+
+
+class Guard:
+    """A fact that holds for every call that a program answers."""
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        """Return lines of Python over the list ``args`` that return None if the guard fails."""
+        return ()
+
+    def texts(self, name: Names) -> Iterable[str]:
+        """Return the fact in the user's names."""
+        return ()
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
+        """Return the lines of all guards of the class."""
+        return (line for guard in guards for line in guard.lines(code))
+
+
+class Texts(tuple[str, ...]):
+    """Lines, each of which states a fact about every call that a program answers."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+class Guards(tuple[Guard, ...]):
+    """The guards of a program; printed, one line for each fact in the user's names.
+
+    Attributes:
+        texts: these lines.
+    """
+
+    texts: Texts = Texts()
+
+    @classmethod
+    def of(cls, guards: Iterable[Guard], name: Names) -> Guards:
+        """Return guards with their texts.
+
+        Args:
+            guards: the guards.
+            name: returns the user's spelling of an argument.
+        """
+        made = cls(guards)
+        made.texts = Texts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
+        return made
+
+    def __str__(self) -> str:
+        return str(self.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class SettingsAre(Guard):
+    """torch's settings."""
+
+    values: Sequence[Any]
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return (f"if {settings.condition(tuple(self.values), code.scope)}: return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return [f"{s.name} is {x}" for s, x in zip(SETTINGS, self.values, strict=True)]
+
+
+# --- guards on values that were read
+
+
+@dataclass(frozen=True, eq=False)
+class ReadGuard(Guard):
+    """A guard on the value at the end of a path."""
+
+    source: Source
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return (f"if {self.refused(code.variable(self.source), code)}: return None",)
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        """Return the condition under which the guard fails, for the variable of the value."""
+        raise NotImplementedError
+
+    def texts(self, name: Names) -> Iterable[str]:
+        shown = self.shown()
+        return (f"{self.source.text} {shown}",) if self.source.text and shown else ()
+
+    def shown(self) -> str:
+        """Return the fact without the name of the value; empty if it is not worth a line."""
+        return ""
+
+
+@dataclass(frozen=True, eq=False)
+class SameObject(ReadGuard):
+    """The identity of a value."""
+
+    value: Any
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return f"{at} is not {code.name(self.value)}"
+
+    def shown(self) -> str:
+        return f"is {describe(self.value)}"
+
+
+@dataclass(frozen=True, eq=False)
+class EqualValue(ReadGuard):
+    """A value of a type that compares by value: equal, and of the same type."""
+
+    value: Any
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        value = self.value
+        if value is None or type(value) is bool:
+            return f"{at} is not {value}"
+        if type(value) is float:
+            code.scope["same_float"] = same_float
+            return f"not same_float({at}, {code.name(value)})"
+        return f"{at} != {code.name(value)} or type({at}) is not {code.name(type(value))}"
+
+    def shown(self) -> str:
+        return f"is {describe(self.value)}"
+
+
+@dataclass(frozen=True, eq=False)
+class SameContents(ReadGuard):
+    """The elements of a container of plain values, compared as a whole.
+
+    Attributes:
+        value: the container, or a copy of it if it can change.
+    """
+
+    value: Any
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        code.scope["same_value"] = same_value
+        return f"not same_value({at}, {code.name(self.value)})"
+
+    def shown(self) -> str:
+        return f"is {describe(self.value)}"
+
+
+@dataclass(frozen=True, eq=False)
+class TypeOf(ReadGuard):
+    """The class of a value whose contents are guarded where they are read."""
+
+    cls: type
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return f"type({at}) is not {code.name(self.cls)}"
+
+    def texts(self, name: Names) -> Iterable[str]:
+        text = self.source.text
+        contents = text and not issubclass(self.cls, list | tuple | dict)  # these show their own
+        return (f"type({text}) is {self.cls.__qualname__}",) if contents else ()
+
+
+@dataclass(frozen=True, eq=False)
+class KeysAre(ReadGuard):
+    """The keys of a dict and their order; 1 and 1.0 are equal but different keys."""
+
+    keys: Sequence[Any]
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return other_keys(at, self.keys, code.name)
+
+    def shown(self) -> str:
+        return f"has the keys {', '.join(map(describe, self.keys))}" if self.keys else "is empty"
+
+
+@dataclass(frozen=True, eq=False)
+class LengthIs(ReadGuard):
+    """The number of elements of a sequence; of a deque also its maximum."""
+
+    length: int
+    most: Any = _NO_KEY
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        most = "" if self.most is _NO_KEY else f" or {at}.maxlen != {self.most}"
+        return f"len({at}) != {self.length}{most}"
+
+    def shown(self) -> str:
+        return f"has {self.length} elements"
+
+
+@dataclass(frozen=True, eq=False)
+class SamePlace(ReadGuard):
+    """Two paths that lead to one object."""
+
+    other: Source
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return f"{at} is not {code.variable(self.other)}"
+
+    def shown(self) -> str:
+        return f"is {self.other.text}" if self.other.text != self.source.text else ""
+
+
+@dataclass(frozen=True, eq=False)
+class NotOneOf(ReadGuard):
+    """A value that is none of some objects, which the guard keeps alive."""
+
+    others: Sequence[Any]
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return f"id({at}) in {code.name(frozenset(map(id, self.others)))}"
+
+
+@dataclass(frozen=True, eq=False)
+class Missing(ReadGuard):
+    """An attribute, a key or a variable that is missing.
+
+    Attributes:
+        name: the name that is missing.
+        how: the condition that it is there, with ``{0}`` for the value and ``{1}`` for the name.
+    """
+
+    name: str
+    how: str = "hasattr({0}, {1!r})"
+
+    def refused(self, at: str, code: GuardCode) -> str:
+        return self.how.format(at, self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class OwnTensor(ReadGuard):
+    """The type and sizes of a tensor of the function; an assignment of ``.data`` changes these."""
+
+    tensor: torch.Tensor
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[OwnTensor], code: GuardCode) -> Iterator[str]:
+        """Check all tensors at once in C++, and one by one if that fails."""
+        variables = [code.variable(guard.source) for guard in guards]
+        closely = [
+            line
+            for at, guard in zip(variables, guards, strict=True)
+            for line in (
+                f"if type({at}) is not {code.name(type(guard.tensor))}: return None",
+                *_type_of(at, guard.tensor, code),
+            )
+        ]
+        check = quick_check([guard.tensor for guard in guards])
+        if check is None:
+            yield from closely
+            return
+        code.scope["quick_own"] = check
+        yield f"if not quick_own({', '.join(variables)}):"
+        yield from (f"    {line}" for line in closely)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadTensor(ReadGuard):
+    """The type and sizes of a tensor that is an input of the program."""
+
+    example: torch.Tensor
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        at, cls = code.variable(self.source), code.name(users_class(type(self.example)))
+        code.scope["is_tensor_of"] = is_tensor_of
+        known = f"if not is_tensor_of({at}, {cls}): return None"
+        return known, *_type_of(at, self.example, code)
+
+    def shown(self) -> str:
+        return f"is {describe(self.example)}"
+
+
+def _type_of(at: str, example: torch.Tensor, code: GuardCode) -> list[str]:
+    dtype, device = code.name(example.dtype), code.name(example.device)
+    shape = f"{at}.shape != {tuple(example.shape)!r}"
+    if example.layout is torch.strided and not example.is_nested:
+        contiguous = example.is_contiguous()
+        shape += (
+            f" or not {at}.is_contiguous()"
+            if contiguous
+            else f" or {at}.stride() != {tuple(example.stride())!r}"
+        )
+    return [
+        f"if {at}.dtype is not {dtype} or {at}.device != {device}: return None",
+        f"if {at}.requires_grad is not {example.requires_grad}: return None",
+        f"if {shape}: return None",
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadNumber(ReadGuard):
+    """A number that is an input of the program: its type, and that a symbol can have the value.
+
+    Attributes:
+        variable: its variable in conditions.
+        kind: its type.
+        admits: returns True for the values that a symbol can have.
+    """
+
+    variable: str
+    kind: type
+    admits: Callable[[Any], bool]
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        at, kind = code.variable(self.source), code.name(self.kind)
+        return (
+            f"if type({at}) is not {kind} or not {code.name(self.admits)}({at}): return None",
+            f"{self.variable} = {at}",
+        )
+
+    def shown(self) -> str:
+        return f"is any {self.kind.__name__}"
+
+
+@dataclass(frozen=True, eq=False)
+class ReadHolds(Guard):
+    """A condition on numbers that are inputs: the answer to a question of the function."""
+
+    code: str
+    text: str
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        code.scope["math"] = math
+        return (f"if not ({self.code}): return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return (self.text,)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerIs(Guard):
+    """The result of a function of values that were read: a setting, a question about a tensor."""
+
+    function: Callable[..., Any]
+    sources: tuple[Source, ...]
+    answer: Any
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        given = ", ".join(map(code.variable, self.sources))
+        called = f"{code.name(self.function)}({given})"
+        return (f"if {called} != {code.name(self.answer)}: return None",)
+
+
+@dataclass(frozen=True, eq=False)
+class Distinct(Guard):
+    """Objects of which no two are the same."""
+
+    sources: tuple[Source, ...]
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        ids = ", ".join(f"id({code.variable(source)})" for source in self.sources)
+        return (f"if len({{{ids}}}) != {len(self.sources)}: return None",)
+
+
+@dataclass(frozen=True, eq=False)
+class MemberIs(Guard):
+    """A member of a library's module or class, or a method of a user's: identity or equality."""
+
+    owner: Any
+    name: str
+    value: Any
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[MemberIs], code: GuardCode) -> Iterator[str]:
+        """Check the members of each owner at once."""
+        owners: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for guard in guards:
+            owners.setdefault(id(guard.owner), (guard.owner, {}))[1][guard.name] = guard.value
+        for owner, members in owners.values():
+            read = operator.itemgetter(*members)
+            get, of, before = map(code.name, (read, vars(owner), read(members)))
+            # Tuples compare their items by identity first, and NaN does not equal itself.
+            differs = "is not" if len(members) == 1 else "!="
+            yield f"if {get}({of}) {differs} {before}: return None"
+
+
+@dataclass(frozen=True, eq=False)
+class NoMember(Guard):
+    """A name that a class itself does not have."""
+
+    owner: Any
+    name: str
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[NoMember], code: GuardCode) -> Iterator[str]:
+        """Check the names of each owner at once."""
+        owners: dict[int, tuple[Any, set[str]]] = {}
+        for guard in guards:
+            owners.setdefault(id(guard.owner), (guard.owner, set()))[1].add(guard.name)
+        for owner, names in owners.values():
+            held, absent = code.name(vars(owner)), code.name(frozenset(names))
+            yield f"if not {held}.keys().isdisjoint({absent}): return None"
+
+
+_FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
+_LAST: tuple[type[Guard], ...] = (OwnTensor,)
+
+
+def same_float(a: Any, b: float) -> bool:
+    """Return True if a value is this float: of its class, equal or both NaN, of the same sign."""
+    if type(a) is not type(b):
+        return False
+    return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)
+
+
+@dataclass(eq=False)
+class ReadGuards:
+    """The guards on what a trace has read, in the order of the reads.
+
+    Attributes:
+        guards: the guards.
+        results: the values that the program is called with after the arguments, by their sources.
+    """
+
+    guards: list[Guard] = field(default_factory=list)
+    results: list[tuple[Source, Any]] = field(default_factory=list)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The current values of the results."""
+        return tuple(value for _, value in self.results)
+
+    def add(self, *guards: Guard) -> None:
+        self.guards.extend(guards)
+
+    def result(self, source: Source, value: Any) -> int:
+        """Add a value to the results; return its index among them."""
+        for i, (known, _) in enumerate(self.results):
+            if known.path == source.path:
+                return i
+        self.results.append((source, value))
+        return len(self.results) - 1
+
+    def contents(self, source: Source, value: Any) -> None:
+        """Guard a container of plain values by the equality of the whole."""
+        self.add(SameContents(source, copy.copy(value)))
+
+    def input(self, source: Source, tensor: torch.Tensor) -> None:
+        """Guard a tensor by its type and sizes, and add it to the results."""
+        self.add(ReadTensor(source, tensor))
+        self.results.append((source, tensor))
+
+    def own(self, source: Source, tensor: torch.Tensor) -> None:
+        """Guard a tensor by its identity, type and sizes."""
+        self.add(SameObject(source, tensor), OwnTensor(source, tensor))
+
+    def loosen(self, source: Source, tensor: torch.Tensor) -> None:
+        """Relax a tensor's guard from identity to type and sizes, and add it to the results."""
+        at = next(
+            i for i, each in enumerate(self.guards)
+            if isinstance(each, SameObject) and each.value is tensor
+            and each.source.path == source.path
+        )  # fmt: skip
+        assert isinstance(self.guards[at + 1], OwnTensor)
+        self.guards[at : at + 2] = [ReadTensor(source, tensor)]
+        self.results.append((source, tensor))
+
+    def function(
+        self,
+        now: tuple[Any, ...],
+        lines: Sequence[str] = (),
+        scope: Mapping[str, Any] = MappingProxyType({}),
+        late: bool = False,
+    ) -> ClosureGuard:
+        """Return the guard function of the flattened arguments, which returns the results.
+
+        Args:
+            now: torch's settings.
+            lines: lines about the arguments, which come first.
+            scope: the names that these lines use.
+            late: whether the function is compiled at its first call, which may never happen.
+        """
+        code, results = self._code(now, lines, scope)
+        given = "".join(f"{name}, " for name in results)
+        made: ClosureGuard = compiled("args", code.lines, f"({given})", code.scope, late)
+        return made
+
+    def entry_code(
+        self, now: tuple[Any, ...], opening: Sequence[str], lines: Sequence[str],
+        scope: Mapping[str, Any],
+    ) -> Enter:  # fmt: skip
+        """Return the guard function for unflattened arguments; it returns all program inputs.
+
+        Args:
+            opening: lines that flatten ``args, kwargs`` to ``args``.
+            now, lines, scope: as for ``function``.
+        """
+        code, results = self._code(now, [*opening, *lines], scope)
+        given = f"[{', '.join(['*args', *results])}]" if results else "args"
+        made: Enter = compiled("args, kwargs", code.lines, given, code.scope)
+        return made
+
+    def _code(
+        self, now: tuple[Any, ...], lines: Sequence[str], scope: Mapping[str, Any]
+    ) -> tuple[GuardCode, list[str]]:
+        """Return the code of all guards, and the variables of the results."""
+        code = GuardCode()
+        code.scope |= {"Tensor": torch.Tensor, "same_float": same_float, **scope}
+        code.add([SettingsAre(now)])
+        code.lines.extend(lines)
+        for kind in _FIRST:
+            code.add([each for each in self.guards if type(each) is kind])
+        for each in self.guards:
+            if type(each) not in (*_FIRST, *_LAST):
+                code.lines.extend(each.lines(code))
+        for kind in _LAST:
+            code.add([each for each in self.guards if type(each) is kind])
+        return code, [code.variable(source) for source, _ in self.results]
