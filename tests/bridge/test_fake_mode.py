@@ -45,8 +45,16 @@ def compare(trace: Trace, op: Any, args: Any, kwargs: Any) -> bool:
         return False
     with DisableTorchFunction(), trace.symbols.fake:
         expected = op(*theirs[0], **theirs[1])
-    assert seen(results, ours) == seen(expected, theirs), (op, args, kwargs)
+    if seen(results, ours) != seen(expected, theirs):
+        # FakeTensorMode differs from the kernels in the strides of some dims of size 1.
+        expected = op(*args, **kwargs)
+        pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
+        assert all(metadata(x) == metadata(y) for x, y in pairs), (op, args, kwargs)
     return True
+
+
+def metadata(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
 
 
 def calls(infos: Sequence[Any], dtypes: Sequence[torch.dtype], most: int) -> Iterator[Any]:
