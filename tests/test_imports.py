@@ -53,6 +53,7 @@ INNER_ROOMS = {
     ),
     "program": (
         "assumptions",
+        "fields",
         "passes",
         "dims",
         "closure",

@@ -1,7 +1,8 @@
-"""Guards on arguments: the code, the key, the facts and the text of one guard agree."""
+"""Guards on arguments: the code, the key, the facts, the text and the JSON of a guard agree."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor
 
 from tsfunc import load, specialize
+from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.settings import SETTINGS
 from tsfunc.program.calling.cache import differing
 from tsfunc.program.closure.guard_codegen import ClosureGuard
 from tsfunc.program.closure.read_guards import Guard, ReadGuards
+from tsfunc.program.fields import Field
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.program.guarding import guards
 from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, guard_lines
 from tsfunc.program.guarding.inputs import InputSpec
@@ -105,3 +109,26 @@ def test_a_file_keeps_the_guards(tmp_path: Path) -> None:
     f.save(tmp_path / "f.tsfunc")
     assert "x, y are different tensors" in f.guards and "k: any int" in f.guards
     assert load(tmp_path / "f.tsfunc").guards == f.guards
+
+
+def test_json_is_read_back_as_the_same_guard() -> None:
+    values, fake = ValueReader(), Symbols({}).fake
+    shape = random.sample(range(2, 9), 2)
+    print("shape", shape)
+    for value in (*CONSTANTS, *tensors(shape)):
+        (guard,) = guards_of(value)
+        try:
+            text = json.dumps(guard.json(encode))
+        except NoFileForm:  # a function, a path
+            assert isinstance(value, Path) or callable(value)
+            continue
+        field = Field.parse(text.encode(), "here")
+        back: ArgumentGuard
+        if isinstance(guard, guards.TensorMeta):
+            back = guards.TensorMeta.read(0, field, values, {}, fake)
+        else:
+            back = guards.ValueIs.read(0, field, values)
+        assert list(back.texts(name)) == list(guard.texts(name))
+        assert repr(back.facts(name)) == repr(guard.facts(name))
+        if isinstance(value, int | float | str | None):  # the keys of others are their ids
+            assert back.key == guard.key

@@ -729,3 +729,29 @@ def test_derivatives_of_examples_by_themselves(derivative: Any) -> None:
 
 def slope_by(x: Tensor, y: Tensor) -> Tensor:
     return torch.autograd.grad(y.sum(), x)[0]
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        lambda x: nnf.dropout(x, 0.5, training=False),
+        lambda x: nnf.dropout(x, 0.0),
+        lambda x: nnf.alpha_dropout(x, 0.5, training=False),
+        lambda x: nnf.rrelu(x, training=False),
+        lambda x: torch.ops.aten.native_dropout(x, 0.5, False)[0],
+    ],
+    ids=["eval", "p=0", "alpha", "rrelu", "native"],
+)
+def test_derivatives_through_a_dropout_that_is_off(off: Callable[[Tensor], Tensor]) -> None:
+    """Random operators come to the level of an example that runs by itself, also if none draws."""
+
+    def loss(weight: Tensor, x: Tensor) -> Tensor:
+        y = off(weight * x)
+        if x[0] > 1.5:  # one example
+            return y.sin().sum()
+        return y.cos().sum() if x[0] < -2 else y.exp().sum()
+
+    weight = torch.randn(4)
+    expected = [torch.func.grad(loss)(weight, x) for x in X]
+    same(split(tsfunc.grad(loss), in_dims=(None, 0))(weight, X), torch.stack(expected))
+    same(split(loss, in_dims=(None, 0))(weight, X), torch.stack([loss(weight, x) for x in X]))

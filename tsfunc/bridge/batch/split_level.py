@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap
 from tsfunc.bridge.tracers.fast_handlers import KINDS, FastBatchTracer
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
@@ -110,6 +110,18 @@ class SplitLevel(BatchLevel):
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.lanes.to(device)
+
+    def from_factory(self, result: Any) -> Any:
+        """Return a plain value to a function that has its only example as one.
+
+        No random numbers are drawn there, but a dropout that is switched off comes here as well.
+        """
+        if not self.alone:
+            return result
+        if isinstance(result, tuple):
+            return tuple([self.from_factory(part) for part in result])
+        value, dim = unwrap(result, self)
+        return value if dim is None else value.select(dim, 0)
 
     @property
     def call_size(self) -> int:

@@ -53,6 +53,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import increment_version
 
+from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
 from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
@@ -60,7 +61,6 @@ from tsfunc.bridge.sizes.view_strides import check_view
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.settings import settings
-from tsfunc.bridge.tracers.torch_state import outside_functorch
 
 # Types whose values are the same argument if they compare equal.
 _PLAIN: Final = frozenset({
@@ -231,15 +231,7 @@ class FakeCache:
         strides = kernel_strides(op, args, results)
         if strides is None:
             return results
-        return self.new(results.shape, strides, results.dtype, results.device)
-
-    def new(
-        self, shape: Sequence[Any], strides: Sequence[Any], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a new fake tensor, without an operator call."""
-        with DisableTorchFunction(), outside_functorch(), in_kernel_invocation_manager(self.fake):
-            meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-            return FakeTensor(self.fake, meta, device)
+        return new_fake(self.fake, results.shape, strides, results.dtype, results.device)
 
     # --- the keys of calls
 
@@ -379,11 +371,17 @@ def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
     shape, strides, offset = result.shape, result.strides, result.offset
     if result.source >= 0:
         source = tensors[result.source]
+        if not result.symbolic and not any(map(_is_symbolic, (*source.shape, *source.stride()))):
+            return meta_of(source).as_strided(shape, strides, source.storage_offset() + offset)
         return torch.as_strided(source, shape, strides, source.storage_offset() + offset)
     if not result.symbolic and not offset:
         return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
     memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device="meta")
     return torch.as_strided(memory, shape, strides, offset)
+
+
+def _is_symbolic(size: Any) -> bool:
+    return type(size) is SymInt
 
 
 def _memory(value: torch.Tensor) -> int:

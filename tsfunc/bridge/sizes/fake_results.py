@@ -35,10 +35,11 @@ from tsfunc.bridge.sizes import packed_rules as packed_rules  # registers its ru
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
+from tsfunc.bridge.sizes.fake_mode import results_of_fixed_sizes
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
-from tsfunc.bridge.sizes.shape_rules import SHAPE_RULES
+from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.torch_state import kept_keys
 
@@ -69,7 +70,12 @@ def results_of(
     env = fake.shape_env
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
     # rules, and a hit asks no question and may be wrong.
-    keeps = name not in UNKEPT and (env is None or not symbols_among((args, kwargs)))
+    symbolic = env is not None and bool(symbols_among((args, kwargs)))
+    keeps = name not in UNKEPT and not symbolic
+    if not symbolic and name not in RULES_OF_FIXED_SIZES:
+        results = results_of_fixed_sizes(fake, call, args, kwargs)
+        if results is not NotImplemented:
+            return results
     if name in SHAPE_RULES:
         with _kept(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)

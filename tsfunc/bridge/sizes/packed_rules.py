@@ -31,14 +31,14 @@ def _found(x: Any, overload: Any) -> Any:
     return size
 
 
-@shape_rule("_pack_padded_sequence")
+@shape_rule("_pack_padded_sequence", fixed=True)
 def _pack(x: Any, lengths: Any, batch_first: bool) -> Any:
     overload = torch.ops.aten._pack_padded_sequence.default
     rows, steps = _found(x, overload), _found(x, overload)
     return new_like(x, [rows, *x.shape[2:]]), new_like(lengths, [steps], torch.int64)
 
 
-@shape_rule("_pad_packed_sequence")
+@shape_rule("_pad_packed_sequence", fixed=True)
 def _pad(
     data: Any, batch_sizes: Any, batch_first: bool, padding_value: Any, total_length: Any
 ) -> Any:
@@ -51,7 +51,7 @@ def _pad(
     return padded, new_like(batch_sizes, [count], torch.int64)
 
 
-@shape_rule("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
+@shape_rule("lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data", fixed=True)
 def _layers(
     data: Any, batch_sizes: Any, hx: Any, params: Sequence[Any], has_biases: bool, num_layers: int,
     dropout: float, train: bool, bidirectional: bool,

@@ -72,7 +72,7 @@ shape_rule("addcmul_")(_in_place(torch.ops.aten.addcmul.default))
 shape_rule("addcdiv_")(_in_place(torch.ops.aten.addcdiv.default))
 
 
-@shape_rule("ctc_loss.IntList", "ctc_loss.Tensor")
+@shape_rule("ctc_loss.IntList", "ctc_loss.Tensor", fixed=True)
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: int = 1, zero_infinity: bool = False,
@@ -256,4 +256,4 @@ def _is_fixed(x: Any) -> bool:
 for _name, _training in (("native_batch_norm", 4), ("_native_batch_norm_legit", 4),
                          ("_native_batch_norm_legit.no_stats", 2),
                          ("_batch_norm_with_update", None)):  # fmt: skip
-    shape_rule(_name)(_batch_norm(_name, _training))
+    shape_rule(_name, fixed=True)(_batch_norm(_name, _training))

@@ -29,12 +29,25 @@ from tsfunc.ops.dims import wrap as wrap_dim
 # fake results, or NotImplemented to use torch's own rule.
 SHAPE_RULES: dict[str, Callable[..., Any]] = {}
 
+# The operators whose rules also come before torch's kernels for calls without symbolic sizes.
+RULES_OF_FIXED_SIZES: set[str] = set()
 
-def shape_rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a rule for some aten operators."""
+
+def shape_rule(
+    *names: str, fixed: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a rule for some aten operators.
+
+    Args:
+        names: the operators.
+        fixed: whether the rule comes before torch's kernel for fixed sizes too.
+    """
 
     def registered(rule: Callable[..., Any]) -> Callable[..., Any]:
-        SHAPE_RULES.update({f"aten::{name}": rule for name in names})
+        rules = {f"aten::{name}": rule for name in names}
+        SHAPE_RULES.update(rules)
+        if fixed:
+            RULES_OF_FIXED_SIZES.update(rules)
         return rule
 
     return registered

@@ -34,9 +34,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.facts import facts_of_its_own
+from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.number_nodes import divided, number_node
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.size_texts import code_text, exact, has_name, python_text
@@ -133,7 +133,7 @@ class Symbols:
         scalars: Mapping[str, int | float] = MappingProxyType({}),
         read_as_numbers: Collection[str] = (),
     ) -> None:
-        self.fake = FakeTensorMode()
+        self.fake = LazyFakeMode()
         self.sizes: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
         self._values = dict(scalars)

@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tsfunc.bridge.sizes.fake_cache import FakeCache
+from tsfunc.bridge.sizes.fake_mode import new_fake
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
@@ -56,6 +57,7 @@ from tsfunc.bridge.trace.tensor_guards import (
 )
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
@@ -143,6 +145,7 @@ class TraceLevel(TracerLevel):
 
     def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
         super().__init__(DispatchKey.Trace, name)
+        register_dispatch_handlers()
         self.records = records
         self.autograd += records
         self.passes: Passes | None = None
@@ -167,10 +170,13 @@ class TraceLevel(TracerLevel):
     ) -> torch.Tensor:
         """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
         self.of_dtensors = self.of_dtensors or is_dtensor(example)
-        with DisableTorchFunction(), without_factory_keys(), self.fake:
-            made = self.results.new(shape, strides, example.dtype, example.device)
-            made = made.conj() if example.is_conj() else made
-            return torch._neg_view(made) if example.is_neg() else made
+        with DisableTorchFunction(), without_factory_keys():
+            made = new_fake(self.fake, shape, strides, example.dtype, example.device)
+            if not (example.is_conj() or example.is_neg()):
+                return made
+            with self.fake:
+                made = made.conj() if example.is_conj() else made
+                return torch._neg_view(made) if example.is_neg() else made
 
     def record(
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None

@@ -106,7 +106,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
                     for prepare in before_drawing:
                         prepare(args[0], level)
                 with without_factory_keys():
-                    return operator_of(overload).run_at(level, args, kwargs)
+                    return level.from_factory(operator_of(overload).run_at(level, args, kwargs))
         if name == "scalar_tensor":  # it fills a tensor of another factory
             with without_factory_keys():
                 return overload.redispatch(keys & rest, *args, **kwargs)

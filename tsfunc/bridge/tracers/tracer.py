@@ -123,6 +123,10 @@ class TracerLevel(Level):
         """
         return False
 
+    def from_factory(self, result: Any) -> Any:
+        """Return the result of a factory function or a random function, as the function gets it."""
+        return result
+
     def passes_backward(self) -> None:
         """Note that a backward pass runs while the level is active."""
 

@@ -20,7 +20,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import every_node
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.program.files.values import NoFileForm, printable
 from tsfunc.program.graphs.codegen import generate

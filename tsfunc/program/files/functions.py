@@ -24,7 +24,8 @@ import torch
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
 from tsfunc.program.calling.no_match import guards_of_form
 from tsfunc.program.calling.target import described, places_of
-from tsfunc.program.files.archive import Archive, Field, json_bytes, write_archive
+from tsfunc.program.fields import Field
+from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import (
     FormReader,

@@ -31,7 +31,7 @@ from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
 from tsfunc.dispatch.places import source_of
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.operators import (
     NAMES_OF_FUNCTIONS,

@@ -18,14 +18,13 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.size_forms import OPERATORS, form_of_size, is_small, size_of_form
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of
-from tsfunc.dispatch import state
 from tsfunc.ops.catalogue.signature import OperatorSignature
-from tsfunc.program.files.archive import LONGEST_INT, Field
+from tsfunc.program.fields import LONGEST_INT, Field
 from tsfunc.program.files.values import ValueReader, dtype_of, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
@@ -261,13 +260,12 @@ class NodeTypes:
         )
         shape = [self._size(size) for size in shape_field.items()]
         strides = [self._size(step) for step in stride_field.items(len(shape))]
-        with torch_state.outside_all_levels(), state.outside_all_levels(), self._symbols.fake:
-            try:
-                return torch.empty_strided(
-                    shape, strides, dtype=dtype_of(dtype), device=self._values.device(device)
-                )
-            except (RuntimeError, OverflowError, ValueError, TypeError) as error:
-                field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
+        try:
+            return new_fake_input(
+                self._symbols.fake, shape, strides, dtype_of(dtype), self._values.device(device)
+            )
+        except (RuntimeError, OverflowError, ValueError, TypeError) as error:
+            field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
 
     def read_display_meta(self, field: Field, node: torch.fx.Node) -> None:
         """Set the properties that `encode_display_meta` wrote on a node, for display."""

@@ -10,8 +10,6 @@ arguments, and the structure of its results.
 from __future__ import annotations
 
 import dataclasses
-import keyword
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,12 +17,11 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
-from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
+from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.settings import SETTINGS, settings
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.results import OutsideRef as FromOutside
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
 from tsfunc.program.files.graphs import GraphReader, OutsideValues, encode_graph
 from tsfunc.program.files.operators import NodeTypes
@@ -34,7 +31,6 @@ from tsfunc.program.files.values import (
     TensorWriter,
     Trees,
     ValueReader,
-    dtype_of,
     encode,
     encode_tree,
     printable,
@@ -42,10 +38,21 @@ from tsfunc.program.files.values import (
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import Watched, variables_of
+from tsfunc.program.guarding.guards import (
+    Aliasing,
+    AnyNumber,
+    ArgumentGuard,
+    DimIs,
+    Holds,
+    Property,
+    TensorMeta,
+    TypeIs,
+    ValueIs,
+    guards_on_arguments,
+    read_scalar,
+)
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
-from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
-from tsfunc.types.dims import parse_dim
+from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.sizes import fact_code
 
@@ -62,47 +69,28 @@ def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
     Raises:
         NoFileForm: a file can't hold an argument.
     """
-    specs = {spec.position: spec for spec in form.inputs}
-    numbers = {spec.position: spec.name for spec in form.scalars}
     leaves = []
-    for i, leaf in enumerate(form.leaves):
-        spec = specs.get(i)
-        named = {"number": numbers[i]} if i in numbers else {}
+    for guard in guards_on_arguments(form.leaves, form.inputs, form.scalars):
         try:
-            found = {"value": encode(leaf), **named} if spec is None else _encode_input(spec)
-            leaves.append(found)
+            leaves.append(guard.json(encode))
         except NoFileForm as error:
-            raise NoFileForm(f"the argument {where(i)}, {_named(leaf, error)}") from None
+            leaf = _named(guard, error)
+            raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
+    conditions = [Holds(each).json() for each in form.conditions]
+    asked = [Property(each).json() for each in form.property_guards]
+    one = Aliasing(form.groups).json()
     return {
         "arguments": encode_tree(form.tree),
         "leaves": leaves,
-        "dims": {name: dim_text(dim) for name, dim in form.bounds.items()},
+        "dims": {name: DimIs(dim).json() for name, dim in form.bounds.items()},
         "settings": {
             setting.name: encode(value)
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
-        **({"conditions": conditions} if (conditions := facts_of(form)) else {}),
-        **(
-            {"asked": asked}
-            if (asked := [*map(_encode_property_guard, form.property_guards)])
-            else {}
-        ),
-        **({"one": [list(group) for group in form.groups]} if form.groups else {}),
+        **({"conditions": conditions} if conditions else {}),
+        **({"asked": asked} if asked else {}),
+        **({"one": one} if one else {}),
     }
-
-
-def _encode_property_guard(guard: PropertyGuard) -> Any:
-    answer = guard.answer
-    return {
-        "argument": guard.position,
-        "fact": guard.fact,
-        "answer": list(answer) if isinstance(answer, tuple) else answer,
-    }
-
-
-def facts_of(form: CallSpec) -> list[str]:
-    """Return the conditions of a form on named dims and on numbers that may vary."""
-    return [condition.fact for condition in form.conditions]
 
 
 def storable(form: CallSpec) -> CallSpec:
@@ -121,34 +109,10 @@ def storable(form: CallSpec) -> CallSpec:
     return form
 
 
-def _named(leaf: Any, error: NoFileForm) -> str:
-    if isinstance(leaf, Watched):
-        return f"an object of class {leaf.cls.__name__}"
-    return str(error)
+def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
+    return f"an object of class {guard.cls.__name__}" if isinstance(guard, TypeIs) else str(error)
 
 
-def _encode_input(spec: InputSpec) -> Any:
-    x = spec.example
-    return {
-        "tensor": spec.name,
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "device": str(x.device),
-        "requires_grad": None if spec.any_grad else x.requires_grad,
-        "shape": list(x.shape),
-        "strides": list(x.stride()),
-        "dims": [dim if isinstance(dim, int) else _dim_name(dim) for dim in spec.dims],
-    }
-
-
-def _dim_name(dim: DimForm) -> str:
-    return dim.name if isinstance(dim, Dim) else str(dim)
-
-
-def dim_text(dim: Dim) -> str:
-    return str(MetaTensorType([dim]))
-
-
-_NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
@@ -174,31 +138,32 @@ class FormReader:
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
             arguments.expected("the structure of positional and keyword arguments")
-        bounds = {name: read_dim(text, name) for name, text in dims.mapping().items()}
+        bounds = {name: DimIs.read(text, name).dim for name, text in dims.mapping().items()}
         leaves: list[Any] = []
-        inputs = []
+        inputs: list[InputSpec] = []
         scalars: list[ScalarSpec] = []
         for i, leaf in enumerate(leaves_field.items(tree.num_leaves)):
-            value = leaf.get("value")
-            leaves.append(None if value is None else self._values.decode(value))
-            if value is None:
-                inputs.append(self._input(i, leaf, bounds))
-                continue
-            leaf.require_keys(("value",), ("number",))
-            name = leaf.get("number")
-            if name is not None:
+            if leaf.get("value") is None:
+                inputs.append(TensorMeta.read(i, leaf, self._values, bounds, self._fake).spec)
+                leaves.append(None)
+            elif leaf.get("number") is not None:
                 taken = {*bounds, *(spec.name for spec in scalars)}
-                scalars.append(read_scalar(name, i, leaves[-1], taken))
+                scalars.append(AnyNumber.read(i, leaf, self._values, taken).spec)
+                leaves.append(scalars[-1].value)
+            else:
+                leaves.append(ValueIs.read(i, leaf, self._values).value)
         ambient = self._settings(ambient_field)
-        said = field.get("conditions")
         _require_sizes(dims, inputs, bounds)
-        conditions = tuple(_condition(x, bounds, scalars) for x in _items(said))
+        conditions = tuple(
+            Holds.read(each, bounds, scalars).condition for each in _items(field.get("conditions"))
+        )
         positions = frozenset(spec.position for spec in inputs)
-        property_guards = tuple(_property_guard(x, positions) for x in _items(field.get("asked")))
-        groups = tuple(_group(x, positions) for x in _items(field.get("one")))
+        asked = tuple(Property.read(x, positions).asks for x in _items(field.get("asked")))
+        one = field.get("one")
+        groups = () if one is None else Aliasing.read(one, positions).groups
         return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            property_guards, groups, tuple(scalars),
+            asked, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -212,23 +177,6 @@ class FormReader:
             for setting in SETTINGS
         )
 
-    def _input(self, position: int, field: Field, bounds: Mapping[str, Dim]) -> InputSpec:
-        name, dtype, device, grad, shape_field, strides, dims_field = field.record(
-            "tensor", "dtype", "device", "requires_grad", "shape", "strides", "dims"
-        )
-        shape = [size.integer(0) for size in shape_field.items()]
-        steps = [step.integer(0) for step in strides.items(len(shape))]
-        dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
-        any_grad = grad.value is None
-        try:
-            with self._fake:
-                example = torch.empty_strided(
-                    shape, steps, dtype=dtype_of(dtype), device=self._values.device(device)
-                ).requires_grad_(not any_grad and grad.flag())
-        except (RuntimeError, OverflowError, TypeError) as error:
-            field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
-        return InputSpec(position, name.line(), example, dims, any_grad)
-
 
 def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection[str]) -> None:
     """Check that the sizes of the tensors determine those of the named dims."""
@@ -241,83 +189,9 @@ def _require_sizes(field: Field, inputs: Sequence[InputSpec], bounds: Collection
             field.fail(f"no tensor tells the size of {name[:40]}")
 
 
-def _condition(field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> Condition:
-    text = field.line()
-    variables = variables_of(bounds, scalars)
-    try:
-        code = fact_code(text, variables)
-        shown = fact_code(text, {name: name for name in variables})
-    except DescriptorError as error:
-        field.fail(str(error))
-    return Condition(code, shown, tuple(bounds), text)
-
-
-def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
-    """Return a number among the arguments that may vary within its type."""
-    name = field.text(_NAME_OF_NUMBER, "the name of a number")
-    found = ScalarSpec(position, name, value)
-    if type(value) not in (int, float) or not found.admits(value):
-        field.fail("only a number that is finite can be another one")
-    if name in taken or keyword.iskeyword(name):
-        field.expected("another name")
-    return found
-
-
 def _items(field: Field | None) -> Sequence[Field]:
     """Return the items of an optional list."""
     return () if field is None else field.items()
-
-
-def _property_guard(field: Field, positions: Collection[int]) -> PropertyGuard:
-    argument, fact, answer = field.record("argument", "fact", "answer")
-    text = fact.line()
-    if reader_of(text) is None:
-        fact.fail("there is no such question")
-    told = answer.value
-    if isinstance(told, list):
-        told = tuple(each.integer(0) for each in answer.items())
-    elif told is not None and not isinstance(told, bool | int):
-        answer.expected("true, false, a number or numbers")
-    return PropertyGuard(_position(argument, positions), text, told)
-
-
-def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
-    found = tuple(_position(each, positions) for each in field.items())
-    if not found:
-        field.expected("the places of arguments")
-    return found
-
-
-def _position(field: Field, positions: Collection[int]) -> int:
-    found = field.integer(0)
-    if found not in positions:
-        field.expected("the place of a tensor among the arguments")
-    return found
-
-
-def read_dim(field: Field, name: str) -> Dim:
-    try:
-        described = parse_descriptor(field.line()[:200])
-        found = described.meta.dims if isinstance(described, TSTensor) else None
-    except DescriptorError as error:
-        field.fail(str(error))
-    dim = found[0] if found is not None and len(found) == 1 else None
-    if not isinstance(dim, Dim) or dim.name != name:
-        field.expected(f"a description of the dim {name[:40]!r}")
-    return dim
-
-
-def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
-    if type(field.value) is int:
-        return field.integer(0)
-    try:
-        dim = parse_dim(field.line()[:200])
-    except DescriptorError as error:
-        field.fail(str(error))
-    names = [dim.name] if isinstance(dim, Dim) else dim.names if isinstance(dim, DimExpr) else ()
-    if not names or any(name not in bounds for name in names):
-        field.expected("a size, or one made of named dims")
-    return bounds[dim.name] if isinstance(dim, Dim) else dim
 
 
 # --- programs as entries of a file
@@ -374,7 +248,7 @@ def encode_program(
         _require_settings(form)
     return {
         "name": printable(program.name),
-        "dims": {name: dim_text(form.bounds.get(name, Dim(name))) for name in _dims_in(names)},
+        "dims": {name: DimIs(form.bounds.get(name, Dim(name))).json() for name in _dims_in(names)},
         "inputs": [at for at in program.inputs if at < len(form.leaves)],
         "constants": sorted(program.constants),
         "graph": graph,
@@ -529,7 +403,7 @@ def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
 
 def _symbols(field: Field, numbers: Field | None, form: CallSpec) -> Symbols:
     """Return the symbols of a program, with the sizes of its own call as hints."""
-    dims = {name: read_dim(text, name) for name, text in field.mapping().items()}
+    dims = {name: DimIs.read(text, name).dim for name, text in field.mapping().items()}
     called = sizes_of_call(form.inputs)
     sizes = {
         name: size for name, size in called.items() if name in dims and dims[name].admits(size)

@@ -21,7 +21,7 @@ import torch.fx
 from tsfunc.bridge.tracers.settings import settings
 from tsfunc.program.closure.read_guards import ReadGuards, Source
 from tsfunc.program.closure.results import ResultSlot, Update
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.values import (
     NoFileForm,
     TensorReader,

@@ -38,7 +38,7 @@ from safetensors.torch import load, save
 
 from tsfunc import pytrees
 from tsfunc.errors import FileFormatError
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.types.values import class_name, find
 
 # --- values as JSON: arguments of operators, and arguments of a function that are constants
@@ -230,6 +230,9 @@ class ValueReader:
 
     def _read_device(self, field: Field) -> torch.device:
         return self.device(field)
+
+    def dtype(self, field: Field) -> torch.dtype:
+        return dtype_of(field)
 
     def device(self, field: Field) -> torch.device:
         """Return the device of a name, or the device that replaces it."""

@@ -29,6 +29,7 @@ from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.agreement import agree_on_program
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.operators import MAP
+from tsfunc.bridge.sizes.fake_mode import new_fake_input
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.backends import (
     Backend,
@@ -313,9 +314,7 @@ def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.T
         for i in order:
             strides[i] = step
             step = step * shape[i]
-    with torch_state.outside_all_levels(), state.outside_all_levels(), symbols.fake:
-        made = torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
-        return made.requires_grad_() if like.requires_grad else made
+    return new_fake_input(symbols.fake, shape, strides, like.dtype, like.device, like.requires_grad)
 
 
 def _writes_outside(graph: torch.fx.Graph) -> bool:

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import optree
 import torch
 
+from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
@@ -144,7 +144,7 @@ def _at_shape(
     example: torch.Tensor,
     shape: Sequence[Any],
     requires_grad: bool,
-    fake: AbstractContextManager[Any],
+    fake: LazyFakeMode,
 ) -> torch.Tensor:
     """Return a tensor like the example, with another shape and the same order of strides."""
     order = sorted(range(len(shape)), key=lambda d: (example.stride(d), -d))
@@ -152,10 +152,7 @@ def _at_shape(
     for d in order:
         strides[d] = step
         step *= max(1, shape[d])
-    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
-        made = torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
-        can = made.is_floating_point() or made.is_complex()
-        return made.requires_grad_() if requires_grad and can else made
+    return new_fake_input(fake, shape, strides, example.dtype, example.device, requires_grad)
 
 
 def _leaf(value: Any) -> Any:
@@ -164,13 +161,11 @@ def _leaf(value: Any) -> Any:
     return Watched(type(value)) if is_instance(value) else value
 
 
-def without_data(example: torch.Tensor, fake: AbstractContextManager[Any]) -> torch.Tensor:
+def without_data(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
     """Return a tensor of the same dtype, sizes, strides and device without memory."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), fake:
-        made = torch.empty_strided(
-            example.shape, example.stride(), dtype=example.dtype, device=example.device
-        )
-        return made.requires_grad_() if example.requires_grad else made
+    return new_fake_input(
+        fake, example.shape, example.stride(), example.dtype, example.device, example.requires_grad
+    )
 
 
 def placeholder(
@@ -181,7 +176,7 @@ def placeholder(
     memory_format: torch.memory_format = torch.contiguous_format,
 ) -> torch.Tensor:
     """Return an example without data for an input with a known type."""
-    with torch_state.outside_all_levels(), state.outside_all_levels(), Symbols({}).fake:
-        if strides is not None:
-            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
-        return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=memory_format)
+    if strides is None:
+        with torch_state.outside_all_levels(), state.outside_all_levels():
+            strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+    return new_fake_input(Symbols({}).fake, shape, strides, dtype, device)

@@ -1,8 +1,9 @@
 """The guards on the arguments of a program: facts about each call that it answers.
 
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
-its text for people (``texts``), what explains a call that it refuses (``facts``), and its part of
-the key under which a program is found for other sizes (``key``). A new kind of guard is a class in
+its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
+key under which a program is found for other sizes (``key``), and its JSON in files (``json``, and
+``read`` for the way back). A new kind of guard is a class in
 this file, and a place in ``KINDS``. Guards on values that the function reads beside its arguments
 are in ``closure/read_guards.py``, with the base class.
 
@@ -20,29 +21,48 @@ then guarded on the same identities. Other functions have one program for both k
 from __future__ import annotations
 
 import copy
+import keyword
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.quick_checks import quick_check
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, users_class
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, reader_of, users_class
+from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_value, is_instance
 from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_float
 from tsfunc.program.closure.viewed_state import has_contents, viewed_state
+from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
-from tsfunc.types import Dim, DimExpr
+from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.codegen import refused_sizes
-from tsfunc.types.sizes import solved_for
+from tsfunc.types.dims import parse_dim
+from tsfunc.types.sizes import fact_code, solved_for
 from tsfunc.types.tensor_text import tensor_text
 from tsfunc.types.values import describe, same_value
 
 Facts = Mapping[str, Any]
+Encode = Callable[[Any], Any]
+"""Returns a value as JSON."""
+
+
+class ReadsValues(Protocol):
+    """Reads values from JSON."""
+
+    def decode(self, field: Field) -> Any: ...
+
+    def device(self, field: Field) -> torch.device: ...
+
+    def dtype(self, field: Field) -> torch.dtype: ...
+
+
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -69,6 +89,10 @@ class ArgumentGuard(Guard):
         """Return the parts of the fact that a call may fail, by the user's names."""
         raise NotImplementedError
 
+    def json(self, encode: Encode) -> Any:
+        """Return the guard as JSON."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False)
 class TypeIs(ArgumentGuard):
@@ -85,6 +109,9 @@ class TypeIs(ArgumentGuard):
     @property
     def key(self) -> Any:
         return self.cls, None
+
+    def json(self, encode: Encode) -> Any:
+        return encode(Watched(self.cls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +132,14 @@ class ValueIs(ArgumentGuard):
     @property
     def key(self) -> Any:
         return type(self.value), _static_key(self.value)
+
+    def json(self, encode: Encode) -> Any:
+        return {"value": encode(self.value)}
+
+    @classmethod
+    def read(cls, position: int, field: Field, values: ReadsValues) -> ValueIs:
+        (value,) = field.record("value")
+        return cls(position, values.decode(value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +163,17 @@ class AnyNumber(ArgumentGuard):
     @property
     def key(self) -> Any:
         return type(self.spec.value), self.spec.name
+
+    def json(self, encode: Encode) -> Any:
+        return {"value": encode(self.value), "number": self.spec.name}
+
+    @classmethod
+    def read(
+        cls, position: int, field: Field, values: ReadsValues, taken: Collection[str]
+    ) -> AnyNumber:
+        value, name = field.record("value", "number")
+        spec = read_scalar(name, position, values.decode(value), taken)
+        return cls(position, spec, spec.value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +227,43 @@ class TensorMeta(ArgumentGuard):
         return shape, (x.dtype, x.device, x.requires_grad, _layout_key(self.spec),
                        users_class(type(x)))  # fmt: skip
 
+    def json(self, encode: Encode) -> Any:
+        spec, x = self.spec, self.spec.example
+        return {
+            "tensor": spec.name,
+            "dtype": str(x.dtype).removeprefix("torch."),
+            "device": str(x.device),
+            "requires_grad": None if spec.any_grad else x.requires_grad,
+            "shape": list(x.shape),
+            "strides": list(x.stride()),
+            "dims": [dim if isinstance(dim, int) else _dim_name(dim) for dim in spec.dims],
+        }
+
+    @classmethod
+    def read(
+        cls,
+        position: int,
+        field: Field,
+        values: ReadsValues,
+        bounds: Mapping[str, Dim],
+        fake: AbstractContextManager[Any],
+    ) -> TensorMeta:
+        name, dtype, device, grad, shape_field, strides, dims_field = field.record(
+            "tensor", "dtype", "device", "requires_grad", "shape", "strides", "dims"
+        )
+        shape = [size.integer(0) for size in shape_field.items()]
+        steps = [step.integer(0) for step in strides.items(len(shape))]
+        dims = tuple(_read_size(dim, bounds) for dim in dims_field.items(len(shape)))
+        any_grad = grad.value is None
+        try:
+            with fake:
+                example = torch.empty_strided(
+                    shape, steps, dtype=values.dtype(dtype), device=values.device(device)
+                ).requires_grad_(not any_grad and grad.flag())
+        except (RuntimeError, OverflowError, TypeError) as error:
+            field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
+        return cls(position, InputSpec(position, name.line(), example, dims, any_grad))
+
 
 @dataclass(frozen=True, eq=False)
 class DimIs(Guard):
@@ -191,6 +274,21 @@ class DimIs(Guard):
     def texts(self, name: Names) -> Iterable[str]:
         dim = self.dim
         return (str(Dim(dim.name, max(2, dim.min or 0), dim.max, dim.multiple_of, dim.one_of)),)
+
+    def json(self) -> str:
+        return str(MetaTensorType([self.dim]))
+
+    @classmethod
+    def read(cls, field: Field, name: str) -> DimIs:
+        try:
+            described = parse_descriptor(field.line()[:200])
+            found = described.meta.dims if isinstance(described, TSTensor) else None
+        except DescriptorError as error:
+            field.fail(str(error))
+        dim = found[0] if found is not None and len(found) == 1 else None
+        if not isinstance(dim, Dim) or dim.name != name:
+            field.expected(f"a description of the dim {name[:40]!r}")
+        return cls(dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,20 +325,55 @@ class Holds(Guard):
     def texts(self, name: Names) -> Iterable[str]:
         return (self.condition.text,)
 
+    def json(self) -> str:
+        return self.condition.fact
+
+    @classmethod
+    def read(cls, field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> Holds:
+        text = field.line()
+        variables = variables_of(bounds, scalars)
+        try:
+            code = fact_code(text, variables)
+            shown = fact_code(text, {name: name for name in variables})
+        except DescriptorError as error:
+            field.fail(str(error))
+        return cls(Condition(code, shown, tuple(bounds), text))
+
 
 @dataclass(frozen=True, eq=False)
 class Property(Guard):
     """A fact about a tensor argument that the function read, other than its type and sizes."""
 
-    read: PropertyGuard
+    asks: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         asked = f"asked_{len(code.scope)}"
-        code.scope[asked] = self.read.holds
-        return (f"if not {asked}(args[{self.read.position}]): return None",)
+        code.scope[asked] = self.asks.holds
+        return (f"if not {asked}(args[{self.asks.position}]): return None",)
 
     def texts(self, name: Names) -> Iterable[str]:
-        return (f"{self.read.fact.format(name(self.read.position))} is {self.read.answer}",)
+        return (f"{self.asks.fact.format(name(self.asks.position))} is {self.asks.answer}",)
+
+    def json(self) -> Any:
+        answer = self.asks.answer
+        return {
+            "argument": self.asks.position,
+            "fact": self.asks.fact,
+            "answer": list(answer) if isinstance(answer, tuple) else answer,
+        }
+
+    @classmethod
+    def read(cls, field: Field, positions: Collection[int]) -> Property:
+        argument, fact, answer = field.record("argument", "fact", "answer")
+        text = fact.line()
+        if reader_of(text) is None:
+            fact.fail("there is no such question")
+        given = answer.value
+        if isinstance(given, list):
+            given = tuple(each.integer(0) for each in answer.items())
+        elif given is not None and not isinstance(given, bool | int):
+            answer.expected("true, false, a number or numbers")
+        return cls(PropertyGuard(_position(argument, positions), text, given))
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +399,13 @@ class Aliasing(Guard):
         if len(self.groups) > 1:
             distinct = ", ".join(name(group[0]) for group in self.groups)
             yield f"{distinct} are different tensors"
+
+    def json(self) -> Any:
+        return [list(group) for group in self.groups]
+
+    @classmethod
+    def read(cls, field: Field, positions: Collection[int]) -> Aliasing:
+        return cls(tuple(_group(group, positions) for group in field.items()))
 
 
 @dataclass(frozen=True)
@@ -320,6 +460,54 @@ def guard_lines(
     for kind in KINDS:
         code.add([guard for guard in guards if type(guard) is kind])
     return code.lines, code.scope
+
+
+# --- parts of guards in files
+
+
+_NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
+
+
+def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
+    """Return a number among the arguments that may vary within its type."""
+    name = field.text(_NAME_OF_NUMBER, "the name of a number")
+    found = ScalarSpec(position, name, value)
+    if type(value) not in (int, float) or not found.admits(value):
+        field.fail("only a number that is finite can be another one")
+    if name in taken or keyword.iskeyword(name):
+        field.expected("another name")
+    return found
+
+
+def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
+    found = tuple(_position(each, positions) for each in field.items())
+    if not found:
+        field.expected("the places of arguments")
+    return found
+
+
+def _position(field: Field, positions: Collection[int]) -> int:
+    found = field.integer(0)
+    if found not in positions:
+        field.expected("the place of a tensor among the arguments")
+    return found
+
+
+def _dim_name(dim: DimForm) -> str:
+    return dim.name if isinstance(dim, Dim) else str(dim)
+
+
+def _read_size(field: Field, bounds: Mapping[str, Dim]) -> DimForm:
+    if type(field.value) is int:
+        return field.integer(0)
+    try:
+        dim = parse_dim(field.line()[:200])
+    except DescriptorError as error:
+        field.fail(str(error))
+    names = [dim.name] if isinstance(dim, Dim) else dim.names if isinstance(dim, DimExpr) else ()
+    if not names or any(name not in bounds for name in names):
+        field.expected("a size, or one made of named dims")
+    return bounds[dim.name] if isinstance(dim, Dim) else dim
 
 
 # --- the code and the keys of single guards

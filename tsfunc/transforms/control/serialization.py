@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, RandomStates
 from tsfunc.bridge.grad.remat_policy import Policy, SaveEither, SaveOperators
-from tsfunc.program.files.archive import Field
+from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import TracedCallee
 from tsfunc.program.files.graphs import (
     ControlKind,
