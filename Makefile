@@ -7,6 +7,7 @@
 #   make test TORCH=2.14.1            with another release of torch
 #   make test-compiled                the tests of calls at levels, with the compiled handlers
 #   make test-newest                  the part that depends most on torch, with the newest release
+#   make test-libraries               models of other libraries, which it installs
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
@@ -31,8 +32,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup demo test test-compiled test-newest test-one test-releases test-all fuzz soak lint \
-    format docs dist bench clean
+.PHONY: setup demo test test-compiled test-newest test-libraries test-one test-releases test-all fuzz \
+    soak lint format docs dist bench clean
 
 setup: $(STAMP)
 
@@ -81,6 +82,12 @@ test-compiled: export TSFUNC_BUILD_DIR := $(CURDIR)/build/handlers
 test-compiled: setup
 	$(BIN)/python -m tsfunc build
 	$(PYTEST) -m 'not slow' $(COMPILED_TESTS) $(ARGS)
+
+# The models of other libraries, in an environment of their own: they bring sixty packages.
+test-libraries:
+	$(MAKE) setup VENV=.venv-libraries
+	.venv-libraries/bin/python -m pip install -c .venv-libraries/constraints.txt -e '.[libraries]'
+	$(MAKE) test-one VENV=.venv-libraries ARGS='tests/libraries $(ARGS)'
 
 # Every test with one release of torch.
 test-one: setup

@@ -132,11 +132,11 @@ def cases() -> Iterator[Case]:
             base="slice",
         )
     block = torch.randn(16, 12)
-    inside = mapped(lambda x: functools.reduce(lambda x, _: fifty_small(x), range(20), x))
+    inside = mapped(lambda x: functools.reduce(lambda x, _: fifty_small(x), range(400), x))
     yield Case(
-        "mesh: 1,000 small operators in a body",
+        "mesh: 20,000 small operators in a body",
         {
-            "outside": lambda: functools.reduce(lambda x, _: fifty_small(x), range(20), block),
+            "outside": lambda: functools.reduce(lambda x, _: fifty_small(x), range(400), block),
             OURS: functools.partial(inside, block),
         },
         base="outside",

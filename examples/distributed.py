@@ -3,10 +3,10 @@
     python examples/distributed.py                             # a VirtualMesh in this process
     torchrun --nproc-per-node 4 examples/distributed.py        # a mesh of four processes
 
-Each function computes on shards and is compared with the same computation on whole tensors:
-private data-parallel training of handwritten digits, a tensor-parallel network, parameters that are
-gathered inside of ``grad`` (ZeRO-3), and ring attention by ``ppermute`` in a ``scan``. The digits
-come with scikit-learn.
+The number of processes is a power of two. Each function computes on shards and is compared with the
+same computation on whole tensors: private data-parallel training of handwritten digits, a
+tensor-parallel network, parameters that are gathered inside of ``grad`` (ZeRO-3), and ring
+attention by ``ppermute`` in a ``scan``. The digits come with scikit-learn.
 """
 
 from __future__ import annotations

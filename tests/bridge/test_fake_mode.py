@@ -45,8 +45,16 @@ def compare(trace: Trace, op: Any, args: Any, kwargs: Any) -> bool:
         return False
     with DisableTorchFunction(), trace.symbols.fake:
         expected = op(*theirs[0], **theirs[1])
-    assert seen(results, ours) == seen(expected, theirs), (op, args, kwargs)
+    if seen(results, ours) != seen(expected, theirs):
+        # FakeTensorMode differs from the kernels in the strides of some dims of size 1.
+        expected = op(*args, **kwargs)
+        pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
+        assert all(metadata(x) == metadata(y) for x, y in pairs), (op, args, kwargs)
     return True
+
+
+def metadata(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device
 
 
 def calls(infos: Sequence[Any], dtypes: Sequence[torch.dtype], most: int) -> Iterator[Any]:
@@ -138,6 +146,8 @@ def reduction(rng: random.Random) -> tuple[Any, ...]:
         (aten.layer_norm.default, x, last), (aten.flip.default, x, [dim]),
         (aten.native_layer_norm.default, x, last, None, None, 1e-5),
         (aten.any.dim, x > 0, dim), (aten.gather.default, x, dim, x.long() * 0),
+        (aten.cat.default, [x, layout(rng, shape, torch.float64), x], dim),
+        (aten.cat.default, [torch.ones(0), x]),
         (aten.cross_entropy_loss.default, x, x.softmax(min(1, x.dim() - 1))),
     ))  # fmt: skip
 
@@ -173,6 +183,12 @@ def test_a_mode_is_set_up_when_it_runs_an_operator() -> None:
     assert x.sin().shape == (3, 3) and mode.is_set_up
 
 
+@pytest.mark.parametrize("args", [(5,), (2, 7), (0, 1, 0.3), (9, 2, -2), (1.5,), (3, 3), (10**6,)])
+def test_ranges(args: tuple[float, ...]) -> None:
+    overload = (aten.arange.default, aten.arange.start, aten.arange.start_step)[len(args) - 1]
+    assert compare(Trace(), overload, args, {})
+
+
 COLD = """
 import sys, torch, torch.nn.functional as F, tsfunc
 from tsfunc import grad, specialize, vmap
@@ -180,7 +196,11 @@ model = torch.nn.Sequential(
     torch.nn.Embedding(9, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.GELU(),
     torch.nn.Linear(16, 9), torch.nn.Softmax(-1),
 )
-specialize(lambda x: model(x).sum())(torch.zeros(4, 3, dtype=torch.int64))
+specialize(lambda x: model(x + torch.arange(3)).sum())(torch.zeros(4, 3, dtype=torch.int64))
+def attention(x):
+    q, k, v = (z.view(2, 5, 3, 4).transpose(1, 2) for z in x.split(12, 2))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous()
+specialize(attention)(torch.ones(2, 5, 36))
 def loss(w, x):
     return (w @ x).tanh().square().sum()
 specialize(vmap(grad(loss), in_dims=(None, 0)))(torch.ones(3, 3), torch.ones(5, 3))

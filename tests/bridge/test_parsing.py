@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import vmap
-from tsfunc.bridge.tracers.fast_handlers import FORMS
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS
 from tsfunc.bridge.tracers.parsing import find_form
 from tsfunc.bridge.tracers.torch_state import without_autograd
 
@@ -164,7 +164,7 @@ def test_autocast_is_heeded(name: str, known: bool) -> None:
             return function(x)
 
     x = X.float()
-    FORMS.clear()
+    FUNCTION_PLANS.clear()
     if known:
         vmap(function)(x)
     batched, expected = vmap(f)(x), torch.stack([f(row) for row in x])
@@ -177,4 +177,4 @@ def test_errors_are_torchs_and_at_the_users_line() -> None:
     with pytest.raises(TypeError, match="topk"):
         vmap(lambda x: x.topk("two"))(X)
     vmap(lambda x: x.topk(2))(X)
-    assert torch.Tensor.topk in FORMS
+    assert torch.Tensor.topk in FUNCTION_PLANS

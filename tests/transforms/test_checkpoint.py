@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -317,3 +319,19 @@ def test_errors() -> None:
     with pytest.raises(KeyError, match="mine"):
         grad(checkpoint(fails))(X)
     same(grad(lambda x: checkpoint(torch.sin)(x).sum())(X), X.cos())
+
+
+def test_it_can_be_the_first_transform_of_a_process() -> None:
+    """The patches of torch that derivatives need are there before the function's first run."""
+    code = """
+import torch
+from tsfunc import checkpoint, grad, jvp
+
+def f(x):
+    return jvp(grad(lambda x: (x * x.sin()).sum()), (x,), (x.cos(),))[1]
+
+x = torch.randn(4)
+assert checkpoint(f)(x).allclose(f(x))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr

@@ -2,7 +2,7 @@
 
 A recorder is part of a thread's state, as the levels are. A level captures the recorder, so that
 calls on other threads (backward passes) reach it too. Recording costs nothing without a recorder:
-the fast paths already test ``State.plain``.
+call plans already require ``State.plain``.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ class Level:
         self._kernel_states: dict[int, State] = {}
         self._restores = tuple([capture() for capture in _captures]) if _captures else ()
         if captured.recorder is not None:
-            # Keeps the level's calls off the fast paths also on threads with a plain state.
+            # Keeps the level's calls without plans also on threads with a plain state.
             self._restores += (nullcontext,)
         self._entered = False
 

@@ -23,6 +23,7 @@ from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.factories import prepare
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
@@ -129,6 +130,7 @@ def run(
     preserve_rng_state: bool = True,
 ) -> Any:
     """Call a function once, and set it up to run again in backward passes."""
+    prepare()
     leaves, tree = pytrees.flatten((tuple(args), dict(kwargs)))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = [leaves[i] for i in places]

@@ -90,7 +90,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
     ) -> Any:
         if kwargs or not least < len(args) <= most + 1 or not _all_ints(args[1:]):
             return NotImplemented
-        return _view(rule(op, level, dims, args, NO_KWARGS))
+        return rule(op, level, dims, args, NO_KWARGS)
 
     return rule_of_call
 
@@ -106,7 +106,7 @@ def with_sizes(rule: Rule) -> Rule:
         sizes = args[1] if len(args) == 2 and type(args[1]) in _SEVERAL else args[1:]
         if not _all_ints(sizes):
             return NotImplemented
-        return _view(rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS))
+        return rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS)
 
     return rule_of_call
 
@@ -145,11 +145,6 @@ def _flat_view(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return flat
 
 
-def _view(found: Any) -> Any:
-    """Append the storage offset of the result to a rule's answer."""
-    return found if found is NotImplemented else (*found, found[0].storage_offset())
-
-
 def indexed(by_tensors: Rule | None) -> Rule:
     """Return the function rule of ``x[index]``.
 
@@ -184,7 +179,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
             out = op(front(x, dims[0]), (_ALL, *items))
         except (IndexError, ValueError):  # the error must count the dims of an example
             return NotImplemented
-        return out, 0, out.storage_offset()
+        return out, 0
 
     return rule_of_call
 
@@ -224,7 +219,7 @@ def transposed_matrix(
         return NotImplemented
     first, second = [dim for dim in (0, 1, 2) if dim != at]
     out = x.transpose(first, second)
-    return out, at, out.storage_offset()
+    return out, at
 
 
 def chosen(rule: Rule) -> Rule:
@@ -246,11 +241,7 @@ def part(rule: Rule) -> Rule:
     def rule_of_call(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        return (
-            _view(rule(op, level, dims, args, NO_KWARGS))
-            if args[0].is_complex()
-            else NotImplemented
-        )
+        return rule(op, level, dims, args, NO_KWARGS) if args[0].is_complex() else NotImplemented
 
     return rule_of_call
 

@@ -8,8 +8,14 @@ from typing import Any
 from tsfunc.bridge.batch.fallback import without_rule, write_out
 from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.batch.split_level import before_write
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, unwrap
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.batch_tracer import (
+    BatchLevel,
+    BatchTracer,
+    dims_of,
+    rewrap,
+    unwrap,
+    unwrap_args,
+)
 from tsfunc.bridge.tracers.operators import TorchOperator, functional_form
 from tsfunc.bridge.tracers.torch_state import is_cast, is_casting, without_casting
 from tsfunc.bridge.writing.writes import adopt
@@ -19,8 +25,6 @@ from tsfunc.dispatch.state import tls
 from tsfunc.ops.keywords import KEYWORDS
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
-
-_LOOKED_INTO = (BatchTracer, list, tuple)
 
 
 @register_fallback(DispatchKey.Batch)
@@ -44,24 +48,9 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     if level.splitter is not None and isinstance(op, TorchOperator):
         for place in op.written:
             before_write(level, args[place : place + 1])
-    values: list[Any] = []
-    dims: list[Any] = []
-    any_batched = False
-    for arg in args:
-        if type(arg) is SlottedBatchTracer and arg.dispatch_level is level:
-            values.append(arg.value)
-            dims.append(arg.bdim)
-            if arg.bdim is not None:
-                any_batched = True
-        elif isinstance(arg, _LOOKED_INTO):
-            value, dim = unwrap(arg, level)
-            values.append(value)
-            dims.append(dim)
-            if dim is not None:
-                any_batched = True
-        else:
-            values.append(arg)
-            dims.append(None)
+    _, values, kinds = unwrap_args(args, level)
+    dims = dims_of(kinds, values)
+    any_batched = any(dim is not None for dim in dims)
     if kwargs:
         pairs = {name: unwrap(arg, level) for name, arg in kwargs.items()}
         if any(dim is not None for _, dim in pairs.values()):

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from tsfunc.bridge.batch.argument_forms import forms
-from tsfunc.bridge.tracers.fast_handlers import FORMS
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS
 from tsfunc.bridge.tracers.function_registry import (
     PYTHON_OPERATORS,
     FunctionRules,
@@ -79,14 +79,14 @@ def _give_way(op: Operator, key: DispatchKey | None) -> None:
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         base = _base(op.name)
         registry.remove(Stage.BATCHING, [*_callables(base), *_by_operator.get(base, ())])
-        FORMS.clear()
-        op.direct_rule = op.function = op.by_tracers = None
+        FUNCTION_PLANS.clear()
+        op.direct_rule = op.function = op.by_tracers = op.plans = None
 
 
 @on_declare
 def _new_row(row: Row) -> None:
-    """Clear ``FORMS``, which may hold calls of an operator that had no row before."""
-    FORMS.clear()
+    """Clear the plans, which may hold calls of an operator that had no row before."""
+    FUNCTION_PLANS.clear()
 
 
 def _base(name: str) -> str:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.tracer import call_torch, innermost_level
+from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
 
 # The computation of one step: from the input's product, the states before and the weights to the
 # states after it; the first state is also the result.
@@ -155,13 +155,7 @@ def _recurrent(
         if composed is not None:
             return composed(*args, **kwargs)
     if isinstance(level, BatchLevel) and level.alive:
-
-        def lifted(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return type(value)(lifted(item) for item in value)
-            return level.lift(value) if is_outside(value, level) else value
-
-        args = tuple(lifted(arg) for arg in args)
+        args = tuple([lift_where(arg, level, is_outside) for arg in args])
     return call_torch(func, types, args, kwargs)
 
 

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, unwrap
-from tsfunc.bridge.tracers.fast_handlers import KINDS, FastBatchTracer
+from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer, unwrap
+from tsfunc.bridge.tracers.fast_handlers import FastBatchTracer
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.creation_tracking import take_place
@@ -329,4 +329,4 @@ class SlottedSplitTracer(SplitTracer, SlottedTracer):
 
 SplitTracer.layouts = SplitTracer, SlottedSplitTracer
 SplitTracer.__name__ = SlottedSplitTracer.__name__ = BatchTracer.__name__
-KINDS |= {SplitTracer, SlottedSplitTracer}
+TRACERS.update((SplitTracer, SlottedSplitTracer))

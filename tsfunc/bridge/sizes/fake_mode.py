@@ -53,6 +53,10 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 # The mode makes a new tensor, and the kernel returns its argument.
 _ONLY_IN_THE_MODE: Final = frozenset({"aten::lift_fresh"})
 
+# The kernels of ranges for meta tensors are Python functions that import sympy.
+_RANGES: Final = frozenset({"aten::arange", "aten::arange.start", "aten::arange.start_step"})
+_MOST_ELEMENTS: Final = 1 << 16
+
 # The modules of the batching rules of views and copies.
 _MODULES: Final = frozenset({identity.__name__, views.__name__})
 
@@ -146,9 +150,24 @@ def results_of_fixed_sizes(
     if not all(_is_plain(leaf, fake) for leaf in _leaves((*args, *kwargs.values()))):
         return NotImplemented
     results = scaled_down(call, args, kwargs)
+    if results is NotImplemented and call.name() in _RANGES:
+        results = _range(call, args, kwargs)
     if results is NotImplemented:
         return _on_meta(fake, call, args, kwargs)
     return _as_fake(results, fake, {})
+
+
+def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the metadata of a short range, which the kernel makes."""
+    start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    if not step or not abs(end - start) <= _MOST_ELEMENTS * abs(step):
+        return NotImplemented
+    with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
+        try:
+            made = call(*args, **{**kwargs, "device": _CPU})
+        except Exception:
+            return NotImplemented  # FakeTensorMode raises the error
+    return Metadata(made.shape, made.stride(), made.dtype)
 
 
 def _on_meta(

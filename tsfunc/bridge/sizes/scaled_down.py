@@ -10,7 +10,7 @@ the dtype, the order of strides and, after replacing the sizes, the shape of the
 those of the kernel itself, in microseconds, without torch's rules for fake tensors.
 
 :data:`_RULES` and :data:`_NAMES` list these operators. An operator whose result sizes are computed
-(``cat``, ``conv2d``, ``view``) or depend on data, or that draws random numbers, is not among them.
+(``conv2d``, ``view``) or depend on data, or that draws random numbers, is not among them.
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` and
 ``_DisableTorchDispatch`` disable modes and handlers, ``OpOverload._schema`` has the arguments of an
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -71,8 +72,10 @@ _RULES: Final = frozenset(
 # Composite operators without such a rule.
 _NAMES: Final = frozenset({
     "aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::rms_norm",
-    "aten::l1_loss", "aten::gelu",
+    "aten::l1_loss", "aten::gelu", "aten::cat",
 })  # fmt: skip
+
+_CAT: Final = "aten::cat"  # the one with a result size that is a sum
 
 # Arguments that are ints: sizes, and those that do not determine a size (a dtype is an int too).
 _SIZES: Final = frozenset({"normalized_shape", "num_weights"})
@@ -81,7 +84,6 @@ _OTHER_INTS: Final = frozenset({
     "padding_idx",
 })  # fmt: skip
 
-_OTHER_TAGS: Final = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view})
 _MOST_ELEMENTS: Final = 1 << 16
 
 
@@ -119,7 +121,9 @@ def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad(),
             _DisableTorchDispatch(), DisableTorchFunction(),
         ):  # fmt: skip
-            results = scale.result(call(*small, **named))
+            found = call(*small, **named)
+            sums = _sum_of_sizes(found, *args, **kwargs) if call.name() == _CAT else {}
+            results = scale.result(found, sums)
         if call._schema.is_mutable:
             increment_version(args[0])
         return results
@@ -133,7 +137,11 @@ def _arguments(call: Any) -> Sequence[str] | None:
     schema = call._schema
     if call.name() not in _NAMES and not _has_rule(call.name()):
         return None
-    if _OTHER_TAGS.intersection(call.tags):
+    if torch.Tag.inplace_view in call.tags:
+        return None
+    # An operator with a dropout probability draws nothing if it is 0, which a call checks.
+    draws = torch.Tag.nondeterministic_seeded in call.tags
+    if draws and all(argument.name != "dropout_p" for argument in schema.arguments):
         return None
     for i, argument in enumerate(schema.arguments):
         alias = argument.alias_info
@@ -169,6 +177,12 @@ def _all_sizes(
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, torch.Tensor):
                 yield from each.shape
+
+
+def _sum_of_sizes(found: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """Return the size of concatenated tensors by its dim; empty vectors count as nothing."""
+    dim %= found.dim()
+    return {dim: sum(x.shape[dim] for x in tensors if x.shape != (0,))}
 
 
 class _Scale:
@@ -214,9 +228,10 @@ class _Scale:
         memory = torch.zeros(small_step, dtype=value.dtype)
         return memory.as_strided(small, steps)
 
-    def result(self, value: Any) -> Any:
+    def result(self, value: Any, sums: Mapping[int, int] = MappingProxyType({})) -> Any:
+        """Return a result's metadata in the call; ``sums`` has dims with sizes of their own."""
         if isinstance(value, list | tuple):
-            return type(value)([self.result(each) for each in value])
+            return type(value)([self.result(each, sums) for each in value])
         if not isinstance(value, torch.Tensor):
             raise _Unserved
         for given, small in self._tensors.values():
@@ -226,7 +241,7 @@ class _Scale:
                 raise _Unserved  # a view
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise _Unserved
-        shape = [self._large[n] for n in value.shape]
+        shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
         return Metadata(shape, self._strides(value, shape), value.dtype)
 
     def _strides(self, value: torch.Tensor, shape: Sequence[int]) -> Sequence[int]:

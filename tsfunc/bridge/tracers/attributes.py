@@ -21,7 +21,7 @@ from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     innermost_level,
-    lifted,
+    lift_operands,
     metadata,
     refuse_escaped,
 )
@@ -119,7 +119,7 @@ def _make_dual(
     if level is not None and (_functorch.maybe_current_level() or 0) <= level.functorch_depth:
         level.autograd += 1
         level.forward += 1
-        args = lifted(args, level)
+        args = lift_operands(args, level)
     return metadata(func, types, args, kwargs)
 
 

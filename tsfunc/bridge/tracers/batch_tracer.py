@@ -6,7 +6,7 @@ without storage; ``_current_graph_task_id`` as in ``torch_state``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +34,8 @@ _shape_of = _Tensor.shape.__get__  # type: ignore[attr-defined]
 _dtype_of = _Tensor.dtype.__get__  # type: ignore[attr-defined]
 _device_of = _Tensor.device.__get__
 
+_items_of = tuple.__getitem__
+_WITHOUT_FIRST = slice(1, None)
 _NUMBERS = frozenset({"scalar_tensor", "lift_fresh"})
 
 
@@ -218,12 +220,12 @@ def wrap(
     tracer: Any
     if type(value) is _Tensor and bdim is not None and value.layout is _strided:
         # Positional arguments parse faster; the None is the memory format.
-        shape = value.shape
+        shape: Any = value.shape
         if bdim == 0:
             # With the batch dim outermost in a contiguous value, the examples are contiguous too.
             # An empty batch counts as contiguous whatever its strides are, and needs its strides.
             plain = shape[0] and value.is_contiguous() and not offset
-            shape = shape[1:]
+            shape = _items_of(shape, _WITHOUT_FIRST)  # a slice of a torch.Size is slower
             strides = None if plain else value.stride()[1:]
         else:
             shape = shape[:bdim] + shape[bdim + 1 :]
@@ -304,20 +306,114 @@ def read(tracer: BatchTracer, name: str) -> Any:
         return getattr(tracer.value.select(at, 0), name)()
 
 
+_SEQUENCES = frozenset({list, tuple, torch.Size})
+_INT = frozenset({int})
+_NO_TENSORS = frozenset({int, float, bool, slice, type(None), type(Ellipsis)})
+
+# The classes of batched tensors whose attributes are read without a hook (``tracer_hooks``).
+TRACERS: set[type] = set()
+
+Unwrapped = tuple[BatchLevel | None, list[Any], list[Any]]
+
+
+def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
+    """Return the level of a call, the values of its arguments, and their kinds.
+
+    Lists and tuples with tensors are unwrapped item by item. Tracers of other levels are values.
+
+    Args:
+        args: the arguments of a call.
+        at: the level; by default that of the innermost tracer.
+
+    Returns:
+        The level, or None if no tracer of :data:`TRACERS` is among the arguments, or if one level
+        replaces another; the values; and the kinds. The kind of a tracer of the level is its batch
+        dim, or None if all examples have the same value. That of a list with other items than ints
+        is a tuple: its class, and the kinds of its items, or one kind if all are equal. Any other
+        kind is a class. The kinds are the arguments' part of the key of a call plan
+        (``call_plans``).
+
+    Raises:
+        EscapedTracerError: ``at`` is given, and a tracer belongs to a level inside of it.
+    """
+    level = at
+    values: list[Any] = []
+    kinds: list[Any] = []
+    for arg in args:
+        kind: Any = type(arg)
+        if kind in TRACERS or (at is not None and isinstance(arg, BatchTracer)):
+            own = arg.dispatch_level
+            if own is level or level is None:
+                level = own
+                kinds.append(arg.bdim)
+                values.append(arg.value)
+                continue
+            if at is None:
+                return _unwrap_innermost(args)
+            if own.depth >= at.depth:
+                refuse_escaped("an operator", own)
+        elif kind in _SEQUENCES or (at is not None and isinstance(arg, list | tuple)):
+            items = set(map(type, arg))
+            if not items <= _NO_TENSORS:
+                inner = unwrap_args(arg, at)
+                kind = (kind, *_without_repeats(inner[2]))
+                if inner[0] is not None and (
+                    at is None or any(isinstance(item, Tracer) for item in arg)
+                ):
+                    if level is not None and inner[0] is not level:
+                        return _unwrap_innermost(args)
+                    level, arg = inner[0], inner[1]
+            elif not items <= _INT:
+                kind = (kind, frozenset(items))
+        values.append(arg)
+        kinds.append(kind)
+    return level, values, kinds
+
+
+def _without_repeats(kinds: list[Any]) -> list[Any]:
+    """Return the kinds of a list's items, or one for all: then lists of any length have one key."""
+    return kinds[:1] if kinds.count(kinds[0]) == len(kinds) else kinds
+
+
+def dims_of(kinds: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the batch dims of unwrapped arguments, as batching rules take them."""
+    return [
+        kind if type(kind) is int else _dims_of_items(kind, value) if type(kind) is tuple else None
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+
+
+def _dims_of_items(kind: tuple[Any, ...], values: Sequence[Any]) -> list[Any] | None:
+    kinds = kind[1:]
+    if type(kinds[0]) is frozenset:
+        return None
+    if len(kinds) == 1:
+        kinds = kinds * len(values)
+    dims = dims_of(kinds, values)
+    return None if all(dim is None for dim in dims) else dims
+
+
+def _unwrap_innermost(args: Sequence[Any]) -> Unwrapped:
+    """Unwrap arguments of several levels."""
+    levels = set(_levels_of(args))
+    innermost = max(levels, key=lambda level: level.depth)
+    if any(level.depth == innermost.depth for level in levels - {innermost}):
+        return None, [], []
+    return unwrap_args(args, innermost)
+
+
+def _levels_of(args: Sequence[Any]) -> Iterator[BatchLevel]:
+    for arg in args:
+        if type(arg) in TRACERS:
+            yield arg.dispatch_level
+        elif type(arg) in _SEQUENCES:
+            yield from _levels_of(arg)
+
+
 def unwrap(arg: Any, level: BatchLevel) -> tuple[Any, Any]:
-    """Return the value and the batch dim of an argument; lists are unwrapped item by item."""
-    if isinstance(arg, BatchTracer):
-        if arg.dispatch_level is level:
-            return arg.value, arg.bdim
-        if arg.dispatch_level.depth >= level.depth:
-            refuse_escaped("an operator", arg.dispatch_level)
-    elif isinstance(arg, list | tuple):
-        pairs = [unwrap(item, level) for item in arg]
-        if any(isinstance(item, Tracer) for item in arg):
-            dims = [dim for _, dim in pairs]
-            values = [value for value, _ in pairs]
-            return values, dims if any(dim is not None for dim in dims) else None
-    return arg, None
+    """Return the value and the batch dim of one argument: :func:`unwrap_args`."""
+    _, values, kinds = unwrap_args((arg,), level)
+    return values[0], dims_of(kinds, values)[0]
 
 
 def rewrap(

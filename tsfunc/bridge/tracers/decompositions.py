@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import optree
 import torch
 from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
@@ -22,7 +21,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.factories import watching_factories
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_state import without_autograd
-from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.tracer import Tracer, lift_where
 
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -39,11 +38,8 @@ def run_decomposition(
     are lifted to tracers, because an outer level may differentiate them, and it may write
     into tensors made from them.
     """
-
-    def lift(value: Any) -> Any:
-        return level.lift(value) if is_outside(value, level) else value
-
-    args, kwargs = optree.tree_map(lift, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    args = [lift_where(arg, level, is_outside) for arg in args]
+    kwargs = {name: lift_where(arg, level, is_outside) for name, arg in kwargs.items()}
     autograd = without_autograd() if level.autograd else nullcontext()
     with level.at_own_level(), lifting_factories(level), autograd:
         return decomposition(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The fast paths of the handlers of batched tensors, from plain calls directly to batching rules.
+"""The handlers of batched tensors: they run a call by its plan, or leave it to the table.
 
 Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
 ``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
@@ -21,31 +21,38 @@ from torch._C import (
 from torch._ops import OpOverload
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, rewrap, wrap
-from tsfunc.bridge.tracers.decompositions import (
-    is_outside,
-    lifting_factories,
-    required_decomposition,
+from tsfunc.bridge.tracers.batch_tracer import (
+    TRACERS,
+    BatchLevel,
+    BatchTracer,
+    rewrap,
+    unwrap_args,
+    wrap,
 )
-from tsfunc.bridge.tracers.function_registry import (
-    BATCHING,
-    METHODS,
-    WRITERS,
-    Stage,
-    registry,
+from tsfunc.bridge.tracers.call_plans import (
+    FUNCTION_PLANS,
+    ITEMS,
+    PLAIN,
+    Plan,
+    Plans,
+    Step,
+    arguments_of,
+    dims_at_call,
+    plans_of_function,
+    plans_of_operator,
 )
+from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
+from tsfunc.bridge.tracers.function_registry import BATCHING, METHODS
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     add_rule_listener,
     operator_of,
     operators_by_id,
 )
-from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
     below_autograd,
-    in_dispatch_modes,
     is_casting,
 )
 from tsfunc.bridge.tracers.tracer import (
@@ -53,9 +60,9 @@ from tsfunc.bridge.tracers.tracer import (
     SlottedTracer,
     call_below_function,
     function_handler,
+    lift_where,
 )
 from tsfunc.dispatch.state import State, tls
-from tsfunc.ops.registry import Rule
 from tsfunc.ops.splitting import BatchChanged
 from tsfunc.ops.tensor_iterator import pointwise
 
@@ -67,79 +74,10 @@ _strided = torch.strided
 _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
-_OPTIONS = frozenset({int, float, bool, str, type(None), tuple, list})
-_NO_TENSORS = _OPTIONS | {complex, torch.dtype, torch.device, torch.layout, torch.memory_format}
-
-# Classes of tracers other than SlottedBatchTracer.
-KINDS: set[type] = set()
-
-# Types of other arguments of a call on a fast path; a call with any other type goes through C++.
-_PLAIN = frozenset({
-    int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
-    torch.nn.Parameter, torch.dtype, torch.memory_format,
-})  # fmt: skip
-_ITEMS = frozenset({int, slice, type(None), type(Ellipsis)})
-_SEQUENCES = frozenset({list, tuple, torch.Size})
-
-
-def unwrap_args(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
-    """Return level, values, batch dims and whether any is batched, for a plain call; else None."""
-    level: Any = None
-    batched = False
-    values = []
-    dims = []
-    for arg in args:
-        kind = type(arg)
-        if kind is SlottedBatchTracer or kind in KINDS:
-            if level is None:
-                level = arg.dispatch_level
-            elif arg.dispatch_level is not level:
-                return _unwrap_for_innermost(args)
-            bdim = arg.bdim
-            if bdim is not None:
-                batched = True
-            values.append(arg.value)
-            dims.append(bdim)
-        elif kind in _PLAIN or (kind in _SEQUENCES and _ITEMS.issuperset(map(type, arg))):
-            values.append(arg)
-            dims.append(None)
-        elif kind in _SEQUENCES:
-            inner = unwrap_args(arg)
-            if inner is None:
-                return None  # plain tensors only
-            if level is not None and inner[0] is not level:
-                return _unwrap_for_innermost(args)
-            level = inner[0]
-            batched = batched or inner[3]
-            values.append(inner[1])
-            dims.append(inner[2] if inner[3] else None)
-        else:
-            return None
-    return None if level is None else (level, values, dims, batched)
-
-
-def _unwrap_for_innermost(args: Sequence[Any]) -> tuple[Any, list[Any], list[Any], bool] | None:
-    """Do the same with several vmaps: for the innermost, tracers of the others are values."""
-    level: Any = None
-    for arg in args:
-        kind = type(arg)
-        if kind is SlottedBatchTracer or kind in KINDS:
-            own = arg.dispatch_level
-            if level is None or own.depth > level.depth:
-                level = own
-            elif own.depth == level.depth and own is not level:
-                return None  # one level replaces the other
-        elif kind not in _PLAIN and (
-            kind not in _SEQUENCES or not _ITEMS.issuperset(map(type, arg))
-        ):
-            return None
-    values, dims = [], []
-    for arg in args:
-        kind = type(arg)
-        own = (kind is SlottedBatchTracer or kind in KINDS) and arg.dispatch_level is level
-        values.append(arg.value if own else arg)
-        dims.append(arg.bdim if own else None)
-    return level, values, dims, any(dim is not None for dim in dims)
+_UNKNOWN: Any = object()
+_TABLE, _DIRECT, _ALIKE, _ONCE, _DECOMPOSED = (
+    Step.TABLE, Step.DIRECT, Step.ALIKE, Step.ONCE, Step.DECOMPOSED,
+)  # fmt: skip
 
 
 def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
@@ -149,120 +87,80 @@ def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
     have their own rules, and are tried again.
     """
     return level.batch_size != 0 and not any(
-        isinstance(value, torch.Tensor) and value.layout is not _strided for value in values
+        isinstance(value, _Tensor) and value.layout is not _strided for value in values
     )
 
 
-# NOTE [direct calls]
-# Most calls are elementwise, with one tracer, with two tracers of one batch dim, or with a tracer
-# and a number. Such a call runs on the values directly, without a batching rule.
-def same_batching(args: Sequence[Any]) -> tuple[BatchLevel, int, tuple[Any, ...]] | None:
-    """Return the level, batch dim and values of a direct call, or None."""
-    x = args[0]
-    if type(x) is not SlottedBatchTracer:
-        return None
-    level, at = x.dispatch_level, x.bdim
-    if at is None:
-        return None
-    count = len(args)
-    if count == 1:
-        return level, at, (x.value,)
-    if count != 2:
-        return None
-    y = args[1]
-    kind = type(y)
-    if kind is SlottedBatchTracer:
-        value, other = x.value, y.value
-        if y.dispatch_level is not level or y.bdim != at or value.dim() != other.dim():
-            return None
-        return level, at, (value, other)
-    return (level, at, (x.value, y)) if kind is float or kind is int else None
+def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> Plans | None:
+    """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
+    op = operator_of(overload)
+    if op.direct_rule is None or op.written or below_autograd():
+        return None  # a written tensor becomes a tracer first (``writes``)
+    return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
 
 
-def direct_call(func: Callable[..., Any], types: Any, args: Sequence[Any]) -> Any:
-    """Handle a pointwise function; NotImplemented leaves the call to ``call_rule``."""
-    alike = same_batching(args)
-    if alike is None:
-        return NotImplemented
-    level, at, values = alike
-    state = tls.state
-    if not level.alive or state.remap_args is not None or maybe_functorch_level() is not None:
-        return NotImplemented
-    if level.autograd:
-        # C++ records; no operand is from an outer level, which would need a lift.
-        if func in METHODS or is_inference_mode_enabled():
-            return NotImplemented
-        return call_below_function(func, types, args, NO_KWARGS)
-    if level._restores or not state.plain:
-        return NotImplemented
-    tls.state = level.outer
-    try:
-        out = func(*values)
-    except BatchChanged:
-        return NotImplemented
-    except Exception:
-        if _is_users_error(level, values):
-            raise
-        return NotImplemented
-    finally:
-        tls.state = state
-    return wrap(out, at, level)
-
-
-def _is_tracer(value: Any) -> bool:
-    kind = type(value)
-    return kind is SlottedBatchTracer or kind in KINDS
-
-
-def _recorded(
-    func: Callable[..., Any],
-    level: BatchLevel,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    values: Sequence[Any],
+def call_by_plan(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make a call that C++ records at the level; NotImplemented if operands need a lift."""
-    if tls.state.remap_args is not None or maybe_functorch_level() is not None:
+    """Run a call of the function handler by its plan; NotImplemented leaves it to the table."""
+    overload = type(func) is OpOverload
+    known: Any = (
+        _plans_of_overload(func, kwargs) if overload else FUNCTION_PLANS.get(func, _UNKNOWN)
+    )
+    if known is _UNKNOWN:
+        known = plans_of_function(func)
+    if known is None:
         return NotImplemented
-    if func in METHODS or is_inference_mode_enabled():
+    values: Sequence[Any]
+    if kwargs:
+        level, values, kinds = unwrap_args((*args, *kwargs.values()))
+        key = (*kinds, *kwargs)
+    else:
+        level, values, kinds = unwrap_args(args)
+        key = tuple(kinds)
+    if level is None or not level.alive or level._restores or maybe_functorch_level() is not None:
         return NotImplemented
-    for arg, value in zip(args, values, strict=True):
-        if arg is value and isinstance(value, torch.Tensor):
-            if level.forward or type(value) not in _PLAIN or value.requires_grad:
+    state = tls.state
+    if overload and not state.mask & level.bits:
+        return NotImplemented  # the level's own kernel calls outwards
+    if level.autograd:
+        plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
+        if plan.step is _TABLE or state.remap_args is not None or is_inference_mode_enabled():
+            return NotImplemented
+        for place in plan.unrecorded:
+            if level.forward or values[place].requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
-        elif arg is not value and type(value) is list and not all(map(_is_tracer, arg)):
+        return call_below_function(func, types, args, kwargs)
+    if not state.plain:
+        return NotImplemented
+    plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
+    step = plan.step
+    if state.remap_args is not None and step is not _TABLE:
+        remapped = state.remap_args(func, args, kwargs)
+        if remapped is not None:
+            out = call_by_plan(func, types, *remapped)
+            return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
+    direct = step is _DIRECT or (step is _ALIKE and values[0].dim() == values[1].dim())
+    if not direct:
+        if step is _TABLE or step is _ONCE or any_autocast():
+            return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
+        if step is _DECOMPOSED:
+            return _decomposed(plan, level, args, kwargs)
+        dims = plan.dims
+        if dims is None:
+            dims = dims_at_call(plan, kinds, values, len(args))
+    if kwargs or plan.form is not None:
+        found = arguments_of(plan, values, len(args), kwargs)
+        if found is None:
             return NotImplemented
-    return call_below_function(func, (), tuple(args), kwargs)  # hop accepts no list
-
-
-def call_rule(
-    rule: Rule, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] = NO_KWARGS
-) -> Any:
-    """Handle a call without C++; NotImplemented if the call is not plain."""
-    taken = unwrap_args(args)
-    if taken is None or not taken[3]:
-        return NotImplemented
-    level, values, dims, _ = taken
-    if level._restores or not level.alive:
-        return NotImplemented
-    if level.autograd:
-        return _recorded(func, level, args, kwargs, values)
-    if any_autocast():
-        return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
-    state = tls.state
-    if state.remap_args is not None:
-        found = state.remap_args(func, args, kwargs)
-        if found is not None:
-            args, kwargs = found
-            taken = unwrap_args(args)
-            if taken is None or not taken[3] or taken[0].autograd:
-                return func(*args, **kwargs)
-            level, values, dims, _ = taken
-    if not state.plain or maybe_functorch_level() is not None:
-        return NotImplemented
+        values, kwargs = found
     tls.state = level.outer
     try:
-        out = rule(func, level, dims, values, kwargs)
+        if direct:
+            out = plan.function(*values, **kwargs) if kwargs else plan.function(*values)
+        else:
+            # A form omits trailing arguments that equal the defaults.
+            out = plan.rule(plan.target, level, dims[: len(values)], values, kwargs)
     except BatchChanged:
         return NotImplemented  # C++ brings the tracers here again
     except Exception:
@@ -271,162 +169,55 @@ def call_rule(
         return NotImplemented
     finally:
         tls.state = state
-    if out is NotImplemented:
-        return out
-    if type(func) is OpOverload:
-        found, dims = out
-        if type(found) is _Tensor:  # no fast path writes
-            return wrap(found, dims, level, found.storage_offset())
-        return rewrap(operator_of(func), level, args, kwargs, found, dims)
-    return wrap(out[0], out[1], level, out[2] if len(out) == 3 else None)
+    if direct:
+        return wrap(out, plan.dim, level)
+    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
 
 
-# The forms of calls of functions without a rule of their own, by the argument types and keyword
-# names; None for a function whose calls have no forms.
-FORMS: dict[Any, dict[Any, Form | None] | None] = {}
-_UNKNOWN: Any = object()
+def _wrapped(
+    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> Any:
+    """Wrap the results of a batching rule."""
+    found, dims = out
+    if plan.operator is None or type(found) is _Tensor:  # no plan writes
+        return wrap(found, dims, level, found.storage_offset() if plan.view else None)
+    made = rewrap(plan.operator, level, args, kwargs, found, dims)
+    return made if plan.form is None else plan.form.result_of(made)
 
 
-def _forms_of(func: Any) -> dict[Any, Form | None] | None:
-    """Return the known forms of a function's calls; None if the function has none."""
-    forms = FORMS.get(func, _UNKNOWN)
-    if forms is _UNKNOWN:
-        apart = func in WRITERS or (func in METHODS and not _for_numbers(func))
-        forms = FORMS[func] = {} if has_forms(func) and not apart else None
-    return forms  # type: ignore[no-any-return]
-
-
-def _for_numbers(func: Any) -> bool:
-    """True if the function's method serves only calls in which a tensor stands for a number."""
-    rule = registry.find(Stage.METHOD, func)
-    return rule is not None and rule.numbers
-
-
-def _new_form(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-    """Return the form of a call, as torch's parsers determine it."""
-    others = (*args[1:], *kwargs.values())
-    if _for_numbers(func) and any(isinstance(value, torch.Tensor) for value in others):
-        return None
-    form = find_form(func, args, kwargs)
-    if form is not None:
-        form.decomposition = required_decomposition(form.op)
-    return form
-
-
-def _parsed_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Handle a call of any operator: NOTE [forms of calls] in ``parsing``."""
-    forms = _forms_of(func)
-    if forms is None:
-        return NotImplemented
-    for arg in args:
-        if type(arg) in _SEQUENCES and arg:
-            arg = arg[0]
-        if _is_tracer(arg):
-            if arg.dispatch_level.autograd:
-                return _recorded_call(func, args, kwargs)
-            break
-    kinds: Any = tuple(map(type, args))
-    if kwargs:
-        kinds = (*kinds, *kwargs, *map(type, kwargs.values()))
-    form = forms.get(kinds, _UNKNOWN)
-    if form is _UNKNOWN:
-        if in_dispatch_modes() or maybe_functorch_level() is not None:
-            return NotImplemented
-        form = forms[kinds] = _new_form(func, args, kwargs)
-    if form is None or any_autocast():  # autocast kernels come first: NOTE [autocast and rules]
-        return NotImplemented
-    op = form.op
-    found = form.arguments(args, kwargs)
-    if found is None:
-        return NotImplemented
-    if op.direct_rule is not None:
-        out = call_rule(op.direct_rule, op.overload, *found)
-    elif form.decomposition is not None:
-        out = _call_decomposition(form.decomposition, *found)
-    else:
-        return NotImplemented
-    if type(out) is SlottedBatchTracer or out is NotImplemented:
-        return out
-    if form.result is not None:
-        return form.result(out)
-    return tuple(out) if type(out) is list else out
-
-
-def _recorded_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Do the same if autograd is recorded at the level."""
-    taken = unwrap_args(args)
-    if taken is None or not _NO_TENSORS.issuperset(map(type, kwargs.values())):
-        return NotImplemented
-    level = taken[0]
-    if level._restores or not level.alive or not level.autograd:
-        return NotImplemented
-    return _recorded(func, level, args, kwargs, taken[1])
-
-
-def _call_decomposition(
-    decomposition: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+def _decomposed(
+    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
-    taken = unwrap_args(args)
-    if taken is None or not taken[3]:
+    form = plan.form
+    assert form is not None
+    found = form.arguments(args, kwargs)
+    if found is None or not level.batch_size or tls.state.remap_args is not None:
         return NotImplemented
-    level, state = taken[0], tls.state
-    if level.autograd or level._restores or not level.alive or not level.batch_size:
-        return NotImplemented
-    if not state.plain or state.remap_args is not None or maybe_functorch_level() is not None:
-        return NotImplemented
-    lifted = [_lifted(arg, level) for arg in args]
     try:
         with level.at_own_level(), lifting_factories(level):
-            return decomposition(*lifted, **kwargs)
+            lifted = [lift_where(arg, level, is_outside) for arg in found[0]]
+            return form.result_of(plan.function(*lifted, **found[1]))
     except BatchChanged:
         return NotImplemented
 
 
-def _lifted(value: Any, level: BatchLevel) -> Any:
-    if type(value) is list:
-        return [_lifted(item, level) for item in value]
-    return level.lift(value) if is_outside(value, level) else value
-
-
-def _call_overload(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Handle a call by a rule of an inner level or by a mode below autograd."""
-    if op.direct_rule is None or op.written or below_autograd():
-        return NotImplemented  # a written tensor becomes a tracer first (``writes``)
-    if kwargs and not (
-        op.keywords.issuperset(kwargs) and _NO_TENSORS.issuperset(map(type, kwargs.values()))
-    ):
-        return NotImplemented
-    for arg in args:
-        if type(arg) is SlottedBatchTracer:
-            if not tls.state.mask & arg.dispatch_level.bits:
-                return NotImplemented  # the level's own kernel calls outwards
-            break
-    if op.function is not None and not kwargs:
-        out = direct_call(op.overload, (), args)
-        if out is not NotImplemented:
-            return out
-    return call_rule(op.direct_rule, op.overload, args, kwargs)
-
-
-# NOTE [fast paths]
+# NOTE [plans of operators]
 # ``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
 # belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered
-# for the operator, then this is the kernel of the Batch column, which runs a batching rule. These
-# two functions run the rule without the steps between.
-def _dispatch_to_rule(
-    op: TorchOperator, rule: Rule, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run the rule of an operator without the table; NotImplemented if the call is not plain."""
-    alike = same_batching(args) if op.function is not None and not kwargs else None
-    if alike is None:
-        taken = unwrap_args(args)
-        if taken is None or (op.ruled and not taken[3]):
-            return NotImplemented
-        level, values, dims, batched = taken
+# for the operator, then this is the kernel of the Batch column, which runs a batching rule. The
+# plan runs the rule without the steps between, under the state that the level captured.
+def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call of the dispatch handler by its plan; NotImplemented leaves it to the table."""
+    values: Sequence[Any]
+    if kwargs:
+        level, values, kinds = unwrap_args((*args, *kwargs.values()))
+        key = (*kinds, *kwargs)
+        values = values[: len(args)]
     else:
-        level = alike[0]
-    if not level.alive or level._restores:
+        level, values, kinds = unwrap_args(args)
+        key = tuple(kinds)
+    if level is None or not level.alive or level._restores:
         return NotImplemented
     if op.composite and is_casting():
         return NotImplemented  # the guard of the level handles it: NOTE [autocast and rules]
@@ -439,6 +230,14 @@ def _dispatch_to_rule(
     captured = level.torch_state
     if captured.in_modes:
         return NotImplemented  # the guard of the level handles modes
+    known = op.plans or plans_of_operator(op)
+    plan = known.plans.get(key) or known.make(op.overload, args, kwargs, kinds, key)
+    step = plan.step
+    if step is _TABLE:
+        return NotImplemented
+    dims = plan.dims
+    if dims is None:
+        dims = dims_at_call(plan, kinds[: len(args)], values, len(args))
     guards = captured.guards  # free guards; other threads may pop them meanwhile
     try:
         guard = guards.pop()
@@ -450,16 +249,17 @@ def _dispatch_to_rule(
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)
     try:
-        if alike is not None:
-            out = op.function(*alike[2])
-        elif batched:
-            out = rule(op.overload, level, dims, values, kwargs)
+        direct = step is _DIRECT or (step is _ALIKE and values[0].dim() == values[1].dim())
+        if direct:
+            out = plan.function(*values)
+        elif step is _ONCE:
+            out = plan.function(*values, **kwargs), None
         else:
-            out = op.overload(*values, **kwargs), None
+            out = plan.rule(plan.target, level, dims[: len(args)], values, kwargs)  # type: ignore[misc]
     except BatchChanged:
         return NotImplemented  # the table brings the tracers to the same rule again
     except Exception:
-        if _is_users_error(level, () if alike is None else alike[2]):
+        if _is_users_error(level, values):
             raise
         return NotImplemented
     finally:
@@ -468,14 +268,9 @@ def _dispatch_to_rule(
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
         guards.append(guard)
-    if alike is not None:
-        return wrap(out, alike[1], level)
-    if out is NotImplemented:
-        return out
-    found, dims = out
-    if type(found) is _Tensor:
-        return wrap(found, dims, level, found.storage_offset())
-    return rewrap(op, level, args, kwargs, found, dims)
+    if direct:
+        return wrap(out, plan.dim, level)
+    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
 
 
 # NOTE [queries of autograd]
@@ -518,13 +313,8 @@ for _name, _answer in (
     operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
 
 
-def _takes_options(func: Any) -> bool:
-    rule = registry.find(Stage.BATCHING, func)
-    return rule is not None and rule.options
-
-
 class FastBatchTracer(BatchTracer):
-    """A batched tensor whose handlers have fast paths."""
+    """A batched tensor whose handlers run call plans."""
 
     __slots__ = ()
 
@@ -536,24 +326,8 @@ class FastBatchTracer(BatchTracer):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if not kwargs:
-            kwargs = NO_KWARGS
-            if type(func) is OpOverload:
-                out = _call_overload(operator_of(func), args, kwargs)
-            elif (rule := BATCHING.get(func)) is not None:
-                out = direct_call(func, types, args) if rule is pointwise else NotImplemented
-                if out is NotImplemented:
-                    out = call_rule(rule, func, args)
-            else:
-                out = _parsed_call(func, args, kwargs)
-        elif type(func) is OpOverload:
-            out = _call_overload(operator_of(func), args, kwargs)
-        elif (rule := BATCHING.get(func)) is None or not _takes_options(func):
-            out = _parsed_call(func, args, kwargs)
-        elif _OPTIONS.issuperset(map(type, kwargs.values())):
-            out = call_rule(rule, func, args, kwargs)
-        else:
-            out = NotImplemented
+        kwargs = kwargs or NO_KWARGS
+        out = call_by_plan(func, types, args, kwargs)
         return function_handler(func, types, args, kwargs) if out is NotImplemented else out
 
     @classmethod
@@ -569,12 +343,9 @@ class FastBatchTracer(BatchTracer):
             out = op.by_tracers(args)
             if out is not NotImplemented:
                 return out
-        if not kwargs:
-            kwargs = NO_KWARGS
-        if op.direct_rule is not None and (
-            not kwargs or _NO_TENSORS.issuperset(map(type, kwargs.values()))
-        ):
-            out = _dispatch_to_rule(op, op.direct_rule, args, kwargs)
+        kwargs = kwargs or NO_KWARGS
+        if op.direct_rule is not None:
+            out = dispatch_by_plan(op, args, kwargs)
             if out is not NotImplemented:
                 return out
         return op.call(args, kwargs, True)
@@ -595,7 +366,7 @@ class PromotedBatchTracer(FastBatchTracer):
 BatchTracer.layouts = PromotedBatchTracer, SlottedBatchTracer
 # Messages show one name for all of these classes.
 SlottedBatchTracer.__name__ = PromotedBatchTracer.__name__ = BatchTracer.__name__
-KINDS.add(PromotedBatchTracer)
+TRACERS.update((SlottedBatchTracer, PromotedBatchTracer))
 
 
 def _use_compiled() -> None:
@@ -610,8 +381,8 @@ def _use_compiled() -> None:
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "rules": BATCHING, "forms": FORMS, "methods": METHODS, "pointwise": pointwise,
-        "call_below": call_below_function, "plain_types": _PLAIN, "item_types": _ITEMS,
+        "rules": BATCHING, "forms": FUNCTION_PLANS, "methods": METHODS, "pointwise": pointwise,
+        "call_below": call_below_function, "plain_types": PLAIN, "item_types": ITEMS,
         "wrap": wrap, "alias": _alias, "same_size": _is_same_size,
         "same_numel": _has_same_storage_numel, "batch_changed": BatchChanged,
     })  # fmt: skip

@@ -89,6 +89,7 @@ class TorchOperator(Operator):
         "keywords",
         "out_names",
         "overload",
+        "plans",
         "random",
         "reshapes",
         "returned",
@@ -152,7 +153,9 @@ class TorchOperator(Operator):
         self.direct_rule = self.row.rule if self.row is not None and not self.special else None
         # Answers calls on batched tensors directly (NOTE [queries of autograd]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
-        # Runs the operator on values alone, faster than the overload (NOTE [direct calls]).
+        # Its call plans (``call_plans``), made at its first call on a batched tensor.
+        self.plans: Any = None
+        # Runs the operator on values alone, faster than the overload (``call_plans``).
         self.function = self._function()
         _notify_listeners(self, _rule_listeners)
         if not any("Tensor" in str(argument.type) for argument in arguments):
@@ -232,6 +235,7 @@ def _declared_late(row: Row) -> None:
     if isinstance(op, TorchOperator):
         op.row = row
         op.direct_rule = None if op.special else row.rule
+        op.plans = None
         op.function = op._function()
 
 

@@ -63,13 +63,11 @@ class Form:
 
     Attributes:
         op: the operator.
-        decomposition: runs the operator in others, if it is served that way.
         result: the class of a named tuple of results.
     """
 
     __slots__ = (
         "as_it_is",
-        "decomposition",
         "defaults",
         "named",
         "op",
@@ -80,7 +78,6 @@ class Form:
 
     def __init__(self, op: TorchOperator, result: Any) -> None:
         self.op, self.result = op, result
-        self.decomposition: Callable[..., Any] | None = None
         # For each positional argument of the schema: its position in the call's positional
         # arguments, keyword arguments and defaults, in this order; and its conversion.
         self.places: list[tuple[int, Convert | None]] = []
@@ -99,8 +96,12 @@ class Form:
             return args, kwargs
         if self.packed is not None:
             args = (*args[: self.packed], args[self.packed :])
+        return self.arguments_in((*args, *kwargs.values()))
+
+    def arguments_in(self, given: Sequence[Any]) -> tuple[list[Any], dict[str, Any]] | None:
+        """Do the same for packed arguments, followed by the values of keyword arguments."""
         defaults = self.defaults
-        given = (*args, *kwargs.values(), *defaults)
+        given = (*given, *defaults)
         found = []
         for place, convert in self.places:
             value = given[place]
@@ -121,6 +122,35 @@ class Form:
             if not _is_default(value, default):
                 named[name] = value
         return found, named
+
+    def result_of(self, out: Any) -> Any:
+        """Return several results in the function's class: a named tuple, or a tuple."""
+        if self.result is not None:
+            return self.result(out)
+        return tuple(out) if type(out) is list else out
+
+    def unwrapped_arguments(
+        self, values: Sequence[Any], count: int
+    ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+        """Do the same for the values of a call's arguments and of its keyword arguments.
+
+        Args:
+            values: the unwrapped arguments, followed by the unwrapped keyword arguments.
+            count: the number of the arguments.
+        """
+        packed = self.packed
+        if packed is not None:
+            values = [*values[:packed], tuple(values[packed:count]), *values[count:]]
+        return self.arguments_in(values)
+
+    def dims_in_order(self, dims: Sequence[Any], count: int) -> list[Any]:
+        """Return the batch dims of a call's arguments in the schema's order."""
+        if self.as_it_is:
+            return list(dims)
+        packed = self.packed
+        if packed is not None:
+            dims = [*dims[:packed], None, *dims[count:]]
+        return [dims[place] if place < len(dims) else None for place, _ in self.places]
 
 
 def _is_default(value: Any, default: Any) -> bool:

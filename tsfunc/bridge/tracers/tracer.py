@@ -505,11 +505,14 @@ def _call_torch(
                     # not.
                     return operator_of(func).call(args, kwargs, below_autograd())
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-                    args = tuple([_lift_recorded(arg, level) for arg in args])
-                    kwargs = {k: _lift_recorded(v, level) for k, v in kwargs.items()}
+                    args = tuple([lift_where(x, level, _is_recorded_outside) for x in args])
+                    kwargs = {
+                        k: lift_where(v, level, _is_recorded_outside) for k, v in kwargs.items()
+                    }
                 with without_autograd():
                     return call_below_function(func, types, args, kwargs)
-            args, kwargs = lifted(args, level), {k: _lift(v, level) for k, v in kwargs.items()}
+            args = lift_operands(args, level)
+            kwargs = {k: lift_where(v, level, _is_operand) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
     return call_below_function(func, types, args, kwargs)
@@ -526,40 +529,49 @@ _DIFFERENTIABLE = frozenset(
 )
 
 
-def _lift(value: Any, level: TracerLevel) -> Any:
-    if isinstance(value, Tracer):
-        return level.lift(value) if value.dispatch_level.depth < level.depth else value
+L = TypeVar("L", bound=TracerLevel)
+
+
+def lift_where(value: Any, level: L, needs: Callable[[torch.Tensor, L], bool]) -> Any:
+    """Return an argument in which the tensors that need it are lifted to a level.
+
+    Args:
+        value: the argument; lists and tuples are lifted item by item.
+        level: the level.
+        needs: True for a tensor that is to be lifted, called as ``needs(tensor, level)``.
+    """
     if isinstance(value, torch.Tensor):
-        if value.requires_grad or (level.forward and value.dtype in _DIFFERENTIABLE):
-            return level.lift(value)
-        return value
+        return level.lift(value) if needs(value, level) else value
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):  # ``new`` needs it
-        lifted = [_lift(item, level) for item in value]
+        lifted = [lift_where(item, level, needs) for item in value]
         return lifted if isinstance(value, list) else tuple(lifted)
     return value
+
+
+def _is_operand(value: torch.Tensor, level: TracerLevel) -> bool:
+    """True for an operand of an outer level while autograd is recorded at this level."""
+    if isinstance(value, Tracer):
+        return value.dispatch_level.depth < level.depth
+    return value.requires_grad or (level.forward > 0 and value.dtype in _DIFFERENTIABLE)
 
 
 # If no autograd is recorded at the level, C++ skips autograd, and some parts of a composite
 # function may have only operands of outer levels (the 0 in ``w[i, 0]``). Operands that are
 # differentiated at outer levels are lifted too, so that every part reaches the level, which
 # records in the autograd state that it captured.
-def _lift_recorded(value: Any, level: TracerLevel) -> Any:
-    if isinstance(value, torch.Tensor):
-        if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
-            return value
-        with DisableTorchFunctionSubclass():
-            recorded = value.requires_grad or (
-                forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-            )
-        return level.lift(value) if recorded else value
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        lifted = [_lift_recorded(item, level) for item in value]
-        return lifted if isinstance(value, list) else tuple(lifted)
-    return value
+def _is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
+    """True for an operand that an outer level differentiates."""
+    if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
+        return False
+    with DisableTorchFunctionSubclass():
+        return value.requires_grad or (
+            forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+        )
 
 
-def lifted(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
-    return tuple([_lift(arg, level) for arg in args])
+def lift_operands(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
+    """Lift operands of outer levels for a call that autograd records at the level."""
+    return tuple([lift_where(arg, level, _is_operand) for arg in args])
 
 
 def refuse_escaped(func: Any, level: Level) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.fast_handlers import call_rule
+from tsfunc.bridge.tracers.fast_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
 from tsfunc.bridge.writing.promotion import memory_of, physical
@@ -116,7 +116,7 @@ class EmulatedView(TracerHook):
             sync(view)
         rule = None if kwargs or written else registry.find(Stage.BATCHING, func)
         if rule is not None and not rule.view:
-            out = call_rule(rule.rule, func, args)
+            out = call_by_plan(func, types, args, kwargs)
             if out is not NotImplemented and not any(out.value is view.value for view, _ in held):
                 return out
         out = function_handler(func, others, args, kwargs)

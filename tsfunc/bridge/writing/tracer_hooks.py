@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.fast_handlers import KINDS, PromotedBatchTracer, SlottedBatchTracer
+from tsfunc.bridge.tracers.batch_tracer import TRACERS
+from tsfunc.bridge.tracers.fast_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler, sync
 
 
@@ -77,9 +78,9 @@ def _class_for(kind: type) -> type:
     ) -> Any:
         return function_handler(func, types, args, kwargs or NO_KWARGS)
 
-    # The fast paths accept a SlottedBatchTracer. As a subclass of all tracer classes of its level,
+    # Call plans take a SlottedBatchTracer. As a subclass of all tracer classes of its level,
     # the class with a hook has its ``__torch_function__`` called before theirs.
     members = {"__slots__": (), "__torch_function__": classmethod(without_function_rules)}
     hooked = type(kind.__name__, (SlottedBatchTracer, PromotedBatchTracer), members)
-    KINDS.add(hooked)
+    TRACERS.add(hooked)
     return hooked

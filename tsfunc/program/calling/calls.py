@@ -41,10 +41,9 @@ from tsfunc.program.calling.reporting import log_program, progress
 from tsfunc.program.calling.target import Target, described, places_of, spelled
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
-from tsfunc.program.closure.guard_builder import is_container, is_instance
+from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
 from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.numbers import Earlier, Read, Varying
 from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE

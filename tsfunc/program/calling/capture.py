@@ -47,8 +47,8 @@ from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
 from tsfunc.program.calling.counters import Counters
+from tsfunc.program.closure.guard_builder import Varying
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.numbers import Varying
 from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject, Source
 from tsfunc.program.closure.refusals import (
     check_bodies,

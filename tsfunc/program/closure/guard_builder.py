@@ -23,20 +23,36 @@ NOTE [closures]
 function's own objects. ``"guard"`` guards them as described above. ``"freeze"`` makes the values
 found by the first call constants of the program, the data of tensors included, and does not guard
 them. ``"error"`` raises an error when they are read.
+
+NOTE [numbers that vary]
+A number that a trace reads from outside is guarded by its value. If a later call fails because of
+it, as when a scheduler changes ``optimizer.param_groups[0]["lr"]``, the next trace makes it an
+input: the function computes with a symbolic number, in its place for the time of the trace, and the
+program reads the current value at every call. Questions about the number (``if lr > 0``) become
+guards. If the function can't be traced with the symbol (it is a key of a dict, say), the number
+stays guarded by its value, and each value has its own program.
+
+NOTE [contents that are shown]
+An object may show the contents of another: a view of a dict, a reference, a byte buffer, an enum
+member. Later calls are guarded on the contents, which change without the object.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
+import contextvars
 import copy
 import enum
 import functools
+import math
+import re
 import sys
 import threading
 import types
 import weakref
 from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -44,20 +60,183 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.program.closure.numbers import Earlier, Numbers
 from tsfunc.program.closure.read_guards import (
     EqualValue,
     KeysAre,
     LengthIs,
     ReadGuards,
+    ReadNumber,
     SameObject,
     SamePlace,
     Source,
     TypeOf,
 )
 from tsfunc.program.closure.results import OutsideRef
-from tsfunc.program.closure.viewed_state import viewed_state
 from tsfunc.program.closure.watching import can_watch
+from tsfunc.types.values import same_value
+
+# --- numbers that vary
+
+
+Read = int | float | type
+Earlier = Mapping[str, Collection[Read]]
+
+
+class Varying(NamedTuple):
+    """A number that is an input of a program.
+
+    Attributes:
+        name: its name in the program.
+        source: its place.
+        variable: its variable in the generated guard.
+        value: its value in the traced call.
+        position: its index among the values that the program is called with after the arguments.
+    """
+
+    name: str
+    source: Source
+    variable: str
+    value: int | float
+    position: int
+
+
+class Numbers:
+    """The numbers of one trace.
+
+    Args:
+        earlier: the values of such numbers in earlier traces, by the user's spelling; the type of
+            those that were inputs. A number that differs from one of its type is an input.
+
+    Attributes:
+        read: the value of each number that was read, by the user's spelling; the type of an input.
+        inputs: the numbers that are inputs, by the user's spelling.
+        symbol: returns the symbolic number for an input; None before the trace has begun.
+    """
+
+    def __init__(self, earlier: Earlier = MappingProxyType({})) -> None:
+        self._earlier = earlier
+        self.read: dict[str, Read] = {}
+        self.inputs: dict[str, Varying] = {}
+        self.symbol: Callable[[Varying], Any] | None = None
+        self._symbols: dict[str, Any] = {}
+        self._waiting: list[tuple[Any, Any, Callable[[], Any]]] = []
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []
+
+    def is_input(self, value: Any, text: str) -> bool:
+        """Note that a value is read at a place; return True if it is an input of the program."""
+        if type(value) not in (int, float):
+            return False
+        earlier = self._earlier.get(text, ())
+        varies = any(
+            each is type(value) or (type(each) is type(value) and not same_value(each, value))
+            for each in earlier
+        )
+        self.read[text] = type(value) if varies and _is_tame(value) else value
+        return self.read[text] is not value
+
+    def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
+        """Return True if one of the elements of a tuple is an input of the program."""
+        found = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
+        return any(found)
+
+    def add(self, value: Any, source: Source, guards: ReadGuards) -> None:
+        """Make a number an input: guard its type only."""
+        if source.text not in self.inputs:
+            variable = f"number_{len(self.inputs)}"
+            guards.add(ReadNumber(source, variable, type(value), _is_tame))
+            name = re.sub(r"\W+", "_", source.text).strip("_")
+            position = guards.result(source, value)
+            self.inputs[source.text] = Varying(name, source, variable, value, position)
+
+    def of(self, text: str) -> Any:
+        """Return the symbolic number of an input; its value before the trace has begun."""
+        varying = self.inputs[text]
+        if self.symbol is None:
+            return varying.value
+        if text not in self._symbols:
+            self._symbols[text] = self.symbol(varying)
+        return self._symbols[text]
+
+    def put_into(self, container: Any, key: Any, made: Callable[[], Any]) -> None:
+        """Replace an element of a container from the start of the trace, by one with symbols."""
+        if self.symbol is None:
+            self._waiting.append((container, key, made))
+            return
+        before, container[key] = container[key], made()
+        self._replaced.append((container, key, container[key], before))
+
+    def start(self, symbol: Callable[[Varying], Any]) -> None:
+        """Begin the trace."""
+        self.symbol = symbol
+        for each in self._waiting:
+            self.put_into(*each)
+
+    def put_back(self) -> None:
+        """Restore the numbers in their containers, where the function has left the symbols."""
+        for container, key, symbol, before in self._replaced:
+            if _elements_by_key(container).get(key) is symbol:
+                container[key] = before
+        self._replaced.clear()
+
+    def is_same(self, now: Any, before: Any) -> bool:
+        """Return True if an element is the one before, or the symbol in its place."""
+        return now is before or any(now is x and before is y for _, _, x, y in self._replaced)
+
+
+def _elements_by_key(container: Any) -> Mapping[Any, Any]:
+    return container if isinstance(container, Mapping) else dict(enumerate(container))
+
+
+def _is_tame(value: int | float) -> bool:
+    """Return True if a symbol can have the value."""
+    return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
+
+
+# --- objects that show contents: NOTE [contents that are shown]
+
+
+_DICT: dict[Any, Any] = {}
+_VIEWS = (type(_DICT.keys()), type(_DICT.values()), type(_DICT.items()))
+_BYTES = (bytearray, array.array, memoryview)
+
+_OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # every enum member has these
+
+
+def has_contents(value: Any) -> bool:
+    """Return True if an object that is not a pytree container has elements or shows contents."""
+    array_like = hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
+    return array_like or isinstance(value, set) or viewed_state(value) is not None
+
+
+def viewed_state(value: Any) -> tuple[str, Any] | None:
+    """Return the contents that an object shows.
+
+    Returns:
+        The Python expression for the contents, with ``{}`` for the object, and the contents now;
+        None for an object that shows nothing.
+    """
+    if isinstance(value, _VIEWS):
+        return "list({})", list(value)
+    if isinstance(value, types.MappingProxyType):
+        return "dict({})", dict(value)
+    if isinstance(value, enum.Enum):
+        own = vars(value)
+        if own.keys() <= _OF_MEMBERS:
+            return "{}._value_", own["_value_"]
+        return "{}.__dict__", dict(own)
+    if isinstance(value, contextvars.ContextVar):
+        return "{}.get(...)", value.get(...)
+    if isinstance(value, _BYTES):
+        return "memoryview({}).tobytes()", memoryview(value).tobytes()
+    if isinstance(value, weakref.ref):
+        # A referenced tensor is compared by identity, as the reference itself is.
+        referent = value()
+        return None if isinstance(referent, torch.Tensor) else ("{}()", referent)
+    return None
+
+
+# --- the guards of values
+
 
 _VALUES = (
     int, bool, str, bytes, complex, type(None), torch.dtype, torch.layout, torch.memory_format,

@@ -22,8 +22,7 @@ from tsfunc.bridge.tracers.settings import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.guard_builder import Closure, GuardBuilder, is_instance
-from tsfunc.program.closure.numbers import Earlier
+from tsfunc.program.closure.guard_builder import Closure, Earlier, GuardBuilder, is_instance
 from tsfunc.program.closure.packages import is_installed
 from tsfunc.program.closure.read_guards import (
     AnswerIs,

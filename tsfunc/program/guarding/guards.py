@@ -35,9 +35,8 @@ from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.quick_checks import quick_check
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, reader_of, users_class
 from tsfunc.errors import DescriptorError
-from tsfunc.program.closure.guard_builder import has_value, is_instance
+from tsfunc.program.closure.guard_builder import has_contents, has_value, is_instance, viewed_state
 from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_float
-from tsfunc.program.closure.viewed_state import has_contents, viewed_state
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of

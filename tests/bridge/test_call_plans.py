@@ -1,0 +1,147 @@
+"""Call plans: a call that has a plan gives what the first call gave, and the loop gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tsfunc import grad, jvp, vmap
+from tsfunc.bridge.tracers import call_plans
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, Step
+from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+
+Function = Callable[..., Any]
+
+in_python = pytest.mark.skipif(
+    "__torch_function__" in vars(SlottedBatchTracer),
+    reason="the compiled handlers, if they are built, take these calls without a plan",
+)
+
+# Functions of x [3, 4], y [3, 4], v [4] and of a number.
+CALLS: dict[str, Function] = {
+    "one tracer": lambda x, y, v, n: torch.sin(x),
+    "equal ranks": lambda x, y, v, n: x * y,
+    "other ranks": lambda x, y, v, n: x - v,
+    "other ranks, turned": lambda x, y, v, n: torch.atan2(v, y),
+    "a number": lambda x, y, v, n: x.add(n),
+    "a number first": lambda x, y, v, n: n - x,
+    "an option": lambda x, y, v, n: torch.add(x, y, alpha=n),
+    "three tracers": lambda x, y, v, n: torch.addcmul(x, y, x, value=n),
+    "a dim": lambda x, y, v, n: x.sum(int(n) % 2),
+    "dims by name": lambda x, y, v, n: x.mean(dim=(0, int(n) % 2)) if n % 2 else x.mean(dim=0),
+    "an index": lambda x, y, v, n: x[int(n) % 3],
+    "a slice": lambda x, y, v, n: x[1:, None, : int(n) % 4],
+    "packed numbers": lambda x, y, v, n: v.repeat(2, int(n) % 3 + 1),
+    "a form": lambda x, y, v, n: x.roll(int(n), -1),
+    "named results": lambda x, y, v, n: x.topk(2, dim=int(n) % 2).values,
+    "a list": lambda x, y, v, n: torch.cat([x, y][: int(n) % 2 + 1] * 2),
+    "a list with others": lambda x, y, v, n: torch.stack([x, torch.ones_like(x), y], int(n) % 3),
+    "a decomposition": lambda x, y, v, n: F.cosine_similarity(x, y, int(n) % 2),
+    "a matrix": lambda x, y, v, n: torch.outer(v, v) @ x.T @ F.linear(y, x),
+    "an overload": lambda x, y, v, n: torch.ops.aten.mul.Tensor(x, y),
+}
+
+
+def batches(draw: random.Random) -> tuple[list[torch.Tensor], list[int | None]]:
+    """Draw batches of x, y and v of five examples, and their in_dims."""
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    shapes, tensors, dims = ((3, 4), (3, 4), (4,)), [], []
+    for place, shape in enumerate(shapes):
+        dim = draw.choice([None, *range(len(shape) + 1)]) if place else 0
+        size = list(shape)
+        if dim is not None:
+            size.insert(dim, 5)
+        tensors.append(torch.randn(size, dtype=torch.float64, generator=generator))
+        dims.append(dim)
+    return tensors, dims
+
+
+def loop(f: Function, tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> Any:
+    examples = [
+        f(*[x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims, strict=True)])
+        for i in range(5)
+    ]
+    return torch.stack(examples)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_with_a_plan_give_what_the_loop_gives(name: str) -> None:
+    seed = random.randrange(10**9)
+    print("seed", seed)
+    draw = random.Random(seed)
+    for _ in range(8):
+        tensors, dims = batches(draw)
+        n = float(draw.randrange(1, 7))
+
+        def f(x: Any, y: Any, v: Any, n: float = n) -> Any:
+            return CALLS[name](x, y, v, n)
+
+        def pushed(x: Any, y: Any, v: Any) -> Any:
+            return jvp(lambda x: f(x, y, v), (x,), (y,))[1]
+
+        def pulled(x: Any, y: Any, v: Any) -> Any:
+            return grad(lambda x: f(x, y, v).square().sum())(x)
+
+        def nested(x: Any, y: Any, v: Any) -> Any:
+            return vmap(lambda x: f(x, y, v))(torch.stack([x, y, -x]))
+
+        for function in (f, pushed, pulled, nested):
+            expected = loop(function, tensors, dims)
+            torch.testing.assert_close(vmap(function, tuple(dims))(*tensors), expected)
+
+
+def plans(function: Any) -> Plans:
+    found = FUNCTION_PLANS[function]
+    assert found is not None
+    return found
+
+
+@in_python
+def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
+    FUNCTION_PLANS.clear()
+    x = torch.arange(12.0).reshape(3, 4)
+    for n in range(1, 6):
+        assert vmap(lambda x, n=n: x.roll(n))(x).equal(x.roll(n, 1))
+        assert vmap(lambda x, n=n: torch.cat([x] * n))(x).equal(torch.cat([x] * n, 1))
+        assert vmap(lambda x, n=n: x * float(n))(x).equal(x * n)
+    assert [plan.step for plan in plans(torch.Tensor.roll).plans.values()] == [Step.RULE]
+    assert [plan.step for plan in plans(torch.cat).plans.values()] == [Step.RULE]
+    assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [Step.DIRECT]
+
+
+@in_python
+def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
+    FUNCTION_PLANS.clear()
+    x = torch.arange(12.0).reshape(3, 4)
+    for dim in (0, 1):
+        for other in (2, 2.0, x.select(dim, 0)):
+            torch.testing.assert_close(
+                vmap(lambda x, other=other: torch.add(x, other), dim)(x),
+                (x.movedim(dim, 0) + other),
+            )
+    made = plans(torch.add).plans
+    assert set(made) == {(dim, kind) for dim in (0, 1) for kind in (int, float, torch.Tensor)}
+
+
+@in_python
+def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_plans, "_MOST_PLANS", 3)
+    FUNCTION_PLANS.clear()
+    x = torch.arange(48.0).reshape(2, 2, 2, 2, 3)
+    for dim in range(5):
+        assert vmap(torch.sin, dim, dim)(x).equal(x.sin())
+        assert len(plans(torch.sin).plans) <= 3
+
+
+@in_python
+def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
+    FUNCTION_PLANS.clear()
+    x = torch.linspace(-1, 1, 6).reshape(2, 3)
+    assert vmap(grad(lambda x: torch.sin(x).sum()))(x).allclose(x.cos())
+    assert [plan.step for plan in plans(torch.sin).recorded.values()] == [Step.RECORDED]
+    assert not plans(torch.sin).plans

@@ -1,0 +1,388 @@
+"""Call plans: the way of a call on batched tensors to its rule, decided once and kept as data.
+
+NOTE [call plans]
+A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
+None of this depends on the data, so it is decided at the first such call and kept as a
+:class:`Plan`. Later calls with the same key run the plan (``fast_handlers``); what has no plan goes
+to the dispatch table. There is no other fast path.
+
+The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
+else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
+and the value of a number are not in the key. :func:`batch_tracer.unwrap_args` makes the kinds as it
+unwraps the arguments. Two facts are steps of the plan and not part of the key, because reading them
+costs more than the rest of the key for values that are tracers themselves: that operands have the
+same rank, and that a plain tensor does not require gradients.
+
+A function or an operator has one table of plans for calls that the level takes (``plans``) and one
+for calls that autograd records at the level first (``recorded``). The thread's state chooses the
+table, or none: included or excluded keys, autocast, inference mode, and transforms and modes of
+torch leave a call to the dispatch table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from tsfunc.bridge.tracers.batch_tracer import TRACERS, dims_of
+from tsfunc.bridge.tracers.decompositions import required_decomposition
+from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
+from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.ops.registry import Rule
+from tsfunc.ops.tensor_iterator import pointwise
+
+# Classes of arguments that a plan passes on as they are. A call with any other class has no plan.
+PLAIN: Final = frozenset({
+    int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.Tensor,
+    torch.nn.Parameter, torch.dtype, torch.memory_format, torch.device, torch.layout,
+    list, tuple, torch.Size,
+})  # fmt: skip
+ITEMS: Final = frozenset({int, slice, type(None), type(Ellipsis)})  # the same in lists
+_TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
+_NUMBERS: Final = frozenset({int, float})
+_MOST_PLANS: Final = 512
+
+
+class Step(enum.Enum):
+    """The step of a plan that makes its results."""
+
+    TABLE = "table"  # the call has no plan
+    DIRECT = "direct"  # call the function on the values
+    ALIKE = "alike"  # the same for two operands of one rank; a batching rule takes others
+    RULE = "rule"  # call a batching rule
+    ONCE = "once"  # call the function on the values, which are the same for all examples
+    DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
+    RECORDED = "recorded"  # call torch, which records the call at the level
+
+
+class Plan:
+    """The way of a call, as data.
+
+    Attributes:
+        step: how the results are made.
+        function: the callable that is called on values, or the decomposition.
+        rule: the batching rule; also of an ``ALIKE`` plan, for operands of different ranks.
+        target: the callable that the rule gets.
+        operator: the operator, or None for a rule of a Python function.
+        dims: the batch dims of the arguments, as the rule takes them; None if an argument is a
+            list of tensors, whose length is not in the key.
+        dim: the batch dim of the result of a ``DIRECT`` or ``ALIKE`` plan.
+        unrecorded: the positions of plain tensors that must not require gradients.
+        form: the conversion of the arguments to an operator's schema, or None.
+        view: True if a result may have a storage offset, as a view has.
+    """
+
+    __slots__ = (
+        "dim", "dims", "form", "function", "operator", "rule", "step", "target",
+        "unrecorded", "view",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        step: Step,
+        function: Any = None,
+        rule: Rule | None = None,
+        operator: TorchOperator | None = None,
+    ) -> None:
+        self.step = step
+        self.function = function
+        self.rule = rule
+        self.operator = operator
+        self.target = function if operator is None else operator.overload
+        self.dim: int | None = None
+        self.dims: list[Any] | None = None
+        self.unrecorded: tuple[int, ...] = ()
+        self.form: Form | None = None
+        self.view = operator is not None
+
+    def __repr__(self) -> str:
+        return f"Plan({self.step.value}, {self.function!r})"
+
+
+TABLE: Final = Plan(Step.TABLE)
+RECORDED: Final = Plan(Step.RECORDED)
+
+
+class Plans:
+    """The plans of one callable.
+
+    Attributes:
+        operator: the operator, for an overload.
+        rule: the function rule of the stage BATCHING of a Python function, or None.
+        parsed: True if calls of a Python function may be converted to an operator's schema.
+        plans: the plans of calls that the level takes, by key.
+        recorded: the plans of calls that autograd records at the level, by key.
+    """
+
+    __slots__ = ("operator", "parsed", "plans", "recorded", "rule")
+
+    def __init__(
+        self,
+        operator: TorchOperator | None = None,
+        rule: FunctionRule | None = None,
+        parsed: bool = False,
+    ) -> None:
+        self.operator, self.rule, self.parsed = operator, rule, parsed
+        self.plans: dict[Any, Plan] = {}
+        self.recorded: dict[Any, Plan] = {}
+
+    def make(
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        kinds: Sequence[Any],
+        key: Any,
+    ) -> Plan:
+        """Decide the plan of a call that the level takes, and keep it."""
+        if self.operator is not None:
+            plan = _operator_plan(self.operator, args, kwargs, kinds)
+        elif self._depends_on_modes(kwargs, kinds[len(args) :]):
+            return TABLE
+        else:
+            plan = _function_plan(self, function, args, kwargs, kinds)
+        return _keep(self.plans, key, plan)
+
+    def make_recorded(
+        self, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any], key: Any
+    ) -> Plan:
+        """Decide the plan of a call that autograd records at the level, and keep it."""
+        return _keep(self.recorded, key, _recorded_plan(function, kwargs, kinds))
+
+    def takes(self, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> bool:
+        """True if the function rule takes keyword arguments of these kinds."""
+        rule = self.rule
+        return rule is not None and (not kwargs or (rule.options and _no_tensors(kinds)))
+
+    def _depends_on_modes(self, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> bool:
+        """True if the plan needs the call's schema, and a mode would see the probes for it."""
+        return not self.takes(kwargs, kinds) and in_dispatch_modes()
+
+
+def plans_of_operator(op: TorchOperator) -> Plans:
+    """Return the plans of an operator."""
+    plans: Plans | None = op.plans
+    if plans is None:
+        plans = op.plans = Plans(op)
+    return plans
+
+
+# The plans by function; None for a function whose calls have none.
+FUNCTION_PLANS: dict[Any, Plans | None] = {}
+
+
+def plans_of_function(function: Any) -> Plans | None:
+    """Return the plans of a function at its first call, and keep them."""
+    rule = registry.find(Stage.BATCHING, function)
+    own = METHODS.get(function) is not None and not _serves_numbers(function)
+    parsed = has_forms(function) and function not in WRITERS and not own
+    made = Plans(None, rule, parsed) if rule is not None or parsed else None
+    FUNCTION_PLANS[function] = made
+    return made
+
+
+def _serves_numbers(function: Any) -> bool:
+    """True if the function's method serves only calls in which a tensor stands for a number."""
+    rule = registry.find(Stage.METHOD, function)
+    return rule is not None and rule.numbers
+
+
+def _keep(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+    """Keep a plan in a table of bounded size."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan
+
+
+def is_plain(kind: Any) -> bool:
+    """True if a plan can take an argument of a kind (``unwrap_args``)."""
+    if type(kind) is tuple:
+        items = kind[1] if type(kind[1]) is frozenset else kind[1:]
+        return all(map(is_plain, items))
+    return kind is None or type(kind) is int or kind in PLAIN or kind in TRACERS
+
+
+def _function_plan(
+    known: Plans,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kinds: Sequence[Any],
+) -> Plan:
+    if not all(map(is_plain, kinds)) or not _has_batched(kinds):
+        return TABLE
+    rule = known.rule
+    if rule is not None and known.takes(kwargs, kinds[len(args) :]):
+        direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
+        if direct is not None:
+            return direct
+        plan = Plan(Step.RULE, function, rule.rule)
+        plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
+        return plan
+    if not known.parsed:
+        return TABLE
+    others = (*args[1:], *kwargs.values())
+    if _serves_numbers(function) and any(isinstance(value, torch.Tensor) for value in others):
+        return TABLE
+    form = find_form(function, args, kwargs)
+    if form is None:
+        return TABLE
+    op = form.op
+    decomposition = required_decomposition(op)
+    if op.direct_rule is not None:
+        plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+    elif decomposition is not None:
+        plan = Plan(Step.DECOMPOSED, decomposition, None, op)
+    else:
+        return TABLE
+    dims = _dims_of_kinds(kinds)
+    plan.form, plan.dims = form, None if dims is None else form.dims_in_order(dims, len(args))
+    return plan
+
+
+def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
+    """Return the batch dims that kinds alone determine, or None for lists of tensors."""
+    if any(type(kind) is tuple and type(kind[1]) is not frozenset for kind in kinds):
+        return None
+    return [kind if type(kind) is int else None for kind in kinds]
+
+
+def dims_at_call(
+    plan: Plan, kinds: Sequence[Any], values: Sequence[Any], count: int
+) -> Sequence[Any]:
+    """Return the batch dims of a call with lists of tensors, as the rule takes them.
+
+    Args:
+        plan: the plan of the call.
+        kinds: the kinds of the arguments, followed by those of the keyword arguments.
+        values: the unwrapped arguments, followed by the unwrapped keyword arguments.
+        count: the number of the arguments.
+    """
+    dims = dims_of(kinds, values)
+    return dims[:count] if plan.form is None else plan.form.dims_in_order(dims, count)
+
+
+def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
+    """Return the plan of a function's call that autograd records at the level.
+
+    Operands of outer levels are left to the function handler, which lifts them
+    (NOTE [operands of outer levels]).
+    """
+    count = len(kinds) - len(kwargs)
+    if function in METHODS or not _no_tensors(kinds[count:]):
+        return TABLE
+    plain: list[int] = []
+    for place, kind in enumerate(kinds[:count]):
+        if not is_plain(kind) or kind in TRACERS:
+            return TABLE
+        if type(kind) is tuple and not _has_own_tensors_only(kind):
+            return TABLE
+        if kind in _TENSORS:
+            plain.append(place)
+    if not plain:
+        return RECORDED
+    plan = Plan(Step.RECORDED)
+    plan.unrecorded = tuple(plain)
+    return plan
+
+
+def _has_own_tensors_only(kind: tuple[Any, ...]) -> bool:
+    """True for a list of tracers of the level, or a list without tensors."""
+    if type(kind[1]) is frozenset:
+        return True
+    return all(item is None or type(item) is int for item in kind[1:])
+
+
+def _no_tensors(kinds: Sequence[Any]) -> bool:
+    """True if no argument of a list of kinds has tensors."""
+    return all(
+        kind is not None
+        and type(kind) is not int
+        and kind not in _TENSORS
+        and kind not in TRACERS
+        and (type(kind) is not tuple or type(kind[1]) is frozenset)
+        for kind in kinds
+    )
+
+
+def _direct_plan(
+    function: Any, kinds: Sequence[Any], count: int, operator: TorchOperator | None = None
+) -> Plan | None:
+    """Return the plan of a pointwise call whose operands need no alignment, or None.
+
+    These are one tracer, or two tracers of one batch dim, and arguments that are not tensors.
+
+    Args:
+        function: the callable.
+        kinds: the kinds of the arguments and keyword arguments.
+        count: the number of the arguments.
+        operator: the operator of an overload's call. ``function`` is torch's Python function of
+            that name, which takes some calls with numbers for deprecated orders of arguments.
+    """
+    tracers = [place for place, kind in enumerate(kinds) if type(kind) is int]
+    others = [kind for kind in kinds if type(kind) is not int]
+    if not tracers or not _no_tensors(others) or len({kinds[place] for place in tracers}) > 1:
+        return None
+    if len(tracers) > 2 or (len(kinds) > 2 and tracers != list(range(len(tracers)))):
+        return None
+    if operator is not None and (len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)):
+        return None
+    step = Step.DIRECT if len(tracers) == 1 else Step.ALIKE
+    plan = Plan(step, function, pointwise, operator)
+    plan.dim = kinds[tracers[0]]
+    plan.dims = _dims_of_kinds(kinds[:count])
+    return plan
+
+
+def _operator_plan(
+    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
+) -> Plan:
+    if op.direct_rule is None or not all(map(is_plain, kinds)):
+        return TABLE
+    if kwargs and not _no_tensors(kinds[len(args) :]):
+        return TABLE
+    if not _has_batched(kinds):
+        if op.ruled:
+            return TABLE
+        plan = Plan(Step.ONCE, op.overload, None, op)
+        plan.dims = []
+        return plan
+    if op.function is not None and not kwargs:
+        direct = _direct_plan(op.function, kinds, len(args), op)
+        if direct is not None:
+            return direct
+    plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+    plan.dims = _dims_of_kinds(kinds[: len(args)])
+    return plan
+
+
+def _has_batched(kinds: Sequence[Any]) -> bool:
+    return any(
+        type(kind) is int or (type(kind) is tuple and _has_batched(kind[1:])) for kind in kinds
+    )
+
+
+def arguments_of(
+    plan: Plan, values: Sequence[Any], count: int, kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """Return the values and keyword arguments that a plan's callable takes.
+
+    Args:
+        plan: the plan of the call.
+        values: the unwrapped arguments, followed by the unwrapped keyword arguments.
+        count: the number of the arguments.
+        kwargs: the keyword arguments.
+
+    Returns:
+        The arguments, or None if they have another form than those that the plan was made for.
+    """
+    form = plan.form
+    if form is None or form.as_it_is:
+        return values[:count], kwargs
+    return form.unwrapped_arguments(values, count)
