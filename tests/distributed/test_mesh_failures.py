@@ -8,7 +8,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -119,7 +119,8 @@ def other_programs(rank: int, size: int) -> None:
     bodies = [lambda x: tsfunc.psum(x.sin(), "i"), lambda x: tsfunc.psum(x.cos(), "i")]
     shapes = [lambda x: x * tsfunc.psum(torch.ones(2), "i"), lambda x: tsfunc.psum(x[:1], "i")]
     lanes = [functools.partial(other_lanes, rank=each) for each in range(2)]
-    for both, backend in itertools.product((bodies, shapes, lanes), ("python", "aot_eager")):
+    pairs: tuple[Sequence[Callable[..., Any]], ...] = (bodies, shapes, lanes)
+    for both, backend in itertools.product(pairs, ("python", "aot_eager")):
         mapped = shard_map(both[rank], mesh, P("i"), P("i"))
         program = tsfunc.specialize(mapped, backend=backend)
         with pytest.raises(RanksDisagree, match=r"(?s)rank 0: program .*rank 1: program "):
