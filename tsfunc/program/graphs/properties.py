@@ -59,7 +59,8 @@ class ProgramProperties(Mapping[str, Properties]):
 
     Attributes:
         collectives: the number of calls of each collective along each mesh axis in a run of the
-            program.
+            program. A function with a derivative of its own (``custom_vjp``) runs as Python code,
+            and its collectives are not among them; ``explain`` counts these too.
     """
 
     def __init__(
