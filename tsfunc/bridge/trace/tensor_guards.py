@@ -498,16 +498,19 @@ _FORMATS: Final = {
 def offset(self: Any) -> Any:
     """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
     own = _wrapper(_T.storage_offset, self)
-    guards = _guards_of(self)
-    if guards is None:
-        return own
+    return own if _guards_of(self) is None else own + offset_outside(self)
+
+
+def offset_outside(x: Any) -> int:
+    """Return the offset of the tensor from outside whose memory a traced tensor has, or 0."""
+    guards: TensorGuards = x.dispatch_level.tensor_guards
     for _, argument in guards.arguments:
-        if _share_memory(self.value, argument.value):
-            return own + guards.ask(argument, "{}.storage_offset()")
-    for tensor, tracer in self.dispatch_level.lifted.values():
-        if _share_memory(self.value, tracer.value):
-            return own + tensor.storage_offset()
-    return own
+        if _share_memory(x.value, argument.value):
+            return int(guards.ask(argument, "{}.storage_offset()"))
+    for tensor, tracer in x.dispatch_level.lifted.values():
+        if _share_memory(x.value, tracer.value):
+            return int(tensor.storage_offset())
+    return 0
 
 
 def hashed(self: Any) -> int:

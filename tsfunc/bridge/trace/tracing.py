@@ -51,6 +51,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     contiguous,
     hashed,
     offset,
+    offset_outside,
     refuse_version,
     set_class,
     stride,
@@ -411,12 +412,19 @@ def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 @register("aten::as_strided", DispatchKey.Trace)
 def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Ask for the strides of the value, which the derivative is computed with."""
+    """Ask for the strides and the offset of the value, which the derivative is computed with."""
     if isinstance(value, TraceTracer):
         with DisableTorchFunction():
             recorded = value.tracks or value.requires_grad
         if recorded:
             value.dispatch_level.tensor_guards.ask_strides(value.value)
+            explicit = (*args[2:], kwargs.get("storage_offset"))[0] is not None
+            if explicit and offset_outside(value):
+                value.dispatch_level.tensor_guards.refuse(
+                    "the derivative of as_strided is asked for",
+                    "the tensor does not begin where its storage does",
+                    "Pass x.clone().",
+                )
     return trace_kernel(operator_of(torch.ops.aten.as_strided.default), (value, *args), kwargs)
 
 
