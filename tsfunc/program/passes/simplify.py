@@ -134,7 +134,10 @@ def remove_noops(graph: torch.fx.Graph) -> None:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
         elif _EQUAL[name](arguments, source) and not (
-            aliases.escapes(node) or aliases.is_written(node) or aliases.is_written(source)
+            aliases.escapes(node)
+            or aliases.is_written(node)
+            or aliases.is_written(source)
+            or (not op.is_view and _reads_offset(node))
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -150,6 +153,23 @@ def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
         and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())
         and all(same_size(m, n) for m, n in zip(a.shape, b.shape, strict=True))
         and all(same_size(m, n) for m, n in zip(a.stride(), b.stride(), strict=True))
+    )
+
+
+# Operators that depend on where in its storage a tensor begins. A copy begins at 0.
+_OF_OFFSETS: Final = frozenset({
+    "aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::view.dtype",
+    "aten::view_as_complex",
+})  # fmt: skip
+
+
+def _reads_offset(node: torch.fx.Node) -> bool:
+    """Return True if an operator on a value, or on a view of it, depends on its offset."""
+    ops = ((user, user.meta.get("op")) for user in node.users)
+    return any(
+        isinstance(op, TorchOperator)
+        and (op.name in _OF_OFFSETS or (op.is_view and _reads_offset(user)))
+        for user, op in ops
     )
 
 
