@@ -1,4 +1,4 @@
-"""Third derivatives of normalizations, softmax and attention are those of their formulas."""
+"""Third derivatives of normalizations, softmax, attention and solvers are their formulas'."""
 
 from __future__ import annotations
 
@@ -51,6 +51,22 @@ def attended_by_formula(x: Tensor, mask: Tensor | None = None, scale: float = 2*
     return weights @ x.sin() + 0.3
 
 
+def matrices(x: Tensor) -> Tensor:
+    """Two by two matrices that have inverses."""
+    return x[:, :2].sin() + 3 * torch.eye(2, dtype=x.dtype)
+
+
+def inverse(a: Tensor) -> Tensor:
+    """The inverse of two by two matrices, by its formula."""
+    p, q, r, s = a[..., 0, 0], a[..., 0, 1], a[..., 1, 0], a[..., 1, 1]
+    adjugate = torch.stack([torch.stack([s, -q], -1), torch.stack([-r, p], -1)], -2)
+    return adjugate / column(column(p * s - q * r))
+
+
+def factors(x: Tensor) -> Tensor:
+    return torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
+
+
 NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "layer_norm": (
         lambda x: F.layer_norm(x, (4, 2), column(WEIGHT).expand(4, 2), None, EPS),
@@ -74,6 +90,26 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "instance_norm": (
         lambda x: F.instance_norm(x, eps=EPS),
         lambda x: normalized(x, [2]),
+    ),
+    "solve": (
+        lambda x: torch.linalg.solve(matrices(x), x[:, 2:]),
+        lambda x: inverse(matrices(x)) @ x[:, 2:],
+    ),
+    "solve, vectors": (
+        lambda x: torch.linalg.solve(matrices(x), x[:, 2]),
+        lambda x: (inverse(matrices(x)) @ column(x[:, 2]))[..., 0],
+    ),
+    "solve, from the right": (
+        lambda x: torch.linalg.solve(matrices(x), x[:, 2:], left=False),
+        lambda x: x[:, 2:] @ inverse(matrices(x)),
+    ),
+    "cholesky_inverse": (
+        lambda x: torch.cholesky_inverse(factors(x)),
+        lambda x: inverse(matrices(x) @ matrices(x).mT),
+    ),
+    "cholesky_inverse, upper": (
+        lambda x: torch.cholesky_inverse(factors(x).mT, upper=True),
+        lambda x: inverse(matrices(x) @ matrices(x).mT),
     ),
     "group_norm": (
         lambda x: F.group_norm(x, 2, WEIGHT, BIAS, EPS),

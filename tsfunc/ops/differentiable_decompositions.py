@@ -160,6 +160,25 @@ def triangular_solve(
     return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
 
 
+def linalg_solve(
+    a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False
+) -> tuple[Tensor, ...]:
+    """Decompose ``_linalg_solve_ex``: torch's tangent takes its saved factors as constants."""
+    factors, pivots, info = torch.linalg.lu_factor_ex(a, check_errors=check_errors)
+    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    matrix = b.unsqueeze(-1) if is_vector else b
+    result = torch.linalg.lu_solve(factors, pivots, matrix, left=left)
+    return result.squeeze(-1) if is_vector else result, factors, pivots, info
+
+
+def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
+    """Decompose ``cholesky_inverse``: torch's tangent takes its result as a constant."""
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    triangle = factor.triu() if upper else factor.tril()
+    inverse = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=upper)
+    return inverse @ inverse.mH if upper else inverse.mH @ inverse
+
+
 def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
     """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
     centered = (x - mean) * scale
@@ -240,6 +259,8 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::cumprod": cumprod,
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
+    "aten::_linalg_solve_ex": linalg_solve,
+    "aten::cholesky_inverse": cholesky_inverse,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.

@@ -51,10 +51,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.autograd.graph import increment_version
 
 from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
+from tsfunc.bridge.sizes.fake_views import count_write, remember_view
 from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
 from tsfunc.bridge.sizes.view_strides import check_view
@@ -323,7 +323,8 @@ class FakeCache:
         self, op: TorchOperator, kept: _CachedResults, args: Any, tensors: Sequence[Any]
     ) -> Any:
         if op.writes:  # a mode's constants for a tensor depend on its version
-            increment_version([args[i] for i in op.written])
+            for i in op.written:
+                count_write(args[i])
         if kept.container is None:
             return self._like(kept.results[0], tensors)
         return kept.container([self._like(result, tensors) for result in kept.results])
@@ -334,7 +335,10 @@ class FakeCache:
         if result.is_source:
             return tensors[result.source]
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
-            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
+            made = FakeTensor(self.fake, _over_memory(result, tensors), result.device)
+        if result.source >= 0:
+            remember_view(made, tensors[result.source])
+        return made
 
 
 def _from_start(

@@ -39,8 +39,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.autograd.graph import increment_version
 
+from tsfunc.bridge.sizes.fake_views import count_write, remember_view
 from tsfunc.bridge.sizes.scaled_down import Metadata, scaled_down
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_state import kept_keys, outside_functorch
@@ -81,25 +81,24 @@ class LazyFakeMode(FakeTensorMode):
         self.allow_meta = config.fake_tensor_allow_meta
 
     def set_up(self) -> None:
-        """Set up the attributes of FakeTensorMode, and import what it needs."""
+        """Become a FakeTensorMode, and import what it needs.
+
+        The class changes, because torch finds the rules of a mode by its class.
+        """
         with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
             FakeTensorMode.__init__(self, shape_env=self.shape_env)
-
-    @property
-    def is_set_up(self) -> bool:
-        return "fake_tensor_converter" in self.__dict__
+        self.__class__ = FakeTensorMode  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that FakeTensorMode's ``__init__`` sets."""
-        if name.startswith("__") or self.is_set_up:
+        if name.startswith("__") or self.__class__ is FakeTensorMode:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.set_up()
         return getattr(self, name)
 
     def __enter__(self) -> Any:
-        if not self.is_set_up:
-            self.set_up()
-        return super().__enter__()
+        self.set_up()
+        return self.__enter__()
 
 
 def new_fake(
@@ -154,7 +153,7 @@ def results_of_fixed_sizes(
         results = _range(call, args, kwargs)
     if results is NotImplemented:
         return _on_meta(fake, call, args, kwargs)
-    return _as_fake(results, fake, {})
+    return _as_fake(results, fake, {}, {})
 
 
 def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -200,9 +199,10 @@ def _on_meta(
             results = call(*plain[0], **plain[1])
         except Exception:
             return NotImplemented  # FakeTensorMode computes the results, or raises the error
+    sources = {x.untyped_storage()._cdata: x for x in fakes.values()}
     if call._schema.is_mutable:
-        increment_version(args[0])
-    return _as_fake(results, fake, fakes)
+        count_write(args[0])
+    return _as_fake(results, fake, fakes, sources)
 
 
 def meta_of(x: torch.Tensor) -> torch.Tensor:
@@ -244,17 +244,32 @@ def _is_plain(value: Any, fake: FakeTensorMode) -> bool:
     return not isinstance(value, _SYMBOLIC)
 
 
-def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any:
-    """Return results as fake tensors, given the fake tensors of arguments that they may be."""
+def _as_fake(
+    result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any], sources: Mapping[int, Any]
+) -> Any:
+    """Return results as fake tensors.
+
+    Args:
+        result: the results.
+        fake: the mode.
+        fakes: the fake tensors of arguments, which results may be, by the meta tensor.
+        sources: the fake tensors of arguments by their storage, which results may have.
+    """
     if isinstance(result, Metadata):
         return new_fake(fake, result.shape, result.strides, result.dtype, _CPU)
     if isinstance(result, torch.Tensor):
         if isinstance(result, FakeTensor):
             return result
         given = fakes.get(id(result))
-        return FakeTensor(fake, result, _CPU) if given is None else given
+        if given is not None:
+            return given
+        made = FakeTensor(fake, result, _CPU)
+        source = sources.get(result.untyped_storage()._cdata)
+        if source is not None:
+            remember_view(made, source)
+        return made
     if isinstance(result, list | tuple):
-        return type(result)([_as_fake(each, fake, fakes) for each in result])
+        return type(result)([_as_fake(each, fake, fakes, sources) for each in result])
     return result
 
 

@@ -21,7 +21,7 @@ errors for data-dependent results; ``DisableTorchFunction``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch._C import DisableTorchFunction
@@ -36,6 +36,7 @@ from tsfunc.bridge.sizes import result_rules as result_rules  # registers its ru
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.fake_mode import results_of_fixed_sizes
+from tsfunc.bridge.sizes.fake_views import counting_writes
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
@@ -82,7 +83,7 @@ def results_of(
         if results is not NotImplemented:
             return results
     if env is None or writes:
-        with _kept(fake, keeps):
+        with _kept(fake, keeps), counting_writes(args) if writes else nullcontext():
             return call(*args, **kwargs)
     try:
         with defer_guards(env) as questions, _kept(fake, keeps):

@@ -26,8 +26,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
-from torch.autograd.graph import increment_version
 
+from tsfunc.bridge.sizes.fake_views import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.ops import (
@@ -125,7 +125,7 @@ def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             sums = _sum_of_sizes(found, *args, **kwargs) if call.name() == _CAT else {}
             results = scale.result(found, sums)
         if call._schema.is_mutable:
-            increment_version(args[0])
+            count_write(args[0])
         return results
     except Exception:
         return NotImplemented  # torch's rule reports the error
