@@ -260,13 +260,13 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::logcumsumexp": logcumsumexp,
     "aten::triangular_solve": triangular_solve,
     "aten::_linalg_solve_ex": linalg_solve,
-    "aten::cholesky_inverse": cholesky_inverse,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
 # The fused kernels of attention have no formula for tangents.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
+    "aten::cholesky_inverse": cholesky_inverse,
     **attention_decompositions.FORWARD,
 }
 # torch's formulas of these backward operators are correct for one derivative only: those of

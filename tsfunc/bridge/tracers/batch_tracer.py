@@ -356,6 +356,8 @@ def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
             items = set(map(type, arg))
             if not items <= _NO_TENSORS:
                 inner = unwrap_args(arg, at)
+                if not inner[2]:  # one level replaces another
+                    return inner
                 kind = (kind, *_without_repeats(inner[2]))
                 if inner[0] is not None and (
                     at is None or any(isinstance(item, Tracer) for item in arg)
