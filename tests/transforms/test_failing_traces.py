@@ -79,9 +79,10 @@ class Fails:
 def body(x: torch.Tensor) -> torch.Tensor:
     y = torch.nn.functional.layer_norm(x.sin().cumsum(0), x.shape)
     y = torch.linalg.vecdot(torch.linalg.inv(torch.eye(5) * 2).mul(2), y)  # by FakeTensorMode
-    z = torch.zeros(3) + y[:3]
+    z: torch.Tensor = torch.zeros(3) + y[:3]
     z[1:] = y[1:3] * y[0]
-    return z @ y[:3]
+    out: torch.Tensor = z @ y[:3]
+    return out
 
 
 class Formula(torch.autograd.Function):

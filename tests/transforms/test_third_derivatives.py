@@ -70,7 +70,8 @@ def whole(y: Tensor) -> Tensor:
 
 
 def factors(x: Tensor) -> Tensor:
-    return torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
+    lower: Tensor = torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
+    return lower
 
 
 NORMS: dict[str, tuple[Scalar, Scalar]] = {

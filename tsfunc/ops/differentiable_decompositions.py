@@ -175,7 +175,7 @@ def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
     """Decompose ``cholesky_inverse``: torch's tangent takes its result as a constant."""
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     triangle = factor.triu() if upper else factor.tril()
-    inverse = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=upper)
+    inverse: Tensor = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=upper)
     return inverse @ inverse.mH if upper else inverse.mH @ inverse
 
 
