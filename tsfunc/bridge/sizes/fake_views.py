@@ -24,7 +24,7 @@ _sharing: dict[int, list[weakref.ref[torch.Tensor]]] = {}
 def remember_view(view: torch.Tensor, source: torch.Tensor) -> None:
     """Register a view that does not share its count of writes with the source."""
     if len(_sharing) > _MOST:
-        for key in [key for key, refs in list(_sharing.items()) if not any(r() for r in refs)]:
+        for key in [key for key, refs in list(_sharing.items()) if all(r() is None for r in refs)]:
             _sharing.pop(key, None)
     key = _storage(source)
     alive = [r for r in _sharing.get(key, ()) if r() is not None]
