@@ -69,11 +69,6 @@ def whole(y: Tensor) -> Tensor:
     return torch.cat([matrix, matrix.cos()], 1)
 
 
-def factors(x: Tensor) -> Tensor:
-    lower: Tensor = torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
-    return lower
-
-
 NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "layer_norm": (
         lambda x: F.layer_norm(x, (4, 2), column(WEIGHT).expand(4, 2), None, EPS),
@@ -109,14 +104,6 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "solve, from the right": (
         lambda x: whole(torch.linalg.solve(matrices(x), x[:, 2:], left=False)),
         lambda x: whole(x[:, 2:] @ inverse(matrices(x))),
-    ),
-    "cholesky_inverse": (
-        lambda x: whole(torch.cholesky_inverse(factors(x))),
-        lambda x: whole(inverse(matrices(x) @ matrices(x).mT)),
-    ),
-    "cholesky_inverse, upper": (
-        lambda x: whole(torch.cholesky_inverse(factors(x).mT, upper=True)),
-        lambda x: whole(inverse(matrices(x) @ matrices(x).mT)),
     ),
     "group_norm": (
         lambda x: F.group_norm(x, 2, WEIGHT, BIAS, EPS),

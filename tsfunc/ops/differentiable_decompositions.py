@@ -171,14 +171,6 @@ def linalg_solve(
     return result.squeeze(-1) if is_vector else result, factors, pivots, info
 
 
-def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
-    """Decompose ``cholesky_inverse``: torch's tangent takes its result as a constant."""
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    triangle = factor.triu() if upper else factor.tril()
-    inverse: Tensor = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=upper)
-    return inverse @ inverse.mH if upper else inverse.mH @ inverse
-
-
 def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
     """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
     centered = (x - mean) * scale
@@ -266,7 +258,6 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 # The fused kernels of attention have no formula for tangents.
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
-    "aten::cholesky_inverse": cholesky_inverse,
     **attention_decompositions.FORWARD,
 }
 # torch's formulas of these backward operators are correct for one derivative only: those of

@@ -45,7 +45,8 @@ from tsfunc.ops.differentiable_decompositions import (
 
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = (
-    "_linalg_det _linalg_slogdet _linalg_eigh linalg_eig linalg_householder_product "
+    "_linalg_det _linalg_slogdet _linalg_eigh linalg_eig "
+    "linalg_householder_product cholesky_inverse "
     # The tangent formulas of these write in place into values that autograd has saved.
     "linalg_vector_norm renorm "
     "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
