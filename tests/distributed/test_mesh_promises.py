@@ -1,4 +1,4 @@
-"""What programs know of values that are equal on all ranks: promises of out_specs, local sums."""
+"""Programs know values that are equal on all ranks: promises of out_specs, local sums."""
 
 from __future__ import annotations
 

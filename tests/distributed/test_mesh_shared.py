@@ -44,7 +44,7 @@ def by_index(w: Tensor, x: Tensor) -> Any:
     return tsfunc.switch(at, [torch.sin, lambda x: x * w, lambda x: x * w * w], x)
 
 
-# Of one rank's shard and a value that all ranks have.
+# Functions of one rank's shard and a value that all ranks have.
 BODIES: dict[str, Body] = {
     "pointwise": lambda w, x: (x * w).sin(),
     "sum": lambda w, x: tsfunc.psum((x * w).sin().sum(), "i") * w * x,

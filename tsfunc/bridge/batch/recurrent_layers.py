@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -147,27 +148,16 @@ def _recurrent(
     can't run with symbolic sizes, so where autograd records its steps, other operators compute the
     call.
     """
-    level = innermost_level(args)
-    if level is not None and level.autograd and _has_symbolic_sizes(args):
+    if needs_plain_sizes(*args):
         composed: Callable[..., Any] | None = _STEPS.get(func)
         if composed is None and not isinstance(args[2], Tensor):  # not of a packed sequence
             composed = _FUNCTIONS[func]
         if composed is not None:
             return composed(*args, **kwargs)
+    level = innermost_level(args)
     if isinstance(level, BatchLevel) and level.alive:
         args = tuple([lift_where(arg, level, is_outside) for arg in args])
     return call_torch(func, types, args, kwargs)
-
-
-def _has_symbolic_sizes(args: Sequence[Any]) -> bool:
-    """True if a tensor among the arguments, or in a list among them, has a symbolic size."""
-    for arg in args:
-        if isinstance(arg, Tensor):
-            if any(isinstance(size, torch.SymInt) for size in arg.shape):
-                return True
-        elif isinstance(arg, list | tuple) and _has_symbolic_sizes(arg):
-            return True
-    return False
 
 
 function_rules: Final = FunctionRules()

@@ -142,7 +142,7 @@ class MayDiffer(Flow):
         of_inputs = visit.of_inputs(node)
         if node.target is MAP:
             x, kind, _, axis, _ = node.args
-            # Of a share, no derivative may depend on which ranks have a part of a cotangent.
+            # No derivative of a share may depend on which ranks have a part of a cotangent.
             equal = kind in MAKES_EQUAL or (kind == "share" and x in visit.constant)
             return of_inputs - {str(axis)} if equal else of_inputs | {str(axis)}
         return of_inputs
