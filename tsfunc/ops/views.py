@@ -24,6 +24,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.shifts import Shift, shifted
 
 
 def same(x: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
 
 
 @row("aten::reshape", "aten::view_copy")
+@shifted(Shift.SAME, Shift.SIZES)
 def reshape(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -72,6 +74,7 @@ def reshape(
 
 
 @row("aten::view")
+@shifted(Shift.SAME, Shift.SIZES)
 def view(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -106,6 +109,7 @@ def reshape_alias(
 
 
 @row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
+@shifted(Shift.SAME, Shift.ALL_SIZES)
 def expand(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -122,6 +126,7 @@ def expand(
 
 
 @row("aten::permute", "aten::permute_copy")
+@shifted(Shift.SAME, Shift.ORDER)
 def permute(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -141,6 +146,7 @@ def permute(
     "aten::swapaxes_",
     "aten::swapdims_",
 )
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def transpose(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -176,6 +182,7 @@ def squeeze(
 
 
 @row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
+@shifted(Shift.SAME, Shift.DIM)
 def squeeze_dim(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -190,6 +197,7 @@ def squeeze_dim(
 
 
 @row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
+@shifted(Shift.SAME, Shift.DIMS)
 def squeeze_dims(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -204,6 +212,7 @@ def squeeze_dims(
 
 
 @row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+@shifted(Shift.SAME, Shift.NEW_DIM)
 def unsqueeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -217,6 +226,7 @@ def unsqueeze(
 
 
 @row("aten::select.int", "aten::select_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def select(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -230,6 +240,7 @@ def select(
 
 
 @row("aten::slice.Tensor", "aten::slice_copy.Tensor")
+@shifted(Shift.SAME, Shift.DIM)
 def slice_(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -242,6 +253,7 @@ def slice_(
 
 
 @row("aten::narrow", "aten::narrow_copy")
+@shifted(Shift.SAME, Shift.DIM)
 def narrow(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -265,6 +277,7 @@ def narrow(
     "aten::tensor_split.sections",
     "aten::tensor_split.indices",
 )
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
 def split(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -277,6 +290,7 @@ def split(
 
 
 @row("aten::unbind.int", "aten::unbind_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def unbind(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -289,6 +303,7 @@ def unbind(
 
 
 @row("aten::diagonal", "aten::diagonal_copy")
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
 def diagonal(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -410,6 +425,7 @@ def view_as_real(
 
 
 @row("aten::flatten.using_ints")
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
