@@ -74,12 +74,6 @@ CLOSING = {
     ("tsfunc.program.graphs.program", "tsfunc.program.graphs.measuring"),
     ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),
     ("tsfunc.transforms.specialize", "tsfunc.transforms.files"),
-    # Loaded by the first who asks for the catalogue.
-    ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
-    # In annotations.
-    ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
-    ("tsfunc.bridge.control.subset_maps", "tsfunc.bridge.control.subsets"),
-    ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
 
 # Installed packages that `import tsfunc` may load where `import torch` has not.
