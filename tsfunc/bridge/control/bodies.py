@@ -35,7 +35,7 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.remap_args import is_remapped
+from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap

@@ -31,7 +31,6 @@ from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
-from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise
 
@@ -203,16 +202,6 @@ def vmap_rule(name: str) -> Any:
 
 operators_by_id: dict[int, TorchOperator] = {}  # by the ids of their overloads
 _lock = threading.RLock()
-
-
-def _reader() -> Any:
-    # The catalogue is loaded on first use.
-    from tsfunc.bridge.tracers.schemas import READER
-
-    return READER
-
-
-install(_reader)
 
 
 def operator_of(overload: OpOverload) -> TorchOperator:

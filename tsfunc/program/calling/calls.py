@@ -38,7 +38,7 @@ from tsfunc.program.calling.cache import (
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.reporting import log_program, progress
-from tsfunc.program.calling.target import Target, described, places_of, spelled
+from tsfunc.program.calling.target import Target
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
@@ -48,8 +48,8 @@ from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
-from tsfunc.program.graphs.program import Program, same_program
-from tsfunc.program.guarding.call_spec import form_of_call
+from tsfunc.program.graphs.comparison import same_program
+from tsfunc.program.guarding.call_spec import described, form_of_call, places_of, spelled
 from tsfunc.program.guarding.guards import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.inputs import (
     InputSpec,
@@ -61,6 +61,7 @@ from tsfunc.program.guarding.inputs import (
     with_sizes_fixed,
 )
 from tsfunc.program.passes.effects import writes
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.checker import place_text
 
@@ -165,7 +166,7 @@ class FirstCall:
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
-        See NOTE [sizes 0 and 1] in ``program/graphs/program``, and NOTE [small sizes] in
+        See NOTE [sizes 0 and 1] in ``program/graphs/comparison``, and NOTE [small sizes] in
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]

@@ -19,11 +19,12 @@ import torch
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import (
+    Merge,
     SubsetLevel,
     guarded_subset,
     in_subset,
+    relabel,
     run_in_subset,
     subset_of,
 )
