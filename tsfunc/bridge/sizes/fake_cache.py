@@ -54,10 +54,10 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake
 from tsfunc.bridge.sizes.fake_results import UNKEPT, results_of
-from tsfunc.bridge.sizes.fake_views import count_write, remember_view
 from tsfunc.bridge.sizes.iterator_strides import kernel_strides
 from tsfunc.bridge.sizes.shape_rules import is_of_data
 from tsfunc.bridge.sizes.view_strides import check_view
+from tsfunc.bridge.sizes.write_counts import count_write
 from tsfunc.bridge.tracers.guard_suppression import suppress_guards
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.settings import settings
@@ -335,10 +335,7 @@ class FakeCache:
         if result.is_source:
             return tensors[result.source]
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
-            made = FakeTensor(self.fake, _over_memory(result, tensors), result.device)
-        if result.source >= 0:
-            remember_view(made, tensors[result.source])
-        return made
+            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
 
 
 def _from_start(

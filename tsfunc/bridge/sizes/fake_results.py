@@ -36,11 +36,11 @@ from tsfunc.bridge.sizes import result_rules as result_rules  # registers its ru
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.fake_mode import results_of_fixed_sizes
-from tsfunc.bridge.sizes.fake_views import counting_writes
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
 from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES
+from tsfunc.bridge.sizes.write_counts import counting_writes, update_versions
 from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.torch_state import kept_keys
 
@@ -77,6 +77,7 @@ def results_of(
         results = results_of_fixed_sizes(fake, call, args, kwargs)
         if results is not NotImplemented:
             return results
+    update_versions(args)
     if name in SHAPE_RULES:
         with _kept(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)

@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
 
-from tsfunc.bridge.sizes.fake_views import count_write
+from tsfunc.bridge.sizes.write_counts import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.ops import (

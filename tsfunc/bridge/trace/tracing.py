@@ -58,6 +58,7 @@ from tsfunc.bridge.trace.tensor_guards import (
 )
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
@@ -75,7 +76,7 @@ from tsfunc.bridge.tracers.tracer import (
     metadata,
     written,
 )
-from tsfunc.bridge.tracers.user_code import UserCode, caller_of_handlers
+from tsfunc.bridge.tracers.user_code import UserCode
 from tsfunc.bridge.tracers.watching import Lines
 from tsfunc.dispatch import (
     DispatchKey,
@@ -86,7 +87,6 @@ from tsfunc.dispatch import (
     running_level,
 )
 from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -306,7 +306,7 @@ class TraceTracer(Tracer):
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_value(caller_of_handlers())
+            refused = refused_outcome(catchable=False)
             if refused is not None:
                 return self._assume(not refused)
             answer = self.dispatch_level.tensor_guards.answer(self.node)

@@ -26,10 +26,10 @@ from tsfunc.program.closure.guard_codegen import (
     opening_lines,
 )
 from tsfunc.program.closure.read_guards import Names, ReadGuards
-from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word, guard_lines
 from tsfunc.program.guarding.inputs import short_text
+from tsfunc.program.program import Program
 from tsfunc.types.values import describe, same_value
 
 # --- reasons for a new program: the differences of a call from the calls that have a program

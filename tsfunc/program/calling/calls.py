@@ -20,11 +20,11 @@ from typing import Any
 import optree
 
 from tsfunc import rage
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.outermost import protected
 from tsfunc.bridge.tracers.settings import settings
-from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
@@ -38,7 +38,7 @@ from tsfunc.program.calling.cache import (
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.reporting import log_program, progress
-from tsfunc.program.calling.target import Target, described, places_of, spelled
+from tsfunc.program.calling.target import Target
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
@@ -48,8 +48,8 @@ from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
-from tsfunc.program.graphs.program import Program, same_program
-from tsfunc.program.guarding.call_spec import form_of_call
+from tsfunc.program.graphs.comparison import same_program
+from tsfunc.program.guarding.call_spec import described, form_of_call, places_of, spelled
 from tsfunc.program.guarding.guards import guard_lines, guards_on_arguments
 from tsfunc.program.guarding.inputs import (
     InputSpec,
@@ -61,6 +61,7 @@ from tsfunc.program.guarding.inputs import (
     with_sizes_fixed,
 )
 from tsfunc.program.passes.effects import writes
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.checker import place_text
 
@@ -165,7 +166,7 @@ class FirstCall:
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
-        See NOTE [sizes 0 and 1] in ``program/graphs/program``, and NOTE [small sizes] in
+        See NOTE [sizes 0 and 1] in ``program/graphs/comparison``, and NOTE [small sizes] in
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
@@ -440,7 +441,7 @@ def raise_user_assertion(
     Raises:
         FailedCheckError: a check of a size of data failed, and the function gives the reason.
     """
-    if current_levels() or not _is_own(program, str(error)):
+    if current_trace() is not None or not _is_own(program, str(error)):
         return
     try:
         func(*args, **kwargs)

@@ -61,11 +61,11 @@ from tsfunc.program.closure.results import Update, names_in_source, with_objects
 from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
-from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.program import Program
 
 _SECONDS = 1.0  # a trace or compilation that takes less shows nothing
 

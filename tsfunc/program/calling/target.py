@@ -1,4 +1,4 @@
-"""The specialized function of a user, its contracts, and the places of its arguments."""
+"""The specialized function of a user, and the contracts that its calls must satisfy."""
 
 from __future__ import annotations
 
@@ -8,76 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optree
 import torch
 
-from tsfunc import pytrees
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.tracers.user_code import implementation
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
-from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, MetaTensorType
-from tsfunc.types.grammar import (
-    Descriptor,
-    TSTensor,
-    Value,
-    children_of_type,
-)
+from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
+from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
 from tsfunc.types.signatures import takes_any_keyword
-
-# --- places of the flattened arguments of a call among its parameters, and their descriptors
-
-
-def described(
-    leaves: Sequence[Any],
-    inputs: Sequence[InputSpec],
-    tree: optree.PyTreeSpec,
-    parameters: inspect.Signature,
-) -> dict[str, Any]:
-    """Return descriptors of flattened arguments by parameter, with the inputs' tensor types."""
-    flat = list(leaves)
-    for spec in inputs:
-        flat[spec.position] = MetaTensorType(
-            list(spec.dims),
-            dtype=spec.example.dtype,
-            device=spec.example.device,
-            requires_grad=None if spec.any_grad else spec.example.requires_grad,
-            layout=spec.example.layout,
-        )
-    args, kwargs = optree.tree_unflatten(tree, flat)
-    return dict(parameters.bind(*args, **kwargs).arguments)
-
-
-def places_of(
-    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
-) -> dict[int, tuple[Any, ...]]:
-    """Return the path of each flattened argument from a parameter."""
-    numbers = [_Place(i) for i in range(count)]
-    args, kwargs = optree.tree_unflatten(tree, numbers)
-    places: dict[int, tuple[Any, ...]] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
-        paths, leaves, _ = optree.tree_flatten_with_path(
-            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
-        )
-        for path, leaf in zip(paths, leaves, strict=True):
-            places[leaf.index] = (name, *path)
-    return places
-
-
-def spelled(path: Sequence[Any]) -> str:
-    """Return the path of an argument in the user's spelling."""
-    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stand-in for a flattened argument whose path is looked up."""
-
-    index: int
-
-
-# --- the specialized function of a user, and the contracts that its calls must satisfy
 
 
 @dataclass(frozen=True)
