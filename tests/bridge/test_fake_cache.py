@@ -314,6 +314,21 @@ class TestPrograms:
         x = torch.tensor(2.0)
         torch.testing.assert_close(specialize(f)(x), f(x))
 
+    @pytest.mark.parametrize("views", [1, 3])
+    def test_numbers_read_before_and_after_a_write_to_a_view(self, views: int) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x * 2
+            reading, writing = y[1], y
+            for _ in range(views):
+                writing = writing[:]
+            before = reading.item()
+            same = reading.item()
+            writing[1:].add_(1)
+            return torch.zeros(3) + before + 10 * same + 100 * reading.item()
+
+        x = torch.randn(3)
+        torch.testing.assert_close(specialize(f)(x), f(x))
+
     def test_sizes_of_data(self) -> None:
         def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             a, b = x.nonzero(), y.nonzero()

@@ -59,7 +59,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from tsfunc.bridge.sizes.fake_views import count_write, remember_view
+from tsfunc.bridge.sizes.write_counts import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_state import kept_keys, outside_functorch
 from tsfunc.dispatch import state
@@ -186,7 +186,7 @@ def results_of_fixed_sizes(
         results = _range(call, args, kwargs)
     if results is NotImplemented:
         return _on_meta(fake, call, args, kwargs)
-    return _as_fake(results, fake, {}, {})
+    return _as_fake(results, fake, {})
 
 
 def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -232,10 +232,9 @@ def _on_meta(
             results = call(*plain[0], **plain[1])
         except Exception:
             return NotImplemented  # FakeTensorMode computes the results, or raises the error
-    sources = {x.untyped_storage()._cdata: x for x in fakes.values()}
     if call._schema.is_mutable:
         count_write(args[0])
-    return _as_fake(results, fake, fakes, sources)
+    return _as_fake(results, fake, fakes)
 
 
 def meta_of(x: torch.Tensor) -> torch.Tensor:
@@ -277,16 +276,13 @@ def _is_plain(value: Any, fake: FakeTensorMode) -> bool:
     return not isinstance(value, _SYMBOLIC)
 
 
-def _as_fake(
-    result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any], sources: Mapping[int, Any]
-) -> Any:
+def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any:
     """Return results as fake tensors.
 
     Args:
         result: the results.
         fake: the mode.
         fakes: the fake tensors of arguments, which results may be, by the meta tensor.
-        sources: the fake tensors of arguments by their storage, which results may have.
     """
     if isinstance(result, Metadata):
         return new_fake(fake, result.shape, result.strides, result.dtype, _CPU)
@@ -296,13 +292,9 @@ def _as_fake(
         given = fakes.get(id(result))
         if given is not None:
             return given
-        made = FakeTensor(fake, result, _CPU)
-        source = sources.get(result.untyped_storage()._cdata)
-        if source is not None:
-            remember_view(made, source)
-        return made
+        return FakeTensor(fake, result, _CPU)
     if isinstance(result, list | tuple):
-        return type(result)([_as_fake(each, fake, fakes, sources) for each in result])
+        return type(result)([_as_fake(each, fake, fakes) for each in result])
     return result
 
 

@@ -77,12 +77,12 @@ from tsfunc.bridge.sizes import result_rules as result_rules  # registers its ru
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake, results_of_fixed_sizes
-from tsfunc.bridge.sizes.fake_views import count_write, counting_writes, remember_view
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
 from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
 from tsfunc.bridge.sizes.strides import check_view, kernel_strides
+from tsfunc.bridge.sizes.write_counts import count_write, counting_writes, update_versions
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import defer_guards, suppress_guards
 from tsfunc.bridge.tracers.torch_state import kept_keys, settings
@@ -120,6 +120,7 @@ def results_of(
         results = results_of_fixed_sizes(fake, call, args, kwargs)
         if results is not NotImplemented:
             return results
+    update_versions(args)
     if name in SHAPE_RULES:
         with _kept(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)
@@ -442,10 +443,7 @@ class FakeCache:
         if result.is_source:
             return tensors[result.source]
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
-            made = FakeTensor(self.fake, _over_memory(result, tensors), result.device)
-        if result.source >= 0:
-            remember_view(made, tensors[result.source])
-        return made
+            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
 
 
 def _from_start(
