@@ -30,6 +30,7 @@ from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
 from tsfunc.bridge.tracers import (
     attributes,
     backward,
+    checks,
     compressed,
     containers,
     factories,
@@ -42,8 +43,8 @@ from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
 _RULES = (
-    attributes, backward, batching_functions, composites, compressed, data_methods, foreach,
-    indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
+    attributes, backward, batching_functions, checks, composites, compressed, data_methods,
+    foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
     selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
     writes,
 )  # fmt: skip

@@ -19,6 +19,7 @@ from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary, outermost
+from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
@@ -329,10 +330,14 @@ def _run(
             if HOOKED:
                 sync_all(out)
         guards.append(watching)
-    except BaseException:
+    except BaseException as error:
+        if FAILED_CHECKS:
+            note_failed_checks(error, level)
         if BUFFER_WRITES:
             restore_buffers(level)
         raise
+    if FAILED_CHECKS:
+        refuse_caught_checks(level)
     if BUFFER_WRITES:
         refuse_buffer_writes(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:

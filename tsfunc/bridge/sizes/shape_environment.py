@@ -191,8 +191,9 @@ def _asking_frame(answering: FrameType | None) -> tuple[FrameType | None, set[Co
 # ``equalities`` handles.
 _CHECKS = {
     check.__code__
-    for name, check in vars(torch).items()
-    if name.startswith("_check") and isinstance(check, FunctionType)
+    for name, each in vars(torch).items()
+    if name.startswith("_check") and isinstance(each, FunctionType)
+    for check in (each, inspect.unwrap(each))
 } | {torch._assert.__code__}
 
 

@@ -57,13 +57,14 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import UserCode, caller_of_handlers, defer_guards
+from tsfunc.bridge.tracers.questions import UserCode, defer_guards
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
@@ -83,7 +84,6 @@ from tsfunc.dispatch import (
     running_level,
 )
 from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -304,7 +304,7 @@ class TraceTracer(Tracer):
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_value(caller_of_handlers())
+            refused = refused_outcome(catchable=False)
             if refused is not None:
                 return self._assume(not refused)
             answer = self.dispatch_level.tensor_guards.answer(self.node)

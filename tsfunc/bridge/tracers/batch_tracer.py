@@ -6,7 +6,7 @@ without storage; ``_current_graph_task_id`` as in ``torch_state``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -285,10 +285,19 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
         )  # fmt: skip
 
 
+# Return the outcome of a test that raises for the other one (``checks``), None for other tests.
+outcomes_of_checks: list[Callable[[BatchTracer], bool | None]] = []
+
+
 def read(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
+        if name in ("__bool__", "is_nonzero") and tracer.numel() == 1:
+            for outcome_of in outcomes_of_checks:
+                outcome = outcome_of(tracer)
+                if outcome is not None:
+                    return outcome
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_nothing(name, level))

@@ -24,11 +24,11 @@ from typing import Any
 import optree
 
 from tsfunc import rage
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.torch_state import settings
-from tsfunc.dispatch import current_levels
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
@@ -444,7 +444,7 @@ def raise_user_assertion(
     Raises:
         FailedCheckError: a check of a size of data failed, and the function gives the reason.
     """
-    if current_levels() or not _is_own(program, str(error)):
+    if current_trace() is not None or not _is_own(program, str(error)):
         return
     try:
         func(*args, **kwargs)
