@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
-from tsfunc.bridge.tracers.tracebacks import boundary
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.errors import (
     DescriptorError,
 )
