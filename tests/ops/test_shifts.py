@@ -8,7 +8,7 @@ process, the compiled ones where they are built.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ def test_numbers_in_place_of_a_list() -> None:
             torch.testing.assert_close(tsfunc.vmap(f)(x), expected)
 
 
-WRONG = {
+WRONG: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: x.sum(3),
     "transpose": lambda x: x.transpose(0, -4),
     "view": lambda x: x.view(7),
