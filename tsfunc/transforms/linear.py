@@ -10,7 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import boundary
+from tsfunc.bridge.tracers.tracebacks import boundary, folding
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.arguments import flatten_output
@@ -73,6 +73,7 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
 
 
 @outside_dynamo
+@folding("linear_transpose")
 def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Return the transpose of a linear function.
 

@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.outermost import entered
-from tsfunc.bridge.tracers.tracebacks import boundary
+from tsfunc.bridge.tracers.tracebacks import boundary, folding
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.bridge.writing.tracer_hooks import sync_all
@@ -62,6 +62,7 @@ def _in_dynamo(
     return TORCH_FUNC["vmap"](func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
 
+@folding("vmap")
 @in_dynamo(_in_dynamo)
 def vmap(
     func: Callable[..., _Result],

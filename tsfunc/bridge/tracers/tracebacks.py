@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.outermost import entered as outermost
 from tsfunc.bridge.tracers.outermost import leave_whole
 from tsfunc.config import config
 from tsfunc.dispatch.places import GENERATED, LIBRARIES, Place
+from tsfunc.errors import TsfuncError
 
 F = TypeVar("F", bound=Callable[..., Any])
 Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
@@ -75,6 +76,30 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
             entered if traceable else copy_outside_dynamo(entered)
         )
         return cast(F, wrapped)
+
+    return decorate
+
+
+def folding(transform: str, func: Any = None) -> Callable[[F], F]:
+    """Decorate a callable that users call, which restores no state: it folds tracebacks only.
+
+    Args:
+        transform: the callable's name in the note.
+        func: the user's function, if the callable is made for one.
+    """
+
+    def decorate(entry: F) -> F:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
+            try:
+                return entry(*args, **kwargs)
+            except Exception as error:
+                fold(error, lambda: _label(transform, func))
+                raise
+
+        _boundaries.add(entered.__code__)
+        return cast(F, functools.wraps(entry)(entered))
 
     return decorate
 
@@ -149,7 +174,7 @@ def _is_hidden(frame: FrameType) -> bool:
 
 def _is_defect(error: BaseException) -> bool:
     """True if the library itself raised an error that it never raises on purpose."""
-    if not isinstance(error, _DEFECTS):
+    if not isinstance(error, _DEFECTS) or isinstance(error, TsfuncError):
         return False
     *_, (frame, _, _) = _steps(error.__traceback__)
     return _is_hidden(frame)
