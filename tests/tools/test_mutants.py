@@ -14,7 +14,8 @@ pytest.importorskip("mutmut", reason="mutmut comes with make setup")
 
 from tools.mutants.drawing import Mutant, Source, draw, found_again
 from tools.mutants.forks import ForkError, forked
-from tools.mutants.killing import judged
+from tools.mutants.killing import Verdict, judged
+from tools.mutants.live import judge
 from tools.mutants.recording import CoveringTest, recorded
 
 CODE = '''
@@ -144,13 +145,35 @@ def test_the_record_has_the_lines_of_each_test(root: Path) -> None:
     assert covered == {"test_it.py::test_bounded": {compared}, "test_it.py::test_nothing": {added}}
 
 
-def test_a_failing_test_kills_and_its_absence_lets_live(root: Path) -> None:
-    tests = recorded_tests(root)
-    killed = judged(mutant_to(root, "x = None"), tests, root, 60)
-    assert (killed.killed, killed.by, killed.covering) == (True, "test_it.py::test_bounded", 1)
-    for after in ("if x >= top:", 'return cast("int", x) - 1'):  # equal, and not tested
-        survivor = judged(mutant_to(root, after), tests, root, 60)
-        assert (survivor.killed, survivor.ran) == (False, 1), after
+# The test that notices it, and how many tests run its line.
+FATES = {
+    "x = None": ("test_it.py::test_bounded", 1),
+    "return lambda f: None": ("test_it.py::test_bounded", 2),  # at import
+    "if x >= top:": ("", 1),  # equal
+    'return cast("int", x) - 1': ("", 1),  # not tested
+}
+
+
+@pytest.mark.parametrize("after", FATES)
+def test_a_failing_test_kills_and_its_absence_lets_live(root: Path, after: str) -> None:
+    verdict = judged(mutant_to(root, after), recorded_tests(root), root, 60)
+    by, ran = FATES[after]
+    assert (verdict.killed, verdict.ran, verdict.fresh) == (bool(by), ran, True)
+    assert verdict.by.startswith(by)
+
+
+def test_mutants_are_judged_alike_in_a_live_process(root: Path) -> None:
+    """Except for those that run at import, which a live process does not see."""
+    verdicts = root / "verdicts"
+
+    def report(mutant: Mutant, verdict: Verdict) -> None:
+        with verdicts.open("a") as file:
+            file.write(f"{mutant.after}|{verdict.by}|{verdict.ran}|{verdict.fresh}\n")
+
+    judge([mutant_to(root, after) for after in FATES], recorded_tests(root), root, 60, report)
+    assert verdicts.read_text().splitlines() == [
+        f"{after}|{by if ran < 2 else ''}|{ran}|False" for after, (by, ran) in FATES.items()
+    ]
 
 
 def test_a_test_that_does_not_end_kills(root: Path) -> None:

@@ -12,6 +12,7 @@ The page ``docs/mutants.md`` says what is drawn and which tests run.
 from __future__ import annotations
 
 import argparse
+import functools
 import glob
 import json
 import random
@@ -24,6 +25,7 @@ from typing import Any
 from tools.mutants.drawing import Mutant, Source, draw, found_again
 from tools.mutants.forks import preload
 from tools.mutants.killing import Verdict, judged
+from tools.mutants.live import judge
 from tools.mutants.recording import CoveringTest, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,19 +85,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         sources = [Source(ROOT / file, ROOT) for file in _expanded(options.files)]
         count = sum(len(source.changes) for source in sources)
         print(f"{count} changes in {len(sources)} files", flush=True)
-        known = _read(results)
         if options.again:
-            mutants = list(_survivors(known, sources))
+            drawn = list(_survivors(_read(results), sources))
         else:
             drawn = draw(sources, options.number, random.Random(seed))
-            mutants = [mutant for mutant in drawn if mutant.same not in known]
         tests = list(_tests(options))
         print(f"{len(tests)} tests, recorded in {time.monotonic() - began:.0f} s", flush=True)
-        for mutant in mutants:
-            verdict = judged(mutant, tests, ROOT, options.budget)
-            _write(results, mutant, verdict)
+        _judge_all(drawn, tests, results, options)
         print(f"took {time.monotonic() - began:.0f} s")
     return report(results)
+
+
+def _judge_all(
+    drawn: Sequence[Mutant],
+    tests: Sequence[CoveringTest],
+    results: Path,
+    options: argparse.Namespace,
+) -> None:
+    """Judge mutants in a live process, and with a new import those that survive there."""
+    known = {} if options.again else _read(results)
+    mutants = [mutant for mutant in drawn if mutant.same not in known]
+    judge(mutants, tests, ROOT, options.budget, functools.partial(_write, results))
+    known = _read(results)
+    for mutant in drawn:
+        last = known[mutant.same]
+        if not (last["killed"] or last["fresh"]):
+            _write(results, mutant, judged(mutant, tests, ROOT, options.budget))
 
 
 def _expanded(patterns: Sequence[str]) -> list[str]:

@@ -19,8 +19,8 @@ import libcst as cst
 from libcst import metadata
 from mutmut.mutation.mutators import mutation_operators
 
-# Calls whose arguments type checkers read, or whose arguments no test can miss.
-_UNCHANGED_CALLS = {"assert_never", "cast", "isinstance", "issubclass", "len", "super", "warn"}
+# Calls whose arguments no test can miss; ``strict`` of zip is a check that never fails.
+_UNCHANGED_CALLS = {"isinstance", "issubclass", "len", "super", "zip"}
 # Functions that write texts for people.
 _TEXT_FUNCTIONS = {"__repr__", "__str__", "texts", "facts"}
 _TYPES_ONLY = {"TYPE_CHECKING", "Protocol", "overload"}
@@ -59,6 +59,7 @@ class Source:
     def __init__(self, path: Path, root: Path) -> None:
         self.file = path.relative_to(root).as_posix()
         self.text = path.read_text()
+        self._tree = ast.dump(ast.parse(self.text))
         wrapper = metadata.MetadataWrapper(cst.parse_module(self.text))
         self._module = wrapper.module
         self._positions = wrapper.resolve(metadata.PositionProvider)
@@ -68,7 +69,7 @@ class Source:
         """Return the mutant of a change, or None if it is not valid or changes nothing."""
         code = self._module.deep_replace(change.node, change.mutated).code
         try:
-            if ast.dump(ast.parse(code)) == ast.dump(ast.parse(self.text)):
+            if ast.dump(ast.parse(code)) == self._tree:
                 return None
             compile(code, self.file, "exec", dont_inherit=True)
         except (SyntaxError, ValueError):
@@ -145,7 +146,9 @@ def _left_out(node: Any) -> bool:
         case cst.If():
             return _name(node.test) in _TYPES_ONLY
         case cst.Call():
-            return _name(node.func) in {"assert_never", "cast", "warn"}
+            return _name(node.func) in {"assert_never", "cast", "compile", "warn"}
+        case cst.Arg(keyword=cst.Name(value="strict")):
+            return True
         case _:
             return False
 

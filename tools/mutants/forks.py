@@ -6,6 +6,7 @@ seconds, so that a busy machine does not make a test fail; a wait without work e
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
@@ -80,9 +81,9 @@ def _in_fork(function: Callable[[], Any], seconds: float, results: int, printed:
             os.dup2(printed, 1)
             os.dup2(printed, 2)
             # Soft limits, because the fork sets them for forks of its own.
-            _limit(resource.RLIMIT_CPU, int(seconds) + 1)
-            _limit(resource.RLIMIT_AS, _memory() + _MEMORY)
-            _limit(resource.RLIMIT_CORE, 0)
+            limit(resource.RLIMIT_CPU, int(seconds) + 1)
+            limit(resource.RLIMIT_AS, _memory() + _MEMORY)
+            limit(resource.RLIMIT_CORE, 0)
             sent = pickle.dumps((True, function()))
         except BaseException:
             sent = pickle.dumps((False, traceback.format_exc()))
@@ -92,7 +93,8 @@ def _in_fork(function: Callable[[], Any], seconds: float, results: int, printed:
         os._exit(0)
 
 
-def _limit(what: int, value: int) -> None:
+def limit(what: int, value: int) -> None:
+    """Set a soft limit of this process."""
     resource.setrlimit(what, (value, resource.getrlimit(what)[1]))
 
 
@@ -104,7 +106,8 @@ def _waited_for(pid: int, seconds: float) -> tuple[float, str]:
         if known:
             break
         if time.monotonic() > end:
-            os.killpg(pid, signal.SIGKILL)
+            _end_group(pid)
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so that it is no other process
             _, _, usage = os.wait4(pid, 0)
             return usage.ru_utime + usage.ru_stime, "timeout"
         time.sleep(pause)
@@ -118,11 +121,9 @@ def _waited_for(pid: int, seconds: float) -> tuple[float, str]:
 
 
 def _end_group(pid: int) -> None:
-    """End what the fork has left running."""
-    try:
+    """End what a fork has started, and itself, if it runs in its own group by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _memory() -> int:

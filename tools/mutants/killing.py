@@ -17,18 +17,23 @@ from tools.mutants.drawing import Mutant
 from tools.mutants.forks import ChangedFile, forked
 from tools.mutants.recording import OPTIONS, CoveringTest
 
-_START = 2.0  # CPU seconds that a file costs before its first test
+START = 2.0  # CPU seconds that a new import and a collection cost
+SLACK = 20.0  # CPU seconds that imports may take
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a mutant was killed, and by which test; the tests that ran, and their cost."""
+    """Whether a mutant was killed, and by which test; the tests that ran, and their cost.
+
+    ``fresh``: the package was imported with the mutant.
+    """
 
     killed: bool
     by: str
     ran: int
     covering: int
     seconds: float
+    fresh: bool
 
 
 class Chosen:
@@ -55,27 +60,37 @@ def judged(mutant: Mutant, tests: Sequence[CoveringTest], root: Path, budget: fl
         budget: the CPU seconds of tests that may run, by their record.
     """
     covering = covering_tests(mutant, tests, root)
-    chosen = _within(budget, covering, mutant)
-    limit = sum(_allowed(group) for group in chosen)
+    chosen = chosen_tests(budget, covering, mutant, START)
+    limit = SLACK + sum(_allowed(group) for group in chosen)
     ended = forked(lambda: _killed_by(mutant, chosen, root), limit)
     by = ended.result if ended.result is not None else f"import: {ended.why}"
     ran = sum(len(group) for group in chosen)
-    return Verdict(bool(by), by, ran, len(covering), round(ended.seconds, 1))
+    return Verdict(bool(by), by, ran, len(covering), round(ended.seconds, 1), True)
 
 
 def covering_tests(mutant: Mutant, tests: Sequence[CoveringTest], root: Path) -> list[CoveringTest]:
-    """Return the tests that run the mutated statement; if it runs at import, the function."""
-    tree = ast.parse((root / mutant.file).read_text())
-    for span in (_statement(tree, mutant.line), _function(tree, mutant.line)):
+    """Return the tests that run the mutated statement.
+
+    If none does, because it runs at import, they are those that run the function or else the file.
+    """
+    text = (root / mutant.file).read_text()
+    tree = ast.parse(text)
+    file = frozenset(range(1, text.count("\n") + 2))
+    for span in (_statement(tree, mutant.line), _function(tree, mutant.line), file):
         covering = [test for test in tests if not span.isdisjoint(test.lines.get(mutant.file, ()))]
         if covering:
             return covering
     return []
 
 
-def _within(
-    budget: float, covering: Sequence[CoveringTest], mutant: Mutant
+def chosen_tests(
+    budget: float, covering: Sequence[CoveringTest], mutant: Mutant, start: float
 ) -> list[list[CoveringTest]]:
+    """Return the tests that run, in their order, by file.
+
+    Args:
+        start: the CPU seconds that a file costs before its first test.
+    """
     files: dict[str, list[CoveringTest]] = defaultdict(list)
     for test in sorted(covering, key=lambda test: test.seconds):
         files[test.file].append(test)
@@ -92,9 +107,9 @@ def _within(
         for file in sorted(files, key=order):
             group: list[CoveringTest] = []
             for test in files[file][part]:
-                if budget < test.seconds + (0 if group else _START):
+                if budget < test.seconds + (0 if group else start):
                     break
-                budget -= test.seconds + (0 if group else _START)
+                budget -= test.seconds + (0 if group else start)
                 group.append(test)
             if group:
                 chosen.append(group)
@@ -102,7 +117,7 @@ def _within(
 
 
 def _allowed(group: Sequence[CoveringTest]) -> float:
-    return 20 + 10 * sum(test.seconds for test in group)
+    return SLACK + 10 * sum(test.seconds for test in group)
 
 
 def _killed_by(mutant: Mutant, chosen: Sequence[Sequence[CoveringTest]], root: Path) -> str:

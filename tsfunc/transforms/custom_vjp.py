@@ -10,7 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracebacks import folding
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like

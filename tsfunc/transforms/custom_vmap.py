@@ -10,7 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
-from tsfunc.bridge.tracers.tracebacks import folding
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_places

@@ -15,8 +15,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import folding
 from tsfunc.errors import FailedCheckError
 
 __all__ = ["callback", "nans", "print"]

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
-from tsfunc.bridge.tracers.tracebacks import boundary, folding
+from tsfunc.bridge.tracers.boundaries import boundary, folding
 from tsfunc.errors import (
     DescriptorError,
 )

@@ -25,8 +25,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.tracing import surely, tracing_here
+from tsfunc.bridge.tracers.boundaries import fold, is_boundary, name_of, spelled, watched_for_nans
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import fold, is_boundary, spelled, watched_for_nans
 from tsfunc.config import config
 from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
@@ -41,10 +41,9 @@ from tsfunc.errors import (
     UnboundAxisError,
 )
 from tsfunc.program import Program
-from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining
+from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining, Target
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.no_match import why_unanswered
-from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.closure.read_guards import Texts
 from tsfunc.program.graphs.backends import resolve
@@ -52,7 +51,6 @@ from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
-from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.compiled import in_order
 from tsfunc.types.signatures import signature_of
@@ -94,7 +92,7 @@ class Specialized(Generic[_Params, _Result]):
         signature = signature_of(func)
         self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
         contracts = in_order(self._given, f"specialize({self.name})")
-        compiler = resolve(backend)
+        compiler = None if backend == "python" else resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
         self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
         self.cache = Cache(max_specializations, auto_widen)

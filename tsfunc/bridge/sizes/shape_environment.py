@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.user_code import in_user_code
+from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 

@@ -13,12 +13,11 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.generators import GeneratorStates
-from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
 from tsfunc.bridge.tracers.replay import may_be_replayed
 from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
-from tsfunc.bridge.tracers.user_code import passes_call_on
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError

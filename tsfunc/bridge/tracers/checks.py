@@ -36,8 +36,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, 
 from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.bridge.tracers.user_code import caller_of_handlers, passes_call_on
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 from tsfunc.errors import DataDependentError

@@ -12,9 +12,13 @@ into an argument, since the function would write again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -23,8 +27,8 @@ from tsfunc import rage
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.outermost import protected
-from tsfunc.bridge.tracers.settings import settings
+from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
@@ -32,13 +36,12 @@ from tsfunc.program.calling.cache import (
     UNSEEN,
     Cache,
     CachedProgram,
+    Target,
     facts_of_call,
     passed_text,
     reason_for,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
-from tsfunc.program.calling.reporting import log_program, progress
-from tsfunc.program.calling.target import Target
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
@@ -460,3 +463,70 @@ def _is_own(program: Program, message: str) -> bool:
         if isinstance(check, str) and check in message:
             return True
     return False
+
+
+# --- reports of programs
+
+
+_SECONDS = 1.0  # a trace or compilation that takes less shows nothing
+
+_retraces = logging.getLogger("tsfunc.retraces")
+_guards = logging.getLogger("tsfunc.guards")
+_code = logging.getLogger("tsfunc.code")
+
+
+def log_program(
+    program: Program, reason: str, seconds: float, backend: str, arguments: str
+) -> None:
+    """Log a new program: what was made, why, and how long it took."""
+    _retraces.info(
+        "specialize(%s): a new program for (%s) took %.2f s with the backend %s. Reason: %s",
+        program.name, arguments, seconds, backend, reason,
+    )  # fmt: skip
+    _guards.info("specialize(%s): the guards of the new program:\n%s", program.name, program.guards)
+    if _code.isEnabledFor(logging.INFO):
+        _code.info("specialize(%s): the code of the new program:\n%s", program.name, program)
+
+
+@contextlib.contextmanager
+def progress(name: str, reason: str) -> Iterator[None]:
+    """Show on stderr that a program is being made, if it takes long and stderr is a terminal."""
+    if not _in_a_terminal() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    line = _ProgressLine(f"specialize({name}): making a program ({reason})")
+    timer = threading.Timer(_SECONDS, line.show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        line.hide()
+
+
+class _ProgressLine:
+    """A line with a spinner. ``show`` and ``hide`` run on different threads."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self._hidden = False
+
+    def show(self) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with self._lock:
+            if not self._hidden:
+                self._stack.enter_context(console.status(self._text))
+
+    def hide(self) -> None:
+        with self._lock:
+            self._hidden = True
+            self._stack.close()
+
+
+def _in_a_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

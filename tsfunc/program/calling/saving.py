@@ -18,10 +18,9 @@ import optree
 import torch
 
 from tsfunc.bridge.trace.tracing import tracing_here
-from tsfunc.bridge.tracers.settings import settings
-from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.target import Target
 from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current

@@ -63,15 +63,13 @@ from tsfunc.types import Dim
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def resolve(backend: object) -> Backend | None:
-    """Return the backend that a user has passed; None for generated Python.
+def resolve(backend: object) -> Backend:
+    """Return the backend that a user has passed.
 
     Raises:
         TypeError: it is not a name or a function.
         ValueError: there is no backend of this name.
     """
-    if backend == "python":
-        return None
     if backend == "inductor":
         return functools.partial(inductor, decompositions=DECOMPOSITIONS)
     if isinstance(backend, str):

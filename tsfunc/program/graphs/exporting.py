@@ -23,7 +23,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_exporting import exported_by_torch
-from tsfunc.bridge.tracers.settings import is_persistent
+from tsfunc.bridge.tracers.torch_state import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.lowering import sizes_for

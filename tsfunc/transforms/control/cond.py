@@ -34,8 +34,8 @@ from tsfunc.bridge.control.subsets import (
     subset_of,
 )
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import (
     Batching,

@@ -30,8 +30,8 @@ from tsfunc.bridge.control.subsets import (
 )
 from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
