@@ -66,7 +66,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.checker import place_text
+from tsfunc.types.descriptors import place_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 

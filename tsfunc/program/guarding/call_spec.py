@@ -36,7 +36,7 @@ from tsfunc.program.guarding.guards import (
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
-from tsfunc.types.checker import place_text
+from tsfunc.types.descriptors import place_text
 
 
 @dataclass(frozen=True, eq=False)
