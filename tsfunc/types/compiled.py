@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types.checker import CheckContext, Mismatch, Path
+from tsfunc.types.checker import CheckContext, Mismatch
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.descriptors import (
+    Path,
     class_of,
     elements_of,
     entries_of,
