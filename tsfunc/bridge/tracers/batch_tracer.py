@@ -1,4 +1,4 @@
-"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
+"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.

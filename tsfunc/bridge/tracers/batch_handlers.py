@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.call_plans import (
     PLAIN,
     Plan,
     Plans,
-    Step,
+    PlanStep,
     arguments_of,
     dims_at_call,
     plans_of_function,
@@ -76,7 +76,7 @@ _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
 _TABLE, _DIRECT, _ALIKE, _ONCE, _DECOMPOSED = (
-    Step.TABLE, Step.DIRECT, Step.ALIKE, Step.ONCE, Step.DECOMPOSED,
+    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.ONCE, PlanStep.DECOMPOSED,
 )  # fmt: skip
 
 
