@@ -45,7 +45,7 @@ from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsI
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.no_match import why_unanswered
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.read_guards import Texts
+from tsfunc.program.closure.guard_codegen import Texts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties

@@ -1,6 +1,6 @@
 // The function handler and the dispatch handler of batched tensors, in compiled code.
 //
-// Python remains the reference: fast_handlers.py has the same two handlers, and everything that this
+// Python remains the reference: batch_handlers.py has the same two handlers, and everything that this
 // file does not take is given to them. The file has no batching semantics: it runs the call plans
 // (call_plans.py) that Python has made. It unwraps the tracers of one level, finds the plan of the
 // call, restores what the level captured, runs the steps of the plan on the values, and wraps the
@@ -1232,7 +1232,7 @@ class DispatchHandler : public c10::OperatorKernel {
     return tensors;
   }
 
-  // NOTE [queries of autograd] in fast_handlers.py.
+  // NOTE [queries of autograd] in batch_handlers.py.
   static bool answer_query(bool sizes, Stack* stack) {
     Owned state = current_state();
     if (slot(state.get(), slots.plain) != Py_True) return false;

@@ -1,4 +1,4 @@
-"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
+"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -245,7 +245,7 @@ def wrap_in_python(
 
 
 _handlers = compiled.load()
-# The compiled handlers make tracers too; ``fast_handlers`` sets them up before there are levels.
+# The compiled handlers make tracers too; ``batch_handlers`` sets them up before there are levels.
 wrap: Callable[..., BatchTracer] = wrap_in_python if _handlers is None else _handlers.wrap
 
 

@@ -3,8 +3,8 @@
 NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
 None of this depends on the data, so it is decided at the first such call and kept as a
-:class:`Plan`. Later calls with the same key run the plan (``fast_handlers``); what has no plan goes
-to the dispatch table. Plans are the only fast path.
+:class:`Plan`. Later calls with the same key run the plan (``batch_handlers``), and a call without
+a plan goes to the dispatch table. Plans are the only fast path.
 
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
@@ -49,7 +49,7 @@ _NUMBERS: Final = frozenset({int, float})
 _MOST_PLANS: Final = 512
 
 
-class Step(enum.Enum):
+class PlanStep(enum.Enum):
     """The step of a plan that makes its results."""
 
     TABLE = "table"  # the call has no plan
@@ -89,7 +89,7 @@ class Plan:
 
     def __init__(
         self,
-        step: Step,
+        step: PlanStep,
         function: Any = None,
         rule: Rule | None = None,
         operator: TorchOperator | None = None,
@@ -111,8 +111,8 @@ class Plan:
         return f"Plan({self.step.value}, {self.function!r})"
 
 
-TABLE: Final = Plan(Step.TABLE)
-RECORDED: Final = Plan(Step.RECORDED)
+TABLE: Final = Plan(PlanStep.TABLE)
+RECORDED: Final = Plan(PlanStep.RECORDED)
 
 
 class Plans:
@@ -229,7 +229,7 @@ def _function_plan(
         direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
         if direct is not None:
             return direct
-        plan = Plan(Step.RULE, function, rule.rule)
+        plan = Plan(PlanStep.RULE, function, rule.rule)
         plan.shifts = _shifts(rule.rule, kinds)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
         return plan
@@ -244,10 +244,10 @@ def _function_plan(
     op = form.op
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
-        plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+        plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
         plan.shifts = _shifts(op.direct_rule, kinds)
     elif decomposition is not None:
-        plan = Plan(Step.DECOMPOSED, decomposition, None, op)
+        plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
         return TABLE
     dims = _dims_of_kinds(kinds)
@@ -296,7 +296,7 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
             plain.append(place)
     if not plain:
         return RECORDED
-    plan = Plan(Step.RECORDED)
+    plan = Plan(PlanStep.RECORDED)
     plan.unrecorded = tuple(plain)
     return plan
 
@@ -342,7 +342,7 @@ def _direct_plan(
     if len(kinds) > 1 and tracers in ([0], [1]) and _is_tensor(kinds[1 - tracers[0]]):
         if not _no_tensors(kinds[2:]) or (operator is not None and len(kinds) > 2):
             return None
-        step = Step.BESIDE
+        step = PlanStep.BESIDE
     else:
         if not _no_tensors(others):
             return None
@@ -352,7 +352,7 @@ def _direct_plan(
             len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)
         ):
             return None
-        step = Step.DIRECT if len(tracers) == 1 else Step.ALIKE
+        step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.ALIKE
     plan = Plan(step, function, pointwise, operator)
     plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
     plan.dims = _dims_of_kinds(kinds[:count])
@@ -369,14 +369,14 @@ def _operator_plan(
     if not _has_batched(kinds):
         if op.ruled:
             return TABLE
-        plan = Plan(Step.ONCE, op.overload, None, op)
+        plan = Plan(PlanStep.ONCE, op.overload, None, op)
         plan.dims = []
         return plan
     if op.function is not None and not kwargs:
         direct = _direct_plan(op.function, kinds, len(args), op)
         if direct is not None:
             return direct
-    plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+    plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
     plan.shifts = _shifts(op.direct_rule, kinds)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
@@ -403,7 +403,7 @@ def _is_tensor(kind: Any) -> bool:
 def fits(plan: Plan, values: Sequence[Any]) -> bool:
     """True if the operands of an ``ALIKE`` or ``BESIDE`` plan need no alignment."""
     x, y = values[:2]
-    if plan.step is Step.ALIKE:
+    if plan.step is PlanStep.ALIKE:
         return bool(x.dim() == y.dim())
     if not plan.first:
         x, y = y, x

@@ -26,13 +26,14 @@ from tsfunc.program.closure.guard_codegen import (
     Build,
     ClosureGuard,
     Enter,
+    Names,
     builder,
     key_orders,
     opening_lines,
 )
-from tsfunc.program.closure.read_guards import Names, ReadGuards
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word, guard_lines
+from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
+from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors

@@ -48,7 +48,8 @@ from tsfunc.program.files.operators import (
     misfit,
     operator_named,
 )
-from tsfunc.program.files.values import NoFileForm, TensorReader, ValueReader, encode, printable
+from tsfunc.program.files.tensors import TensorReader
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.codegen import line_of
 
 # --- control flow in files: the kinds of control flow, and the JSON of each

@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.call_plans import (
     FUNCTION_PLANS,
     Plan,
     Plans,
-    Step,
+    PlanStep,
     arguments_of,
     dims_at_call,
     fits,
@@ -76,7 +76,8 @@ _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
 _TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED = (
-    Step.TABLE, Step.DIRECT, Step.ALIKE, Step.BESIDE, Step.ONCE, Step.DECOMPOSED,
+    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
+    PlanStep.DECOMPOSED,
 )  # fmt: skip
 
 
@@ -387,7 +388,7 @@ def _use_compiled() -> None:
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "arguments_of": arguments_of, "dims_at_call": dims_at_call,
         "wrapped": _wrapped,
-        **{f"step_{step.value}": step for step in Step},
+        **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
     SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
