@@ -12,7 +12,7 @@ from tsfunc.ops.catalogue.arguments import arguments, settings
 from tsfunc.ops.catalogue.reader import reader
 from tsfunc.ops.catalogue.trial import RANKS, _choices
 
-KINDS = {
+KINDS: dict[str, type | tuple[type, ...]] = {
     "int": int, "float": float, "number": (int, float), "bool": bool, "str": str,
     "ScalarType": torch.dtype, "Device": torch.device, "Layout": torch.layout,
     "MemoryFormat": torch.memory_format,
