@@ -32,9 +32,14 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes.fake_mode import new_fake
 from tsfunc.bridge.sizes.fake_results import FakeCache, results_of
-from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, has_symbols, symbols_in
+from tsfunc.bridge.sizes.symbolic_numbers import (
+    call_past_parser,
+    has_symbols,
+    shape_node,
+    size_node,
+    symbols_in,
+)
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,

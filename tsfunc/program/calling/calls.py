@@ -128,10 +128,10 @@ class FirstCall:
         self.outside_inputs: Mapping[str, Varying] = {}
 
     @protected
-    def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
-        """Return a program for the call, and the values that it reads of objects in the arguments.
+    def program(self, cache: Cache, reason: str | None = None) -> Made:
+        """Return an entry for the call, and the values that it reads of objects in the arguments.
 
-        The program is kept in the cache.
+        The entry is kept in the cache.
 
         Args:
             cache: the cache of the function.
@@ -175,7 +175,7 @@ class FirstCall:
         cache.records = held.records
         entry, reached = made
         cache.keep(entry)
-        return entry.program, reached
+        return entry, reached
 
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.

@@ -25,10 +25,9 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees, rage
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.sizes.fake_mode import unlogged
-from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
+from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
 from tsfunc.bridge.trace.opaque import without_opaque_values
@@ -65,6 +64,7 @@ from tsfunc.program.guarding.call_spec import as_one, groups_of
 from tsfunc.program.guarding.guards import Groups, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
+from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import simplify
 from tsfunc.program.program import Program
 from tsfunc.types import Dim

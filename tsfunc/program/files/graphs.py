@@ -26,7 +26,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
-from tsfunc.bridge.sizes.size_forms import form_of_size
+from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of

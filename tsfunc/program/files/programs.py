@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
+from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_state import SETTINGS, settings
 from tsfunc.errors import DescriptorError
