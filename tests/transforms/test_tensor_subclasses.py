@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.utils._pytree import tree_map  # what authors of wrapper subclasses use
 
 import tsfunc
@@ -33,20 +34,22 @@ class Tagged(torch.Tensor):
 class Wrapped(torch.Tensor):
     """A wrapper: its operators run on the tensor inside."""
 
-    inner: Tensor
+    inside: Any
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
-        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
             cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
         )
-        made.inner = inner
+        made.inside = inner
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         def unwrapped(x: Any) -> Any:
-            return x.inner if isinstance(x, Wrapped) else x
+            return x.inside if isinstance(x, Wrapped) else x
 
         out = func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
         return tree_map(lambda x: Wrapped(x) if isinstance(x, Tensor) else x, out)
@@ -118,7 +121,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] =
 def plain(x: Any) -> Tensor:
     """Return the values of a tensor of any of the classes, a flat tensor."""
     if isinstance(x, Wrapped):
-        x = x.inner
+        x = x.inside
     elif hasattr(x, "full_tensor"):
         x = x.full_tensor()
     elif type(x).__name__ == "MaskedTensor":
@@ -131,7 +134,7 @@ def plain(x: Any) -> Tensor:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -179,5 +182,5 @@ def test_quantized_weights() -> None:
     torch.testing.assert_close(jvp(lambda x: linear(x, weight), (x,), (x,))[1], expected)
     slopes = grad(lambda x: linear(x, weight).sum())(x)
     torch.testing.assert_close(slopes, weight.dequantize().sum(0).expand(4, 3))
-    with pytest.raises(NotImplementedError, match="aten.t"):  # as docs/tensor_classes.md says
+    with pytest.raises(NotImplementedError, match=r"aten\.t"):  # as docs/tensor_classes.md says
         vmap(lambda row: linear(row, weight))(x)

@@ -45,7 +45,7 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
                 bound = isinstance(member, classmethod | staticmethod)
                 members[name] = staticmethod(getattr(cls, name)) if bound else member
     # A class with a __torch_dispatch__ alone has a C function in this place.
-    own = getattr(cls.__torch_function__, "__func__", None)
+    own = getattr(getattr(cls, "__torch_function__"), "__func__", None)  # noqa: B009 - of any class
     if own is torch.Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         members["__torch_function__"] = classmethod(_function_of_members)
     members |= {"__slots__": (), USERS_CLASS: cls}
