@@ -38,6 +38,7 @@ from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
+from tsfunc.bridge.trace.layouts import check_layout
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
@@ -209,6 +210,7 @@ class TraceLevel(TracerLevel):
         """Lift a tensor from outside: the program reads it at every call, as an input."""
         known = self.lifted.get(id(value))
         if known is None:
+            check_layout(value)
             like = self.fake_like(value, value.shape, value.stride())
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
@@ -301,7 +303,7 @@ class TraceTracer(Tracer):
         return self.value.is_conj()
 
     def read(self, name: str) -> Any:
-        if name == "item" and self.value.numel() == 1:
+        if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
