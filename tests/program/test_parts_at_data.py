@@ -26,6 +26,7 @@ def data(*shape: int) -> Tensor:
     return torch.rand(shape, dtype=torch.float64) + 0.5
 
 
+CUTS, COUNT = torch.tensor([1, 3]), torch.tensor(2)
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": lambda x: x[at(x)],
     "row from the end": lambda x: x[at(x, -1)],
@@ -39,7 +40,6 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "narrow": lambda x: x.narrow(0, at(x, 1), 2).sin(),
     "resized": lambda x: F.interpolate(x[None], at(x, 3)),
 }
-CUTS, COUNT = torch.tensor([1, 3]), torch.tensor(2)
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -69,7 +69,7 @@ def test_a_part_that_has_to_be_whole_is_checked() -> None:
     """The sum needs as many rows as ``x`` has; a single row would be broadcast."""
 
     def f(x: Tensor, k: Tensor) -> Tensor:
-        return x[: k.item()] + x  # type: ignore[misc]
+        return x[: k.item()] + x
 
     for g in (f, tsfunc.grad(lambda x, k: f(x, k).sum())):
         program = tsfunc.specialize(g)

@@ -499,8 +499,8 @@ def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.la
         torch.nested.as_nested_tensor(each, layout=layout) for each in (rows, directions)
     )
     if layout is torch.jagged:  # torch takes tensors with offsets of their own for ragged otherwise
-        offsets: Any = primal.offsets()
-        tangent = torch.nested.nested_tensor_from_jagged(torch.cat(directions), offsets)
+        nested: Any = primal  # torch declares the methods of this class for no tensor
+        tangent = torch.nested.nested_tensor_from_jagged(torch.cat(directions), nested.offsets())
     out, pushed = tsfunc.jvp(lambda x: x.sin() * x, (primal,), (tangent,))
     for i, (x, v) in enumerate(zip(rows, directions, strict=True)):
         expected = torch.autograd.functional.jvp(lambda x: x.sin() * x, x, v)

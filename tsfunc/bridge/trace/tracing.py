@@ -119,6 +119,7 @@ class TraceLevel(TracerLevel):
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
+        on_lift: is called with each such tracer and tensor.
         tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
@@ -136,6 +137,7 @@ class TraceLevel(TracerLevel):
         "lifted",
         "lines",
         "of_dtensors",
+        "on_lift",
         "passes",
         "records",
         "results",
@@ -160,6 +162,7 @@ class TraceLevel(TracerLevel):
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
+        self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
         self.bodies: list[TraceLevel] = []
         self.of_dtensors = False
         self.tensor_guards = TensorGuards(name)
@@ -217,6 +220,7 @@ class TraceLevel(TracerLevel):
             node.target = node.name  # another name if a parameter has this one
             known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
             self.lifted[id(value)] = known
+            self.on_lift(known[1], value)
         return known[1]
 
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
