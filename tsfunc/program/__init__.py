@@ -7,6 +7,6 @@ In the order of a call: ``capture`` records a function as a graph, ``passes`` si
 from __future__ import annotations
 
 from tsfunc.program.calling.capture import capture
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.program import Program
 
 __all__ = ["Program", "capture"]

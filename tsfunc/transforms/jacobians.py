@@ -10,9 +10,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,

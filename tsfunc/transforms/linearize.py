@@ -9,8 +9,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.compiling import as_if_compiling
+from tsfunc.bridge.trace.torch_settings import as_if_compiling
 from tsfunc.bridge.tracers.optimizers import make_state
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]

@@ -5,7 +5,6 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     sizes            expressions over named sizes: their normal form, and facts as text
     dims             the sizes in a shape: numbers, names with bounds, expressions
     size_matching    comparison of the sizes of two types, whose names hold across a type
-    tensor_text      tensors as text, printed and parsed
     meta             MetaTensorType: the metadata of a tensor, its order and joins
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text

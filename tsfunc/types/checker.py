@@ -57,8 +57,7 @@ from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device
 from tsfunc.types.sizes import DimExpr
-from tsfunc.types.tensor_text import tensor_text
-from tsfunc.types.values import Attribute, describe, entry_text, same_keys, same_value
+from tsfunc.types.values import Attribute, describe, entry_text, same_keys, same_value, tensor_text
 
 Path: TypeAlias = tuple[Any, ...]
 """The path of a value: the name of the root, then optree's entries down to the leaf."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.tracers.user_code import in_user_code
+from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.types.sizes import DimExpr, solved_for
 
 

@@ -9,7 +9,7 @@ NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
 branches as in the call. The questions about the symbol (:meth:`Symbols.needs`) determine whether
 another size would take another branch. Operators treat sizes 0 and 1 specially, so another hint
-replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/program``.
+replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a

@@ -30,15 +30,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import results_of
+from tsfunc.bridge.sizes.fake_results import FakeCache, results_of
 from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
+from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, has_symbols, symbols_in
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
-from tsfunc.bridge.trace.layouts import check_layout
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
@@ -48,6 +45,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     asked_by_user,
     attribute,
     attributes_of,
+    check_layout,
     class_of,
     contiguous,
     hashed,
@@ -59,13 +57,15 @@ from tsfunc.bridge.trace.tensor_guards import (
 )
 from tsfunc.bridge.trace.tracer_cache import TracerCache
 from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
-from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import UserCode, defer_guards
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
@@ -76,8 +76,6 @@ from tsfunc.bridge.tracers.tracer import (
     metadata,
     written,
 )
-from tsfunc.bridge.tracers.user_code import UserCode, caller_of_handlers
-from tsfunc.bridge.tracers.watching import Lines
 from tsfunc.dispatch import (
     DispatchKey,
     Operator,
@@ -87,7 +85,6 @@ from tsfunc.dispatch import (
     running_level,
 )
 from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -174,7 +171,8 @@ class TraceLevel(TracerLevel):
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
         """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
-        self.of_dtensors = self.of_dtensors or is_dtensor(example)
+        if type(example) is not torch.Tensor and is_dtensor(example):
+            self.of_dtensors = True
         with DisableTorchFunction(), without_factory_keys():
             made = new_fake(self.fake, shape, strides, example.dtype, example.device)
             if not (example.is_conj() or example.is_neg()):
@@ -312,7 +310,7 @@ class TraceTracer(Tracer):
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_value(caller_of_handlers())
+            refused = refused_outcome(catchable=False)
             if refused is not None:
                 return self._assume(not refused)
             answer = self.dispatch_level.tensor_guards.answer(self.node)

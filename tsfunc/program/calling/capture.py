@@ -11,6 +11,7 @@ new objects only.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import threading
@@ -26,46 +27,45 @@ import torch.fx
 from tsfunc import pytrees, rage
 from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
+from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
-from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.backward_passes import BackwardPasses
 from tsfunc.bridge.trace.class_members import give_members
-from tsfunc.bridge.trace.compiling import is_compiling
-from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
-from tsfunc.bridge.trace.seeding import no_seeding
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
+from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
 from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
-from tsfunc.bridge.tracers.outermost import protected
-from tsfunc.bridge.writing.tracer_hooks import sync_all
+from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of, users_place
 from tsfunc.dispatch.refusals import starts_trace
+from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
-from tsfunc.program.calling.counters import Counters
+from tsfunc.program.calling.counters import answer_of_counters
 from tsfunc.program.closure.guard_builder import Varying
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject, Source
-from tsfunc.program.closure.refusals import (
+from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
+from tsfunc.program.closure.side_effects import (
+    SideEffect,
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
-from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
-from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
 from tsfunc.program.passes.simplify import simplify
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 
@@ -309,15 +309,16 @@ class _Trace:
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
-        axes = MeshAxes()
+        axes = MeshAxes().bound if tls.state.levels else nullcontext
         with (
             torch_state.outside_all_levels(),
             state.outside_all_levels(),
-            axes.bound(),
+            axes(),
             outside_modes(),
         ):
             self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
-            self.symbols.asks = Counters(self.level, self.instances.builder).answer
+            answer = functools.partial(answer_of_counters, self.level, self.instances.builder)
+            self.symbols.asks = self.level.tensor_guards.answer = answer
             self.gradients = Gradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
@@ -345,8 +346,9 @@ class _Trace:
             fixed = all(isinstance(dim, int) for dim in spec.dims)
             argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
             level.tensor_guards.add(tracer, argument)
-            for name in give_members(tracer, type(spec.example)):
-                self._attribute_of(argument, f"__class__.{name}")
+            if type(spec.example) is not torch.Tensor:
+                for name in give_members(tracer, type(spec.example)):
+                    self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         for name, node in sizes.items():
@@ -471,8 +473,9 @@ class _Trace:
             run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
-        raised = check_needs(
-            request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
+        needs = symbols.needs()
+        raised = {} if not needs else check_needs(
+            request.name, needs, request.bounds, sizes_of_call(request.inputs),
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)

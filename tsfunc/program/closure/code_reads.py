@@ -44,8 +44,8 @@ from typing import Any, Literal
 import torch
 
 from tsfunc.errors import ReadOnceWarning
+from tsfunc.program.closure.followed import is_library
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.packages import is_library
 from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Source
 from tsfunc.program.closure.side_effects import CODE, MISSING
 

@@ -60,6 +60,7 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
+from tsfunc.program.closure.followed import can_watch
 from tsfunc.program.closure.read_guards import (
     EqualValue,
     KeysAre,
@@ -72,7 +73,6 @@ from tsfunc.program.closure.read_guards import (
     TypeOf,
 )
 from tsfunc.program.closure.results import OutsideRef
-from tsfunc.program.closure.watching import can_watch
 from tsfunc.types.values import same_value
 
 # --- numbers that vary

@@ -18,12 +18,12 @@ import torch
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.tracing import is_traced
-from tsfunc.bridge.tracers.settings import hooks_of_all_modules
+from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.closure.followed import Watching, is_installed
 from tsfunc.program.closure.guard_builder import Closure, Earlier, GuardBuilder, is_instance
-from tsfunc.program.closure.packages import is_installed
 from tsfunc.program.closure.read_guards import (
     AnswerIs,
     Distinct,
@@ -35,10 +35,14 @@ from tsfunc.program.closure.read_guards import (
     SameObject,
     Source,
 )
-from tsfunc.program.closure.refusals import TracedGenerators
 from tsfunc.program.closure.results import Updates, has_tensor
-from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
-from tsfunc.program.closure.watching import Watching
+from tsfunc.program.closure.side_effects import (
+    MISSING,
+    SideEffect,
+    TracedGenerators,
+    changed_containers,
+    updates_of,
+)
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 

@@ -22,10 +22,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.quick_checks import quick_check
-from tsfunc.bridge.trace.tensor_guards import is_tensor_of, users_class
-from tsfunc.bridge.tracers import settings
-from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
+from tsfunc.bridge.tracers.torch_state import SETTINGS, settings_condition
 from tsfunc.program.closure.guard_codegen import ClosureGuard, Enter, compiled, other_keys
 from tsfunc.types import Dim
 from tsfunc.types.values import describe, same_value
@@ -195,7 +193,7 @@ class SettingsAre(Guard):
     values: Sequence[Any]
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        return (f"if {settings.condition(tuple(self.values), code.scope)}: return None",)
+        return (f"if {settings_condition(tuple(self.values), code.scope)}: return None",)
 
     def texts(self, name: Names) -> Iterable[str]:
         return [f"{s.name} is {x}" for s, x in zip(SETTINGS, self.values, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard
@@ -19,7 +21,7 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.closure.guard_codegen import key_orders
-from tsfunc.program.closure.read_guards import Guard
+from tsfunc.program.closure.read_guards import Guard, Guards, Names, SettingsAre
 from tsfunc.program.guarding.guards import (
     Aliasing,
     ArgumentGuard,
@@ -33,7 +35,8 @@ from tsfunc.program.guarding.guards import (
     variables_of,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
-from tsfunc.types import Dim
+from tsfunc.types import Dim, MetaTensorType
+from tsfunc.types.checker import place_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,3 +183,67 @@ def placeholder(
         with torch_state.outside_all_levels(), state.outside_all_levels():
             strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
     return new_fake_input(Symbols({}).fake, shape, strides, dtype, device)
+
+
+# --- places of the flattened arguments of a call among its parameters, and their descriptors
+
+
+def described(
+    leaves: Sequence[Any],
+    inputs: Sequence[InputSpec],
+    tree: optree.PyTreeSpec,
+    parameters: inspect.Signature,
+) -> dict[str, Any]:
+    """Return descriptors of flattened arguments by parameter, with the inputs' tensor types."""
+    flat = list(leaves)
+    for spec in inputs:
+        flat[spec.position] = MetaTensorType(
+            list(spec.dims),
+            dtype=spec.example.dtype,
+            device=spec.example.device,
+            requires_grad=None if spec.any_grad else spec.example.requires_grad,
+            layout=spec.example.layout,
+        )
+    args, kwargs = optree.tree_unflatten(tree, flat)
+    return dict(parameters.bind(*args, **kwargs).arguments)
+
+
+def places_of(
+    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
+) -> dict[int, tuple[Any, ...]]:
+    """Return the path of each flattened argument from a parameter."""
+    numbers = [_Place(i) for i in range(count)]
+    args, kwargs = optree.tree_unflatten(tree, numbers)
+    places: dict[int, tuple[Any, ...]] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        paths, leaves, _ = optree.tree_flatten_with_path(
+            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, leaf in zip(paths, leaves, strict=True):
+            places[leaf.index] = (name, *path)
+    return places
+
+
+def spelled(path: Sequence[Any]) -> str:
+    """Return the path of an argument in the user's spelling."""
+    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stand-in for a flattened argument whose path is looked up."""
+
+    index: int
+
+
+def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
+    """Return the guards of a program that was read from a file, for people."""
+    return Guards.of([*form.guards(), SettingsAre(form.ambient)], names_of_form(form, signature))
+
+
+def names_of_form(form: CallSpec, signature: inspect.Signature) -> Names:
+    """Return a function from the positions of a form's leaves to the user's spelling."""
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    places = places_of(signature, len(form.leaves), form.tree)
+    arguments = signature.bind(*args, **kwargs).arguments
+    return lambda position: place_text(places[position], arguments)

@@ -32,8 +32,13 @@ from typing import Any, Protocol
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.quick_checks import quick_check
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, reader_of, users_class
+from tsfunc.bridge.trace.tensor_guards import (
+    PropertyGuard,
+    is_tensor_of,
+    quick_check,
+    reader_of,
+    users_class,
+)
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_contents, has_value, is_instance, viewed_state
 from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_float
@@ -44,8 +49,7 @@ from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.sizes import fact_code, solved_for
-from tsfunc.types.tensor_text import tensor_text
-from tsfunc.types.values import describe, same_value
+from tsfunc.types.values import describe, same_value, tensor_text
 
 Facts = Mapping[str, Any]
 Encode = Callable[[Any], Any]

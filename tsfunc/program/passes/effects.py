@@ -11,8 +11,13 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.arguments import arguments_of, matched
-from tsfunc.bridge.tracers.operators import STATISTICS, TorchOperator, updates_statistics
+from tsfunc.bridge.tracers.operators import (
+    STATISTICS,
+    TorchOperator,
+    arguments_of,
+    matched,
+    updates_statistics,
+)
 
 # --- effects of a graph's nodes: writes, random numbers, checks and communication
 

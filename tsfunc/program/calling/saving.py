@@ -10,34 +10,23 @@ variations are not traced: the program answers them all.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import optree
 import torch
 
 from tsfunc.bridge.trace.tracing import tracing_here
-from tsfunc.bridge.tracers.settings import settings
-from tsfunc.program.calling.cache import Cache, CachedProgram
+from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.target import Target
-from tsfunc.program.files.archive import replace
-from tsfunc.program.files.functions import (
-    SavedFunction,
-    SavedProgram,
-    function_bytes,
-    read_function,
-)
+from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes
 from tsfunc.program.files.programs import storable
 from tsfunc.program.files.state import is_current
-from tsfunc.program.graphs.program import Program
 from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.types.values import class_name
+from tsfunc.program.program import Program
 
 # --- calls that a loaded function answers in addition to those that were made before it was saved
 
@@ -129,7 +118,7 @@ def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
         yield {dim.name: 1 for dim in dims}
 
 
-# --- selection of the parts of a specialized function that go into a file, and the writing of it
+# --- the parts of a specialized function that go into a file
 
 
 def function_to_save(
@@ -158,7 +147,7 @@ def function_to_save(
             f"save({target.name}): expected some of its own programs (see .programs), got another."
         )
     chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
-    _refuse_attributes(target.name, [entry.program for entry in chosen])
+    refuse_attributes(target.name, [entry.program for entry in chosen])
     current = [entry for entry in chosen if is_current(entry.program)]
     if not current:
         raise ValueError(
@@ -174,57 +163,3 @@ def function_to_save(
     )
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)
-
-
-def program_to_save(program: Program) -> SavedFunction:
-    """Return a single program in the form of a file: a function of any arguments.
-
-    Raises:
-        ValueError: the program was made from a graph, and not for calls.
-    """
-    if program.form is None:
-        raise ValueError(
-            f"save({program.name}): the program was made by make_graph, and not for calls. Save "
-            f"the program of a specialized function."
-        )
-    kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
-    signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
-    _refuse_attributes(program.name, [program])
-    answer = SavedProgram(program, storable(program.form), "the program itself")
-    return SavedFunction(program.name, signature, (), 1, (answer,))
-
-
-def _refuse_attributes(name: str, programs: Sequence[Program]) -> None:
-    for program in programs:
-        for attribute in program.attributes:
-            raise ValueError(
-                f"save({name}): the function reads {attribute}, and a file has no place for "
-                f"attributes of tensors and for numbers that vary outside. Pass what it is as an "
-                f"argument."
-            )
-
-
-def write(path: Path, function: SavedFunction) -> None:
-    """Write a file."""
-    replace(path, function_bytes(function))
-
-
-def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
-    """Return the bytes of a file, and the classes that it names."""
-    trees = [answer.program.out_tree for answer in function.answers]
-    trees += [answer.form.tree for answer in function.answers]
-    classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
-    return function_bytes(function), classes
-
-
-def unpickled(data: bytes, classes: Mapping[str, type]) -> Program:
-    """Return the program of a file with one program."""
-    (answer,) = read_function(io.BytesIO(data), "pickle", classes, None).answers
-    return answer.program
-
-
-def _classes_of(tree: optree.PyTreeSpec) -> Iterator[type]:
-    if tree.type is not None and tree.type.__module__ not in ("builtins", "collections"):
-        yield tree.type
-    for child in tree.children():
-        yield from _classes_of(child)

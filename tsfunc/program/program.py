@@ -1,50 +1,32 @@
-"""A program: a graph of operators, made to run as straight-line Python.
+"""Programs as users see them: the data of a program, and the methods by which they go on from it.
 
-The fixed program may have constants in place of numbers that are inputs: NOTE [automatic dynamic
-sizes].
-
-NOTE [sizes 0 and 1]
-Operators treat the sizes 0 and 1 differently: they broadcast, squeeze and decide contiguity. A
-trace with symbolic sizes therefore assumes sizes of 2 or more. A call with a named dim of size 0
-or 1 is traced once with that size fixed. If that trace has the same operators on the same numbers,
-the symbolic program serves that size too; otherwise the call has a program of its own. A value
-that depends on sizes alone (``arange(n)``) is a folded constant in the fixed program, and is
-compared by value.
+It stands above the files, the pages and the exports that it makes, which take a program's data
+(``graphs/data.py``).
 """
 
 from __future__ import annotations
 
 import copy
+import io
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard
-from tsfunc.bridge.tracers import torch_state
-from tsfunc.dispatch import state
 from tsfunc.errors import MalformedProgramError
-from tsfunc.program.closure.read_guards import Guards, ReadGuards
-from tsfunc.program.closure.results import ModuleState, Update, same_updates
-from tsfunc.program.graphs.codegen import generate, printed
+from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
 from tsfunc.program.graphs.torch_operators import graph_module, in_torch_operators
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.passes.simplify import is_computable
 from tsfunc.program.passes.verify import verify
-from tsfunc.types import Dim
-
-# --- a program: a graph of operators, made to run as straight-line Python
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Program:
+class Program(ProgramData):
     """A traced function.
 
     It is valid for calls that look like the one it was traced for, with any sizes of named dims.
@@ -86,36 +68,10 @@ class Program:
         raised: the named dims with a larger minimum in it: NOTE [small sizes] in ``constraints``.
     """
 
-    name: str
-    graph: torch.fx.Graph
-    inputs: tuple[int, ...]
-    lifted: Mapping[str, torch.Tensor]
-    out_tree: optree.PyTreeSpec
-    source: str
-    run: Callable[[Sequence[Any]], Sequence[Any]]
-    constants: frozenset[str] = frozenset()
-    updates: tuple[Update, ...] = ()
-    form: CallSpec | None = None
-    descriptors: Mapping[str, Any] = field(default_factory=dict)
-    guards: Guards = field(default_factory=Guards)
-    places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
-    conditions: tuple[Condition, ...] = ()
-    property_guards: tuple[PropertyGuard, ...] = ()
-    looks_at_grad: bool = True
-    attributes: tuple[str, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    state: ModuleState = field(default_factory=ModuleState)
-    read_guards: ReadGuards | None = None
-    raised: Mapping[str, Dim] = field(default_factory=dict)
-    numbers: Mapping[str, int | float | type] = field(default_factory=dict)
-
-    def __call__(self, flat: Sequence[Any]) -> Any:
-        """Run the program on flattened arguments, and return its results in their structure."""
-        return optree.tree_unflatten(self.out_tree, self.run(flat))
-
-    def tensor(self, node: torch.fx.Node) -> torch.Tensor:
-        """Return the tensor from outside that a ``get_attr`` node reads."""
-        return self.lifted[str(node.target)]
+    @classmethod
+    def of(cls, data: ProgramData) -> Program:
+        """Return the program with the data of a file."""
+        return cls(**{each.name: getattr(data, each.name) for each in fields(data)})
 
     def properties(self) -> ProgramProperties:
         """Return the dtype, sizes, device, layout and ``requires_grad`` of each value.
@@ -283,15 +239,24 @@ class Program:
             tensor([0., 0., 0.])
         """
         # A local import: files need safetensors, which `import tsfunc` does not require.
-        from tsfunc.program.files.saving import program_to_save, write
+        from tsfunc.program.files.archive import replace_file
+        from tsfunc.program.files.functions import function_bytes, program_to_save
 
-        write(Path(path), program_to_save(self))
+        replace_file(Path(path), function_bytes(program_to_save(self)))
 
     def __reduce__(self) -> Any:
         """Pickle the program as its file."""
-        from tsfunc.program.files.saving import pickled, program_to_save, unpickled
+        from tsfunc.program.files.functions import pickled, program_to_save
 
-        return unpickled, pickled(program_to_save(self))
+        return Program._unpickled, pickled(program_to_save(self))
+
+    @classmethod
+    def _unpickled(cls, data: bytes, classes: Mapping[str, type]) -> Program:
+        """Return the program of a file with one program."""
+        from tsfunc.program.files.functions import read_function
+
+        (answer,) = read_function(io.BytesIO(data), "pickle", classes, None).answers
+        return cls.of(answer.program)
 
     def __copy__(self) -> Program:
         return replace(self)
@@ -309,123 +274,3 @@ class Program:
         return (
             f"<program {self.name}({inputs}), {count} operators, {len(self.guards.texts)} guards>"
         )
-
-    def __str__(self) -> str:
-        return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)
-
-
-# --- comparison of a program with symbolic sizes and one that was traced for fixed sizes
-
-
-def same_program(symbolic: Program, fixed: Program, sizes: Mapping[str, Any]) -> bool:
-    """Return True if the symbolic program does the same as a program with some sizes fixed.
-
-    Args:
-        symbolic: a program for any sizes of named dims.
-        fixed: a program for some fixed sizes.
-        sizes: a number for each size and input number that is fixed, and a symbol for each other.
-    """
-    if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
-        return False
-    if not same_updates(symbolic.updates, fixed.updates):
-        return False
-    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
-        return _Matching(symbolic, fixed, sizes).is_whole()
-
-
-def _tensors(program: Program) -> Sequence[int]:
-    """Return the positions of the inputs without those that are numbers."""
-    scalars = () if program.form is None else program.form.scalars
-    numbers = {spec.position for spec in scalars}
-    return [position for position in program.inputs if position not in numbers]
-
-
-@dataclass
-class _Matching:
-    """A mapping of the steps of one program to those of the other."""
-
-    symbolic: Program
-    fixed: Program
-    sizes: Mapping[str, Any]
-    matched: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
-    values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of `symbolic`
-
-    def is_whole(self) -> bool:
-        """Return True if all steps correspond, except those that the fixed program has folded."""
-        right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
-        b = next(right, None)
-        for a in _steps(self.symbolic.graph):
-            if b is not None and self._same_step(a, b):
-                self.matched[a] = b
-                b = next(right, None)
-            elif self._value(a) is None:
-                return False
-        return b is None
-
-    def _same_step(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
-        quiet = a.meta.get("no_grad") == b.meta.get("no_grad")
-        if a.op != b.op or not quiet or (a.op == "call_function" and a.target is not b.target):
-            return False
-        if a.op == "get_attr":
-            return self.symbolic.tensor(a) is self.fixed.tensor(b)
-        return self._same((a.args, a.kwargs), (b.args, b.kwargs))
-
-    def _same(self, a: Any, b: Any) -> bool:
-        if isinstance(a, torch.fx.Node):
-            return self._same_value(a, b)
-        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-            return len(a) == len(b) and all(map(self._same, a, b))
-        if isinstance(a, dict) and isinstance(b, dict):
-            return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
-        return type(a) is type(b) and (a is b or bool(a == b))
-
-    def _same_value(self, a: torch.fx.Node, b: Any) -> bool:
-        if "value" in a.meta:
-            return self._same_number(a.meta["value"](self.sizes), b)
-        if not isinstance(b, torch.fx.Node):
-            return False
-        if not self._is_constant(b):
-            return self.matched.get(a) is b
-        one, other = self._value(a), self.fixed.tensor(b)
-        return one is not None and one.dtype == other.dtype and torch.equal(one, other)
-
-    def _same_number(self, a: Any, b: Any) -> bool:
-        """Return True if a number of the symbolic program equals one of the fixed program."""
-        if isinstance(b, torch.fx.Node):
-            return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
-        return type(b) in (int, float, bool) and bool(a == b)
-
-    def _is_constant(self, node: torch.fx.Node) -> bool:
-        return node.op == "get_attr" and str(node.target) in self.fixed.constants
-
-    def _value(self, node: Any) -> torch.Tensor | None:
-        """Return a tensor of `symbolic` that depends on constants and sizes alone, or None."""
-        if node not in self.values:
-            if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
-                self.values[node] = self.symbolic.tensor(node)
-            elif is_computable(node):
-                known = {each: self._known(each) for each in node.all_input_nodes}
-                if any(value is None for value in known.values()):
-                    return None
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-                try:
-                    self.values[node] = node.meta["op"].overload(*args, **kwargs)
-                except Exception:  # the operator does not accept such sizes
-                    return None
-        return self.values.get(node)
-
-    def _known(self, node: torch.fx.Node) -> Any:
-        """Return a tensor as ``_value`` does, or a number; None if it is unknown."""
-        if "value" not in node.meta:
-            return self._value(node)
-        number = node.meta["value"](self.sizes)
-        return number if isinstance(number, int | float) else None
-
-
-def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
-    """Return the nodes with tensor values; numbers are compared at their uses."""
-    return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
-
-
-def _is_number(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and "op" not in node.meta and "val" not in node.meta
