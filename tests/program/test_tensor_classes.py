@@ -141,7 +141,8 @@ class Deciding(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_function__(func, types, args, kwargs or {})
+        inherited: Any = super().__torch_function__
+        out = inherited(func, types, args, kwargs or {})
         return out.as_subclass(torch.Tensor) if func is torch.mul else out
 
     def sin(self) -> Any:

@@ -55,12 +55,13 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
         refused = {
             name: property(_Refusal(cls, name)) for name in members if name not in _OF_CLASSES
         }
-        of_results = type(cls.__name__, (TraceTracer,), {"__slots__": (), **refused})
-        of_results.__torch_function__ = _function_with(of_results)  # type: ignore[method-assign]
+        of_results: Any = type(cls.__name__, (TraceTracer,), {"__slots__": (), **refused})
+        of_results.__torch_function__ = _function_with(of_results)
     members |= {"__slots__": (), USERS_CLASS: cls}
-    made = type(cls.__name__, (TraceTracer,), members)
-    made.__torch_function__ = _function_with(made if inherited else of_results)  # type: ignore[method-assign]
-    return made
+    made: Any = type(cls.__name__, (TraceTracer,), members)
+    made.__torch_function__ = _function_with(made if inherited else of_results)
+    found: type[TraceTracer] = made
+    return found
 
 
 class _Refusal:
