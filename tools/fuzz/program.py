@@ -195,8 +195,6 @@ Pair = collections.namedtuple("Pair", ["a", "b"])
 class Record:
     a: object
     b: object
-
-torch.utils._pytree.register_dataclass(Record)
 """,
 }
 _FLOATS = """\

@@ -62,6 +62,8 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
         "collections": collections, "dataclasses": dataclasses,
     }  # fmt: skip
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
+    if module is reference and "Record" in scope:  # it takes containers apart with torch's pytrees
+        pytree.register_dataclass(scope["Record"])
     return scope
 
 
