@@ -1,4 +1,7 @@
-"""The command line: ``tsfunc`` or ``python -m tsfunc``."""
+"""The command line: ``tsfunc`` or ``python -m tsfunc``.
+
+The command is public, the module is private.
+"""
 
 from __future__ import annotations
 

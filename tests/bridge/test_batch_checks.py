@@ -49,6 +49,12 @@ TOWERS: dict[str, Function] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch the validation of arguments on, which torch.compile switches off for the process."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
 def notes(error: BaseException) -> list[str]:
     return [note for note in getattr(error, "__notes__", []) if note.startswith("The check")]
 

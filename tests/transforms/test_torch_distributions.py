@@ -68,6 +68,12 @@ SAMPLES: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch the validation of arguments on, which torch.compile switches off for the process."""
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
+
+
 def batch(size: int = 4) -> Tensor:
     seed = random.randrange(10**6)
     print(f"seed {seed}")

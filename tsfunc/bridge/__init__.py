@@ -4,6 +4,8 @@ This is the only room that uses torch's private names. Each file lists the priva
 uses, with the torch releases that have them. This file is the room's loader: it fills the registry
 of function rules, imports the kernels of the built-in keys, tells the catalogue how operators are
 read, and lists what the first transform of a process prepares.
+
+The package is private.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import Lines, name_of
+from tsfunc.bridge.tracers.boundaries import Lines, folding, name_of
 from tsfunc.bridge.tracers.watching import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
@@ -202,6 +202,7 @@ def _cells(row: Sequence[str]) -> str:
     return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
 
 
+@folding("explain")
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
     """Run a call once, and report the operators that it called and the rules that served them.
 

@@ -9,7 +9,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.boundaries import boundary, name_of
+from tsfunc.bridge.tracers.boundaries import boundary, folding, name_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
@@ -72,6 +72,7 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
 
 
 @outside_dynamo
+@folding("linear_transpose")
 def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Return the transpose of a linear function.
 

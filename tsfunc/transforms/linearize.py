@@ -119,7 +119,8 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[to
     if given != spec:
         raise RuntimeError(
             f"jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals "
-            f"that were linearized at: got {given}, expected {spec}."
+            f"that were linearized at: got {pytrees.spelled(given)}, "
+            f"expected {pytrees.spelled(spec)}."
         )
     for i, (t, x) in enumerate(zip(flat, primals, strict=True)):
         if not isinstance(t, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
-from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.boundaries import boundary, folding
 from tsfunc.errors import (
     DescriptorError,
 )
@@ -203,6 +203,7 @@ def _is_list_of_mappings(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
 
 
+@folding("load")
 def load(
     path: str | os.PathLike[str],
     *,

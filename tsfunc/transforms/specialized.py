@@ -45,7 +45,7 @@ from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsI
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.no_match import why_unanswered
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.read_guards import Texts
+from tsfunc.program.closure.guard_codegen import Texts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
@@ -186,15 +186,16 @@ class Specialized(Generic[_Params, _Result]):
             found = self.cache.find(args, kwargs)
             if found is None:
                 self.cache.misses += 1
-                program, reached = call.program(self.cache)
+                entry, reached = call.program(self.cache)
         if found is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
         try:
-            return program([*flat, *reached])
+            result: Any = entry.build(entry.run([*flat, *reached]))
+            return result
         except RuntimeError as error:
-            raise_user_assertion(self.func, args, kwargs, program, error)
+            raise_user_assertion(self.func, args, kwargs, entry.program, error)
             raise
 
     def lower(self, *descriptors: object) -> Any:
@@ -267,7 +268,9 @@ class Specialized(Generic[_Params, _Result]):
         flat, tree = pytrees.flatten(arguments)
         target = dataclasses.replace(self.target, contracts=(contract,))
         with self.cache.lock:
-            return FirstCall(target, arguments, flat, tree).program(self.cache, "lower()")[0]
+            return (
+                FirstCall(target, arguments, flat, tree).program(self.cache, "lower()")[0].program
+            )
 
     @property
     def program(self) -> Program:

@@ -18,7 +18,7 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.boundaries import boundary, outermost
+from tsfunc.bridge.tracers.boundaries import boundary, folding, outermost
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
@@ -61,6 +61,7 @@ def _in_dynamo(
     return TORCH_FUNC["vmap"](func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
 
+@folding("vmap")
 @in_dynamo(_in_dynamo)
 def vmap(
     func: Callable[..., _Result],

@@ -25,6 +25,8 @@ The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
     compiled         the descriptors of a function, ready for its calls, and their order
+
+The public names are in ``__all__``. The modules of the package are private.
 """
 
 from __future__ import annotations

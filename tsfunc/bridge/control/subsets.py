@@ -37,8 +37,8 @@ from tsfunc.bridge.grad.linear_maps import (
     rebuilt,
 )
 from tsfunc.bridge.tracers.attributes import OF_TYPES
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import (

@@ -90,8 +90,8 @@ _ONLY_IN_THE_MODE: Final = frozenset({"aten::lift_fresh"})
 _RANGES: Final = frozenset({"aten::arange", "aten::arange.start", "aten::arange.start_step"})
 _MOST_ELEMENTS: Final = 1 << 16
 
-# The modules of the batching rules of views and copies.
-_MODULES: Final = frozenset({identity.__name__, views.__name__})
+# The families of views and copies.
+_FAMILIES: Final = (identity.COPIES, views.VIEWS)
 
 
 class LazyFakeMode(FakeTensorMode):
@@ -316,7 +316,7 @@ def _is_served(overload: OpOverload) -> bool:
     if not name.startswith("aten::") or torch.Tag.data_dependent_output in tags:
         return False
     row = find(name)
-    served = row is not None and getattr(row.rule, "__module__", "") in _MODULES
+    served = row is not None and row.family in _FAMILIES
     return served or _place_of_device(overload) is not None
 
 

@@ -1,6 +1,6 @@
-"""Symbolic sizes and numbers without guards: their kind, their text, and known equality.
+"""Symbolic sizes and numbers: their kind, their text, known equality, and their nodes.
 
-No function here asks a size for its value, because that would add a guard to the trace.
+The functions that compare sizes do not ask for values, because that would add a guard to the trace.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr`` and ``shape_env``;
 ``statically_known_true`` tells whether a fact follows from the bounds of the symbols.
@@ -21,15 +21,19 @@ the call; ``torch.return_types`` has the named tuples of functions with several 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
+from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
+from tsfunc.types.sizes import DimExpr, solved_for
 
 KINDS: dict[type, Callable[[Any], Any]] = {
     torch.SymInt: int,
@@ -243,3 +247,81 @@ def _has_floats(values: Sequence[Any]) -> bool:
         else isinstance(value, float | torch.SymFloat)
         for value in values
     )  # fmt: skip
+
+
+# --- nodes of sizes, and Python's functions of symbolic numbers
+
+
+def divided(node: torch.fx.Node, step: int) -> torch.fx.Node:
+    """Return the node of a number divided by a step, rounded down."""
+    if step == 1:
+        return node
+    return node.graph.call_function(operator.floordiv, (node, step))
+
+
+def solved_node(
+    graph: torch.fx.Graph,
+    size: torch.fx.Node,
+    expression: str,
+    name: str,
+    nodes: Mapping[str, torch.fx.Node],
+) -> torch.fx.Node:
+    """Return the node of a dim name, by solving an expression that equals a size for the name."""
+    factors = solved_for(expression, name)
+    assert factors is not None
+    slope, rest = factors
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
+    found: Any = torch.fx.Proxy(size, tracer)
+    if rest != "0":
+        found = found - DimExpr(rest).evaluate(known)
+    if slope != "1":
+        found = found // DimExpr(slope).evaluate(known)
+    node: torch.fx.Node = found.node
+    return node
+
+
+def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
+    """Return the node for a size of a tensor."""
+    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+
+
+def shape_node(graph: torch.fx.Graph, sizes: Sequence[Any]) -> torch.fx.Node:
+    """Return the node for a ``torch.Size`` of numbers and nodes."""
+    return graph.call_function(torch.Size, (list(sizes),))
+
+
+def _divmod(number: Any, by: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
+    """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
+
+    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
+    reads the text of the number, which is a question for its value.
+    """
+    own = kind.__repr__
+
+    @functools.wraps(own)
+    def text(number: Any) -> str:
+        symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
+        if symbols is None or not in_user_code() or not symbols.reads_as_number(number):
+            return str(own(number))
+        return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
+
+    return text
+
+
+for _kind in (torch.SymInt, torch.SymFloat):
+    _kind.__repr__ = _texts_of_numbers(_kind)  # type: ignore[method-assign]
+
+
+# torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.
+for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
+    if not hasattr(torch.SymInt, _name):
+        setattr(torch.SymInt, _name, _function)

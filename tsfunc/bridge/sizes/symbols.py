@@ -35,12 +35,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
+from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
-from tsfunc.bridge.sizes.number_nodes import divided, number_node
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
-from tsfunc.bridge.sizes.size_texts import code_text, exact, has_name, python_text
-from tsfunc.bridge.sizes.symbolic_numbers import KINDS
+from tsfunc.bridge.sizes.symbolic_numbers import KINDS, divided
 from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim

@@ -71,6 +71,7 @@ from tsfunc.bridge.tracers.torch_state import casting, release_guards
 from tsfunc.config import config
 from tsfunc.dispatch.places import GENERATED, LIBRARIES, Place, users_place
 from tsfunc.dispatch.state import active_levels, tls
+from tsfunc.errors import TsfuncError
 
 # --- the thread's state at the outermost transform
 
@@ -235,6 +236,30 @@ def boundary(transform: str, func: Any = None, traceable: bool = False) -> Calla
     return decorate
 
 
+def folding(transform: str, func: Any = None) -> Callable[[F], F]:
+    """Decorate a callable that users call, which restores no state: it folds tracebacks only.
+
+    Args:
+        transform: the callable's name in the note.
+        func: the user's function, if the callable is made for one.
+    """
+
+    def decorate(entry: F) -> F:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
+            try:
+                return entry(*args, **kwargs)
+            except Exception as error:
+                fold(error, lambda: _label(transform, func))
+                raise
+
+        _boundaries.add(entered.__code__)
+        return cast(F, functools.wraps(entry)(entered))
+
+    return decorate
+
+
 WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
 _watch: list[WatchedCall] = []
 
@@ -305,7 +330,7 @@ def _is_hidden(frame: FrameType) -> bool:
 
 def _is_defect(error: BaseException) -> bool:
     """True if the library itself raised an error that it never raises on purpose."""
-    if not isinstance(error, _DEFECTS):
+    if not isinstance(error, _DEFECTS) or isinstance(error, TsfuncError):
         return False
     *_, (frame, _, _) = _steps(error.__traceback__)
     return _is_hidden(frame)

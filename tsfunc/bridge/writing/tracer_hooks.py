@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.tracers.batch_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS
-from tsfunc.bridge.tracers.fast_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler
 
 

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.control_flow import RandomStates, every_node
+from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.questions import implementation
@@ -26,14 +26,16 @@ from tsfunc.program.closure.guard_codegen import (
     Build,
     ClosureGuard,
     Enter,
+    Names,
     builder,
     key_orders,
     opening_lines,
 )
-from tsfunc.program.closure.read_guards import Names, ReadGuards
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word, guard_lines
+from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
+from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
 from tsfunc.program.guarding.inputs import short_text
+from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
 from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type

@@ -45,15 +45,26 @@ from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
-from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
+from tsfunc.program.closure.guard_codegen import (
+    Guards,
+    SettingsAre,
+    Source,
+    key_orders,
+    opening_lines,
+)
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.comparison import same_program
-from tsfunc.program.guarding.call_spec import described, form_of_call, places_of, spelled
-from tsfunc.program.guarding.guards import guard_lines, guards_on_arguments
+from tsfunc.program.guarding.call_spec import (
+    described,
+    form_of_call,
+    guard_lines,
+    guards_on_arguments,
+    places_of,
+    spelled,
+)
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
@@ -66,7 +77,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.checker import place_text
+from tsfunc.types.descriptors import place_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -117,10 +128,10 @@ class FirstCall:
         self.outside_inputs: Mapping[str, Varying] = {}
 
     @protected
-    def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
-        """Return a program for the call, and the values that it reads of objects in the arguments.
+    def program(self, cache: Cache, reason: str | None = None) -> Made:
+        """Return an entry for the call, and the values that it reads of objects in the arguments.
 
-        The program is kept in the cache.
+        The entry is kept in the cache.
 
         Args:
             cache: the cache of the function.
@@ -164,7 +175,7 @@ class FirstCall:
         cache.records = held.records
         entry, reached = made
         cache.keep(entry)
-        return entry.program, reached
+        return entry, reached
 
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.

@@ -24,7 +24,8 @@ from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import GuardBuilder
-from tsfunc.program.closure.read_guards import AnswerIs, Source
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.read_guards import AnswerIs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
 

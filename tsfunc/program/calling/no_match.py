@@ -15,8 +15,7 @@ from tsfunc.program.calling.cache import (
     reason_for,
 )
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.guarding.call_spec import CallSpec, names_of_form
-from tsfunc.program.guarding.guards import guards_on_arguments
+from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_of_form
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 
 _MOST_LISTED = 12

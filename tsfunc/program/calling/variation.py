@@ -43,9 +43,8 @@ from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.checker import place_text
 from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at
+from tsfunc.types.descriptors import child_at, place_text
 from tsfunc.types.grammar import (
     Descriptor,
     TSFields,

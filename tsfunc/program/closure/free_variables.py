@@ -32,15 +32,9 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.followed import OURS, is_installed
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.read_guards import (
-    AnswerIs,
-    MemberIs,
-    Missing,
-    NoMember,
-    SameObject,
-    Source,
-)
+from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Missing, NoMember, SameObject
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,

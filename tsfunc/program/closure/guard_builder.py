@@ -61,6 +61,7 @@ import torch
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.followed import can_watch
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
     EqualValue,
     KeysAre,
@@ -69,7 +70,6 @@ from tsfunc.program.closure.read_guards import (
     ReadNumber,
     SameObject,
     SamePlace,
-    Source,
     TypeOf,
 )
 from tsfunc.program.closure.results import OutsideRef

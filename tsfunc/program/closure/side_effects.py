@@ -31,7 +31,12 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.places import condition_of, place_of, source_of
-from tsfunc.errors import ClosureError, DataDependentError, EscapedTracerError, TypeCheckError
+from tsfunc.errors import (
+    ClosureError,
+    DataDependentError,
+    EscapedTracerError,
+    TypeCheckError,
+)
 from tsfunc.program.closure.followed import is_installed, is_library
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
@@ -39,7 +44,7 @@ from tsfunc.program.closure.guard_builder import (
     is_namespace,
     put_back,
 )
-from tsfunc.program.closure.read_guards import Source
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
     NotKept,
     Update,

@@ -35,14 +35,8 @@ from tsfunc.program.files.programs import (
     what_it_does,
 )
 from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
-from tsfunc.program.files.values import (
-    NoFileForm,
-    TensorReader,
-    TensorWriter,
-    ValueReader,
-    encode,
-    printable,
-)
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import CallSpec, described, guards_of_form, places_of
 from tsfunc.types import parse_descriptor

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
+from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.torch_state import SETTINGS, settings
 from tsfunc.errors import DescriptorError
@@ -26,9 +26,9 @@ from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
 from tsfunc.program.files.graphs import GraphReader, OutsideValues, encode_graph
 from tsfunc.program.files.operators import NodeTypes
 from tsfunc.program.files.state import FileContext, ProgramState, StateWriter
+from tsfunc.program.files.tensors import TensorWriter
 from tsfunc.program.files.values import (
     NoFileForm,
-    TensorWriter,
     Trees,
     ValueReader,
     encode,
@@ -37,7 +37,7 @@ from tsfunc.program.files.values import (
 )
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments
 from tsfunc.program.guarding.guards import (
     Aliasing,
     AnyNumber,
@@ -48,7 +48,6 @@ from tsfunc.program.guarding.guards import (
     TensorMeta,
     TypeIs,
     ValueIs,
-    guards_on_arguments,
     read_scalar,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call

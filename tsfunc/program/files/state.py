@@ -19,17 +19,12 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers.torch_state import settings
-from tsfunc.program.closure.read_guards import ReadGuards, Source
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
-from tsfunc.program.files.values import (
-    NoFileForm,
-    TensorReader,
-    TensorWriter,
-    ValueReader,
-    encode,
-    printable,
-)
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.guards import Watched
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.agreement import agree_on_program
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.operators import MAP
@@ -57,7 +56,7 @@ from tsfunc.program.graphs.torch_operators import (
     no_operator,
 )
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.passes.effects import Aliases, is_random, writes
+from tsfunc.program.passes.effects import Aliases, every_node, is_random, writes
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]

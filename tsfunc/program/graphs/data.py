@@ -12,7 +12,8 @@ import torch.fx
 
 from tsfunc.bridge.sizes.symbols import Condition
 from tsfunc.bridge.trace.tensor_guards import PropertyGuard
-from tsfunc.program.closure.read_guards import Guards, ReadGuards
+from tsfunc.program.closure.guard_codegen import Guards
+from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
 from tsfunc.program.guarding.call_spec import CallSpec

@@ -16,27 +16,39 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard
+from tsfunc.bridge.trace.tensor_guards import (
+    PropertyGuard,
+)
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
-from tsfunc.program.closure.guard_codegen import key_orders
-from tsfunc.program.closure.read_guards import Guard, Guards, Names, SettingsAre
+from tsfunc.program.closure.guard_codegen import (
+    Guard,
+    GuardCode,
+    Guards,
+    Names,
+    SettingsAre,
+    key_orders,
+)
 from tsfunc.program.guarding.guards import (
+    KINDS,
     Aliasing,
+    AnyNumber,
     ArgumentGuard,
     DimIs,
     Groups,
     Holds,
     Property,
     SizesAre,
+    TensorMeta,
+    TypeIs,
+    ValueIs,
     Watched,
-    guards_on_arguments,
     variables_of,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
-from tsfunc.types.checker import place_text
+from tsfunc.types.descriptors import place_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,3 +259,72 @@ def names_of_form(form: CallSpec, signature: inspect.Signature) -> Names:
     places = places_of(signature, len(form.leaves), form.tree)
     arguments = signature.bind(*args, **kwargs).arguments
     return lambda position: place_text(places[position], arguments)
+
+
+# --- the guards of a call, and arguments that are the same tensor
+
+
+def guards_on_arguments(
+    flat: Sequence[Any], inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec] = ()
+) -> list[ArgumentGuard]:
+    """Return a guard for each flattened argument.
+
+    Args:
+        flat: the flattened arguments, or the leaves of a ``CallSpec``.
+        inputs: the tensors among them.
+        scalars: the numbers among them that are inputs.
+    """
+    specs = {spec.position: spec for spec in inputs}
+    numbers = {spec.position: spec for spec in scalars}
+    found: list[ArgumentGuard] = []
+    for i, value in enumerate(flat):
+        if i in specs:
+            found.append(TensorMeta(i, specs[i]))
+        elif i in numbers:
+            found.append(AnyNumber(i, numbers[i], value))
+        elif isinstance(value, Watched) or is_instance(value):
+            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+        else:
+            found.append(ValueIs(i, value))
+    return found
+
+
+def guard_lines(
+    guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Return lines that return None if a guard fails, and the objects that they refer to by name.
+
+    Args:
+        guards: the guards.
+        bounds: the named dims.
+        count: the number of flattened arguments.
+    """
+    code = GuardCode(bounds, count)
+    for kind in KINDS:
+        code.add([guard for guard in guards if type(guard) is kind])
+    return code.lines, code.scope
+
+
+def as_one(
+    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
+) -> list[Any]:
+    """Return the values that the function gets for its tensors: one object for each tensor.
+
+    Args:
+        inputs: the tensors among the arguments.
+        tracers: their tracers.
+        own: tensors that the function has from elsewhere, by id.
+    """
+    first: dict[int, Any] = dict(own)
+    return [
+        first.setdefault(id(spec.example), tracer)
+        for spec, tracer in zip(inputs, tracers, strict=True)
+    ]
+
+
+def groups_of(inputs: Sequence[InputSpec]) -> Groups:
+    """Return the positions of the tensors among the arguments, grouped by identity."""
+    found: dict[int, list[int]] = {}
+    for spec in inputs:
+        found.setdefault(id(spec.example), []).append(spec.position)
+    return tuple(tuple(group) for group in found.values())

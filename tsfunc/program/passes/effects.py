@@ -19,6 +19,18 @@ from tsfunc.bridge.tracers.operators import (
     updates_statistics,
 )
 
+# --- the nodes of a graph
+
+
+def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of a graph, and those of the bodies in it."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, ControlFlow):
+            for body in node.target.bodies:
+                yield from every_node(body.graph)
+
+
 # --- effects of a graph's nodes: writes, random numbers, checks and communication
 
 

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import Body, ControlFlow, every_node
+from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.sizes.symbolic_numbers import same_size
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
@@ -36,6 +36,7 @@ from tsfunc.program.passes.effects import (
     Aliases,
     checks,
     communicates,
+    every_node,
     is_pure,
     is_random,
     writes,

@@ -10,7 +10,7 @@ from sympy import Integer
 from torch.utils._sympy.functions import FloorDiv, Max, Min, PythonMod
 
 from tests.bridge.size_expressions import H, W, expressions
-from tsfunc.bridge.sizes.size_texts import code_text, python_text
+from tsfunc.bridge.sizes.expressions import code_text, python_text
 
 
 def test_plain_cases() -> None:

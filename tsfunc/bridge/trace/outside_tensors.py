@@ -1,4 +1,4 @@
-"""Backward passes that a traced function runs itself, and the ``.grad`` that they add to.
+"""Tensors from outside in a trace: they are lifted, and backward passes add to their ``.grad``.
 
 NOTE [backward passes in programs]
 A trace is above autograd: torch records on the program's values when the program runs. A function
@@ -20,16 +20,31 @@ program runs under ``no_grad``: it records nothing that could never be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.fx
 from torch._C import DisableTorchFunctionSubclass
 
-from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
+from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, has_symbols
+from tsfunc.bridge.trace.opaque import OpaqueValue
+from tsfunc.bridge.trace.tensor_guards import (
+    ANSWERS,
+    VERSION,
+    asked_by_user,
+    refuse_version,
+)
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, _reads_requires_grad, is_traced
+from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
-from tsfunc.bridge.tracers.tracer import BackwardPass
+from tsfunc.bridge.tracers.function_registry import METHODS
+from tsfunc.bridge.tracers.methods import refuse_storage
+from tsfunc.bridge.tracers.questions import UserCode
+from tsfunc.bridge.tracers.tracer import (
+    BackwardPass,
+)
 
 
 @dataclass
@@ -181,3 +196,73 @@ def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator
                for each in after):  # fmt: skip
             leads.add(node)
             yield node
+
+
+# --- the function mode that lifts tensors from outside
+
+
+# Calls that read only metadata, or that concern the tensor from outside itself.
+_LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
+
+
+_GRAD = vars(torch.Tensor.__base__)["grad"]
+
+
+_SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
+
+
+class Lifting(UserCode):
+    """A function mode that also records the function's own calls on tensors from outside.
+
+    Without the mode, results of such tensors alone would be computed at trace time, and be stale
+    once the tensors change.
+
+    Args:
+        level: the level that records the calls.
+    """
+
+    def __init__(self, level: TraceLevel) -> None:
+        super().__init__()
+        self.level = level
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs, given = kwargs or {}, args
+        if OpaqueValue in types:
+            return OpaqueValue.__torch_function__(func, types, args, kwargs)
+        if func is torch._assert and isinstance(args[0], torch.SymBool):
+            with self:  # the function's code asks, not the code of an operator
+                return torch._check_with(AssertionError, args[0], lambda: args[1])
+        passes = self.level.passes
+        if passes is not None and not is_traced(args[0] if args else None):
+            if func == _GRAD.__get__:
+                return passes.get(args[0])
+            if func in _SET_GRAD:
+                return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
+        if func == VERSION and not is_traced(args[0]) and asked_by_user():
+            refuse_version(self.level.tensor_guards)
+        if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
+            args = tuple([self._lifted(arg) for arg in args])
+            kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
+        if has_symbols(args, kwargs):
+            out = call_past_parser(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        out = func(*args, **kwargs)
+        # The result of an in-place write is the given tensor: `self.w += 1` assigns the module's
+        # own parameter again.
+        return given[0] if given and out is args[0] else out
+
+    def _lifted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.level.lifted_here(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._lifted(item) for item in value)
+        if type(value) is dict:
+            return {key: self._lifted(item) for key, item in value.items()}
+        return value
