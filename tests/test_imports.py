@@ -77,7 +77,6 @@ CLOSING = {
     # Loaded by the first who asks for the catalogue.
     ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
     # In annotations.
-    ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
     ("tsfunc.bridge.control.subset_maps", "tsfunc.bridge.control.subsets"),
     ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
 }
