@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import tsfunc
 from tests.transforms.support import same
@@ -98,9 +99,9 @@ def _drawn_sequence(choose: random.Random, depth: int) -> tuple[Func, str]:
     return run, "; ".join(text for _, text in functions)
 
 
-def _function(number: int) -> Func:
+def _function(number: int, depth: int = 2) -> Func:
     choose = random.Random(SEED * 1000 + number)
-    run, text = _drawn_sequence(choose, 2)
+    run, text = _drawn_sequence(choose, depth)
     print(f"DRAW_LAWS_SEED={SEED}, {number}: {text}")
 
     def func(x: Tensor) -> Tensor:
@@ -117,7 +118,7 @@ def _from_seed(func: Callable[[Tensor], Any], x: Tensor) -> Any:
 X = torch.linspace(-2.0, 3.0, 5, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(6))
 def test_examples_of_drawn_functions_draw_as_alone(number: int) -> None:
     """In chunks, in a part of the batch, and in programs."""
     func = _function(number)
@@ -128,3 +129,27 @@ def test_examples_of_drawn_functions_draw_as_alone(number: int) -> None:
     program = specialize(drawing(func))
     same(_from_seed(program, X), whole)
     same(_from_seed(program, X), whole)
+
+
+@pytest.mark.parametrize("number", range(6, 9))
+def test_derivatives_of_drawn_functions_draw_what_the_functions_draw(number: int) -> None:
+    func = _function(number, 1)
+    slope = tsfunc.grad(lambda x: func(x)[0])
+    whole = _from_seed(drawing(slope), X)
+    same(_from_seed(drawing(slope, chunk_size=2), X), whole)
+    same(_from_seed(drawing(specialize(slope)), X), whole)
+    same(_from_seed(specialize(drawing(slope)), X), whole)
+    kept = tsfunc.grad(lambda x: torch_checkpoint(func, x, use_reentrant=False)[0])
+    same(_from_seed(drawing(kept), X), whole)
+
+
+@pytest.mark.parametrize("number", range(9, 11))
+def test_examples_of_two_vmaps_draw_as_alone(number: int) -> None:
+    func = _function(number, 1)
+    x = torch.stack([X, X.cos()])
+    whole = _from_seed(drawing(drawing(func)), x)
+    for outer, inner in ((1, None), (None, 2), (1, 1)):
+        chunked = drawing(drawing(func, chunk_size=inner), chunk_size=outer)
+        same(_from_seed(chunked, x), whole)
+    same(_from_seed(specialize(drawing(drawing(func))), x), whole)
+    same(_from_seed(drawing(specialize(drawing(func))), x), whole)

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.tracers.draw_keys import CallKeys
+from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
-    as_seen_by_current_level,
     refuse_escaped,
     written,
 )
@@ -122,7 +121,7 @@ class BatchLevel(TracerLevel):
     def random_key(self, generator: torch.Generator | None) -> torch.Tensor:
         """Return the call's key from a generator, as a value of the active outer levels."""
         assert self.random_keys is not None
-        key: torch.Tensor = as_seen_by_current_level(self.random_keys.key(generator))
+        key: torch.Tensor = seen_by_kernel(self.random_keys.key(generator))
         return key
 
     def next_draw(self) -> Any:
@@ -134,7 +133,7 @@ class BatchLevel(TracerLevel):
         value, dim = drawn, None
         if isinstance(drawn, BatchTracer) and drawn.dispatch_level is self:
             value, dim = drawn.value, drawn.bdim
-        value = as_seen_by_current_level(value)
+        value = seen_by_kernel(value)
         self.drawn = wrap(value + 1, dim, self)
         return value
 

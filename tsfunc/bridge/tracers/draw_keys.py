@@ -41,6 +41,18 @@ class _Vmap(Protocol):
 DrawCounts = dict[int, Any]
 
 
+def seen_by_kernel(value: Any) -> Any:
+    """Return a value that is not an argument of the running kernel as the kernel must see it.
+
+    The kernel's levels are those that its own level captured, without the body that is traced.
+    """
+    value = as_seen_by_current_level(value)
+    for level in tls.state.levels:
+        if bodies := getattr(level, "bodies", None):
+            value = bodies[-1].remap(value)
+    return value
+
+
 class CallKeys:
     """The keys of one vmapped call, one for each generator: see NOTE [draws by example].
 
