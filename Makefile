@@ -11,6 +11,7 @@
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
+#   make mutants                      300 random changes of the code, and the tests that notice them
 #   make docs                         the site, in build/docs
 #   make dist                         sdist and wheel, in dist
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
@@ -33,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
 .PHONY: setup demo test test-compiled test-newest test-libraries test-one test-releases test-all fuzz \
-    soak lint format docs dist bench clean
+    soak mutants lint format docs dist bench clean
 
 setup: $(STAMP)
 
@@ -105,6 +106,10 @@ fuzz: setup
 
 soak: setup
 	$(FUZZ) --seconds $(shell expr $(HOURS) '*' 3600) --keep build/fuzz
+
+# docs/mutants.md says how long it takes. SEED=N goes on with the sample of a seed.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

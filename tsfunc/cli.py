@@ -1,4 +1,7 @@
-"""The command line: ``tsfunc`` or ``python -m tsfunc``."""
+"""The command line: ``tsfunc`` or ``python -m tsfunc``.
+
+The command is public, the module is private.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ from tsfunc.errors import (
 from tsfunc.ops.catalogue import counts
 from tsfunc.ops.catalogue.lookup import overloads_of
 from tsfunc.rage.recorder import folder_of_files
-from tsfunc.transforms.files import LoadedFunction, load
+from tsfunc.transforms.specialize import load
+from tsfunc.transforms.specialized import LoadedFunction
 
 
 class ExportTarget(str, enum.Enum):

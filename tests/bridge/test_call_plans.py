@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tsfunc import grad, jvp, vmap
 from tsfunc.bridge.tracers import call_plans
-from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, Step
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, PlanStep
 
 Function = Callable[..., Any]
 
@@ -109,9 +109,9 @@ def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
         assert vmap(lambda x, n=n: x.roll(n))(x).equal(x.roll(n, 1))
         assert vmap(lambda x, n=n: torch.cat([x] * n))(x).equal(torch.cat([x] * n, 1))
         assert vmap(lambda x, n=n: x * float(n))(x).equal(x * n)
-    assert [plan.step for plan in plans(torch.Tensor.roll).plans.values()] == [Step.RULE]
-    assert [plan.step for plan in plans(torch.cat).plans.values()] == [Step.RULE]
-    assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [Step.DIRECT]
+    assert [plan.step for plan in plans(torch.Tensor.roll).plans.values()] == [PlanStep.RULE]
+    assert [plan.step for plan in plans(torch.cat).plans.values()] == [PlanStep.RULE]
+    assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [PlanStep.DIRECT]
 
 
 @in_python
@@ -143,5 +143,5 @@ def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
     FUNCTION_PLANS.clear()
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
     assert vmap(grad(lambda x: torch.sin(x).sum()))(x).allclose(x.cos())
-    assert [plan.step for plan in plans(torch.sin).recorded.values()] == [Step.RECORDED]
+    assert [plan.step for plan in plans(torch.sin).recorded.values()] == [PlanStep.RECORDED]
     assert not plans(torch.sin).plans

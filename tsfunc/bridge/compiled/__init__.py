@@ -1,6 +1,6 @@
 """The compiled handlers of batched tensors: how they are built, found and loaded.
 
-``handlers.cpp`` has the two handlers of ``fast_handlers``; NOTE [compiled handlers] there describes
+``handlers.cpp`` has the two handlers of ``batch_handlers``, and NOTE [compiled handlers] describes
 them. They are optional: without them the Python handlers serve every call, with the same results.
 Importing tsfunc never compiles anything. ``python -m tsfunc build`` compiles the handlers once for
 a version of torch and of Python, and puts the library beside this file.

@@ -1,6 +1,6 @@
 // The function handler and the dispatch handler of batched tensors, in compiled code.
 //
-// Python remains the reference: fast_handlers.py has the same two handlers, and everything that this
+// Python remains the reference: batch_handlers.py has the same two handlers, and everything that this
 // file does not take is given to them. The file has no batching semantics. It unwraps the tracers
 // of one level, restores what the level captured, calls the operator (pointwise operators on values
 // that are batched alike) or the row's rule (all others) on the values, and wraps the results.
@@ -893,7 +893,7 @@ class DispatchHandler : public c10::OperatorKernel {
     return true;
   }
 
-  // NOTE [queries of autograd] in fast_handlers.py.
+  // NOTE [queries of autograd] in batch_handlers.py.
   static bool answer_query(bool sizes, Stack* stack) {
     Owned state(PyObject_GetAttr(names.tls, names.state));
     if (!state) throw python_error();

@@ -1,4 +1,4 @@
-"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
+"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -6,7 +6,7 @@ without storage; ``_current_graph_task_id`` as in ``torch_state``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,15 +14,9 @@ from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
-from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.tracer import (
-    Tracer,
-    TracerLevel,
-    refuse_escaped,
-    written,
-)
-from tsfunc.bridge.tracers.user_code import passes_call_on
+from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError
@@ -297,10 +291,19 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
         )  # fmt: skip
 
 
+# Return the outcome of a test that raises for the other one (``checks``), None for other tests.
+outcomes_of_checks: list[Callable[[BatchTracer], bool | None]] = []
+
+
 def read(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
+        if name in ("__bool__", "is_nonzero") and tracer.numel() == 1:
+            for outcome_of in outcomes_of_checks:
+                outcome = outcome_of(tracer)
+                if outcome is not None:
+                    return outcome
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_nothing(name, level))

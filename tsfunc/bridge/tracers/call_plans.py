@@ -3,8 +3,8 @@
 NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
 None of this depends on the data, so it is decided at the first such call and kept as a
-:class:`Plan`. Later calls with the same key run the plan (``fast_handlers``); what has no plan goes
-to the dispatch table. Plans are the only fast path.
+:class:`Plan`. Later calls with the same key run the plan (``batch_handlers``), and a call without
+a plan goes to the dispatch table. Plans are the only fast path.
 
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
@@ -48,7 +48,7 @@ _NUMBERS: Final = frozenset({int, float})
 _MOST_PLANS: Final = 512
 
 
-class Step(enum.Enum):
+class PlanStep(enum.Enum):
     """The step of a plan that makes its results."""
 
     TABLE = "table"  # the call has no plan
@@ -84,7 +84,7 @@ class Plan:
 
     def __init__(
         self,
-        step: Step,
+        step: PlanStep,
         function: Any = None,
         rule: Rule | None = None,
         operator: TorchOperator | None = None,
@@ -104,8 +104,8 @@ class Plan:
         return f"Plan({self.step.value}, {self.function!r})"
 
 
-TABLE: Final = Plan(Step.TABLE)
-RECORDED: Final = Plan(Step.RECORDED)
+TABLE: Final = Plan(PlanStep.TABLE)
+RECORDED: Final = Plan(PlanStep.RECORDED)
 
 
 class Plans:
@@ -222,7 +222,7 @@ def _function_plan(
         direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
         if direct is not None:
             return direct
-        plan = Plan(Step.RULE, function, rule.rule)
+        plan = Plan(PlanStep.RULE, function, rule.rule)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
         return plan
     if not known.parsed:
@@ -236,9 +236,9 @@ def _function_plan(
     op = form.op
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
-        plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+        plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
     elif decomposition is not None:
-        plan = Plan(Step.DECOMPOSED, decomposition, None, op)
+        plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
         return TABLE
     dims = _dims_of_kinds(kinds)
@@ -287,7 +287,7 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
             plain.append(place)
     if not plain:
         return RECORDED
-    plan = Plan(Step.RECORDED)
+    plan = Plan(PlanStep.RECORDED)
     plan.unrecorded = tuple(plain)
     return plan
 
@@ -333,7 +333,7 @@ def _direct_plan(
         return None
     if operator is not None and (len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)):
         return None
-    step = Step.DIRECT if len(tracers) == 1 else Step.ALIKE
+    step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.ALIKE
     plan = Plan(step, function, pointwise, operator)
     plan.dim = kinds[tracers[0]]
     plan.dims = _dims_of_kinds(kinds[:count])
@@ -350,14 +350,14 @@ def _operator_plan(
     if not _has_batched(kinds):
         if op.ruled:
             return TABLE
-        plan = Plan(Step.ONCE, op.overload, None, op)
+        plan = Plan(PlanStep.ONCE, op.overload, None, op)
         plan.dims = []
         return plan
     if op.function is not None and not kwargs:
         direct = _direct_plan(op.function, kinds, len(args), op)
         if direct is not None:
             return direct
-    plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+    plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
 
