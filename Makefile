@@ -70,7 +70,6 @@ test-newest:
 
 # The tests of calls at levels, with the compiled handlers. They are compiled into a directory of
 # their own, so that the other targets test the Python ones.
-# test_interrupts can fail here: a signal inside of a compiled handler may surface as an AttributeError.
 COMPILED_TESTS := tests/bridge/test_compiled.py tests/bridge/test_creation_tracking.py \
     tests/transforms/test_backward.py tests/transforms/test_checkpoint.py \
     tests/transforms/test_chunks.py tests/transforms/test_dispatch_modes.py \

@@ -1,4 +1,7 @@
-"""Call plans: a call that has a plan gives what the first call gave, and the loop gives."""
+"""Call plans: a call that has a plan gives what the first call gave, and the loop gives.
+
+The handlers of this process run the plans: the compiled ones where they are built.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,9 @@ from torch.nn import functional as F
 
 from tsfunc import grad, jvp, vmap
 from tsfunc.bridge.tracers import call_plans
-from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, PlanStep
 
 Function = Callable[..., Any]
-
-in_python = pytest.mark.skipif(
-    "__torch_function__" in vars(SlottedBatchTracer),
-    reason="the compiled handlers, if they are built, take these calls without a plan",
-)
 
 # Functions of x [3, 4], y [3, 4], v [4] and of a number.
 CALLS: dict[str, Function] = {
@@ -101,7 +98,6 @@ def plans(function: Any) -> Plans:
     return found
 
 
-@in_python
 def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
     FUNCTION_PLANS.clear()
     x = torch.arange(12.0).reshape(3, 4)
@@ -114,7 +110,6 @@ def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
     assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [PlanStep.DIRECT]
 
 
-@in_python
 def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
     FUNCTION_PLANS.clear()
     x = torch.arange(12.0).reshape(3, 4)
@@ -128,7 +123,6 @@ def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
     assert set(made) == {(dim, kind) for dim in (0, 1) for kind in (int, float, torch.Tensor)}
 
 
-@in_python
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_plans, "_MOST_PLANS", 3)
     FUNCTION_PLANS.clear()
@@ -138,7 +132,6 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(plans(torch.sin).plans) <= 3
 
 
-@in_python
 def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
     FUNCTION_PLANS.clear()
     x = torch.linspace(-1, 1, 6).reshape(2, 3)

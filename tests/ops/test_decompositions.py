@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+import tsfunc
 from tests.ops.harness import overload
 from tests.ops.test_registry import seeded_calls
 from tsfunc.ops.differentiable_decompositions import BACKWARD_DECOMPOSED, DECOMPOSED
+from tsfunc.testing import check_grads
 
 ALL = {**DECOMPOSED, **BACKWARD_DECOMPOSED}
 
@@ -39,3 +43,24 @@ def test_values_and_dtypes(name: str, dtype: torch.dtype) -> None:
             assert (mine is None) == (theirs is None)
             if theirs is not None and theirs.numel():
                 torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+X = torch.randn(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+COTANGENT = X.flip(0, 1).exp()
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (4, 2), COTANGENT[0], COTANGENT[1]),
+    "layer_norm of one dim": lambda x: F.layer_norm(x, (2,)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, COTANGENT[0, :, 0], training=True),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "rms_norm": lambda x: F.rms_norm(x, (4, 2)),
+    "glu": lambda x: F.glu(x, 1).repeat(1, 2, 1),
+    "softmax": lambda x: x.softmax(1),
+    "logsumexp": lambda x: x.logsumexp(1, keepdim=True).expand_as(x),
+    "cumprod": lambda x: x.cumprod(1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_of_derivatives(name: str) -> None:
+    """Against central differences of the first derivatives, in both modes."""
+    check_grads(tsfunc.grad(lambda x: (FUNCTIONS[name](x) * COTANGENT).sum()), X)

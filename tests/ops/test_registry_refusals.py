@@ -1,6 +1,7 @@
 """The law of every row for calls that its operator refuses: its rule refuses them as torch does.
 
-The calls are those of ``test_registry.py``, with a tensor that has one dim less or one more.
+The calls are those of ``test_registry.py``, with a tensor that has one dim less or one more, or is
+twice as long.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ REFUSED = "Shape mismatch inside of vmap"
 
 
 def refused_calls(name: str) -> Iterator[tuple[list[Any], dict[str, Any], Exception, int]]:
-    """Calls of other ranks that torch refuses, its error, and the tensor that has another rank."""
+    """Calls that torch refuses for the shape of one tensor, its error, and that tensor."""
     args, kwargs = seeded_calls(name)[0]
     for i, x in enumerate(args):
         if not isinstance(x, Tensor) or x.requires_grad:
             continue
-        for other in ([x.select(0, 0)] if x.dim() and len(x) else []) + [x.unsqueeze(0)]:
+        others = [x.unsqueeze(0)]
+        if x.dim() and x.numel():
+            others += [x.select(0, 0), x.repeat_interleave(2, -1)]
+        for other in others:
             changed = [*args[:i], other.clone(), *args[i + 1 :]]
             try:
                 overload(name)(

@@ -24,6 +24,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import Dims, Family, RuleLevel
+from tsfunc.ops.shifts import Shift, shifted
 
 VIEWS: Final = Family()
 """Operators whose result shows memory of their argument, and those that copy it instead."""
@@ -64,6 +65,7 @@ def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
 
 
 @VIEWS.row("aten::reshape", "aten::view_copy")
+@shifted(Shift.SAME, Shift.SIZES)
 def reshape(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -75,6 +77,7 @@ def reshape(
 
 
 @VIEWS.row("aten::view")
+@shifted(Shift.SAME, Shift.SIZES)
 def view(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -109,6 +112,7 @@ def reshape_alias(
 
 
 @VIEWS.row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
+@shifted(Shift.SAME, Shift.ALL_SIZES)
 def expand(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -125,6 +129,7 @@ def expand(
 
 
 @VIEWS.row("aten::permute", "aten::permute_copy")
+@shifted(Shift.SAME, Shift.ORDER)
 def permute(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -144,6 +149,7 @@ def permute(
     "aten::swapaxes_",
     "aten::swapdims_",
 )
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def transpose(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -179,6 +185,7 @@ def squeeze(
 
 
 @VIEWS.row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
+@shifted(Shift.SAME, Shift.DIM)
 def squeeze_dim(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -193,6 +200,7 @@ def squeeze_dim(
 
 
 @VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
+@shifted(Shift.SAME, Shift.DIMS)
 def squeeze_dims(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -207,6 +215,7 @@ def squeeze_dims(
 
 
 @VIEWS.row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+@shifted(Shift.SAME, Shift.NEW_DIM)
 def unsqueeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -220,6 +229,7 @@ def unsqueeze(
 
 
 @VIEWS.row("aten::select.int", "aten::select_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def select(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -233,6 +243,7 @@ def select(
 
 
 @VIEWS.row("aten::slice.Tensor", "aten::slice_copy.Tensor")
+@shifted(Shift.SAME, Shift.DIM)
 def slice_(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -245,6 +256,7 @@ def slice_(
 
 
 @VIEWS.row("aten::narrow", "aten::narrow_copy")
+@shifted(Shift.SAME, Shift.DIM)
 def narrow(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -268,6 +280,7 @@ def narrow(
     "aten::tensor_split.sections",
     "aten::tensor_split.indices",
 )
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
 def split(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -280,6 +293,7 @@ def split(
 
 
 @VIEWS.row("aten::unbind.int", "aten::unbind_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def unbind(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -292,6 +306,7 @@ def unbind(
 
 
 @VIEWS.row("aten::diagonal", "aten::diagonal_copy")
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
 def diagonal(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -413,6 +428,7 @@ def view_as_real(
 
 
 @VIEWS.row("aten::flatten.using_ints")
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -11,6 +11,7 @@ file name contains torch's version and a hash of the source.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -47,6 +48,7 @@ def is_enabled() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
+@functools.cache
 def load() -> ModuleType | None:
     """Return the compiled handlers, or None if they are not built or switched off."""
     if not is_enabled():

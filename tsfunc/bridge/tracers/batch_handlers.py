@@ -22,33 +22,34 @@ from torch._ops import OpOverload
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import (
+    NO_TENSORS,
     TRACERS,
     BatchLevel,
     BatchTracer,
     rewrap,
     unwrap_args,
     wrap,
+    wrap_in_python,
 )
 from tsfunc.bridge.tracers.call_plans import (
     FUNCTION_PLANS,
-    ITEMS,
-    PLAIN,
     Plan,
     Plans,
     PlanStep,
     arguments_of,
     dims_at_call,
+    fits,
     plans_of_function,
     plans_of_operator,
 )
 from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
-from tsfunc.bridge.tracers.function_registry import BATCHING, METHODS
 from tsfunc.bridge.tracers.operators import (
     TorchOperator,
     add_rule_listener,
     operator_of,
     operators_by_id,
 )
+from tsfunc.bridge.tracers.parsing import Form
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
@@ -64,7 +65,6 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.dispatch.state import State, tls
 from tsfunc.ops.splitting import BatchChanged
-from tsfunc.ops.tensor_iterator import pointwise
 
 maybe_functorch_level = _functorch.maybe_current_level
 is_grad_enabled = torch.is_grad_enabled
@@ -75,8 +75,9 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
-_TABLE, _DIRECT, _ALIKE, _ONCE, _DECOMPOSED = (
-    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.ONCE, PlanStep.DECOMPOSED,
+_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED = (
+    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
+    PlanStep.DECOMPOSED,
 )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def call_by_plan(
         if remapped is not None:
             out = call_by_plan(func, types, *remapped)
             return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
-    direct = step is _DIRECT or (step is _ALIKE and values[0].dim() == values[1].dim())
+    direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
     if not direct:
         if step is _TABLE or step is _ONCE or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
@@ -249,7 +250,7 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)
     try:
-        direct = step is _DIRECT or (step is _ALIKE and values[0].dim() == values[1].dim())
+        direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
         if direct:
             out = plan.function(*values)
         elif step is _ONCE:
@@ -376,15 +377,18 @@ def _use_compiled() -> None:
         return
     # C class methods that replace those SlottedBatchTracer inherits.
     functions, dispatch = handlers.setup({
-        "tracer": SlottedBatchTracer, "level": BatchLevel, "state": State,
-        "torch_state": TorchState, "operator": TorchOperator, "tls": tls, "size": torch.Size,
+        "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
+        "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
+        "plan": Plan, "form": Form, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "rules": BATCHING, "forms": FUNCTION_PLANS, "methods": METHODS, "pointwise": pointwise,
-        "call_below": call_below_function, "plain_types": PLAIN, "item_types": ITEMS,
-        "wrap": wrap, "alias": _alias, "same_size": _is_same_size,
-        "same_numel": _has_same_storage_numel, "batch_changed": BatchChanged,
+        "function_plans": FUNCTION_PLANS, "call_below": call_below_function,
+        "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
+        "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
+        "batch_changed": BatchChanged, "arguments_of": arguments_of, "dims_at_call": dims_at_call,
+        "wrapped": _wrapped,
+        **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
     SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]

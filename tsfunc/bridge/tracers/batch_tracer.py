@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
@@ -218,7 +219,7 @@ class BatchTracer(Tracer):
         return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
 
 
-def wrap(
+def wrap_in_python(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
     """Return the tracer of a physical value at storage offset ``offset`` (None: 0)."""
@@ -247,6 +248,11 @@ def wrap(
     tracer.bdim = bdim
     tracer.value = value
     return tracer  # type: ignore[no-any-return]
+
+
+_handlers = compiled.load()
+# The compiled handlers make tracers too; ``batch_handlers`` sets them up before there are levels.
+wrap: Callable[..., BatchTracer] = wrap_in_python if _handlers is None else _handlers.wrap
 
 
 def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
@@ -322,7 +328,7 @@ def read(tracer: BatchTracer, name: str) -> Any:
 
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 _INT = frozenset({int})
-_NO_TENSORS = frozenset({int, float, bool, slice, type(None), type(Ellipsis)})
+NO_TENSORS = frozenset({int, float, bool, slice, type(None), type(Ellipsis)})
 
 # The classes of batched tensors whose attributes are read without a hook (``tracer_hooks``).
 TRACERS: set[type] = set()
@@ -368,7 +374,7 @@ def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
                 refuse_escaped("an operator", own)
         elif kind in _SEQUENCES or (at is not None and isinstance(arg, list | tuple)):
             items = set(map(type, arg))
-            if not items <= _NO_TENSORS:
+            if not items <= NO_TENSORS:
                 inner = unwrap_args(arg, at)
                 if not inner[2]:  # one level replaces another
                     return inner

@@ -43,8 +43,7 @@ from torch._C import (
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.creation_tracking import created_in, take_place
-from tsfunc.bridge.writing.live_objects import live_objects
+from tsfunc.bridge.writing.creation_tracking import created_in, live_objects, take_place
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
