@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.dispatch.state import tls
+from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,
@@ -33,7 +34,7 @@ from tsfunc.transforms.chunks import (
     sizes_of_chunks,
     sizes_of_group,
 )
-from tsfunc.transforms.in_dims import is_nested, mapped, match_by_name, match_in_dims
+from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources

@@ -83,7 +83,8 @@ class Pullback(ControlFlowOperator):
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         stop = self.count + len(self.of)
-        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+        ones = [*operands[: self.count], *operands[stop:]]
+        inner = self.op.torch_form(writer.to_differentiate(), ones)
 
         def run(*given: Any) -> tuple[Any, ...]:
             inputs, numbers = given[: self.count], given[stop:]
@@ -248,7 +249,9 @@ class Pushforward(ControlFlowOperator):
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         stop = self.count + len(self.by)
-        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+        ones = [*operands[: self.count], *operands[stop:]]
+        # A pushforward is the derivative of the pullback.
+        inner = self.op.torch_form(writer.to_differentiate(2), ones)
 
         def run(*given: Any) -> tuple[Any, ...]:
             inputs, numbers = given[: self.count], given[stop:]
