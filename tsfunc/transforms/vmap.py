@@ -93,7 +93,8 @@ def vmap(
             output (a number, a string, None, any object) is returned once, unchanged.
         randomness: the mode of random operators: "error", "different" (a draw for each example),
             "same" (one draw for all) or "split" (each example draws as if alone: its numbers
-            follow from the seed and its index, and do not depend on the batch or the chunk).
+            follow from the seed and its index, and do not depend on the batch or the chunk; the
+            call draws one key from torch's generator, also if the function draws nothing).
         chunk_size: the number of examples that are run at a time. None runs all at once; "auto"
             runs as many as fit into ``memory_budget``, which is measured on the first chunks of
             the first call with inputs of such shapes and dtypes, and kept for later calls.
