@@ -220,3 +220,15 @@ def test_fixed_sizes_import_neither_dynamo_nor_sympy() -> None:
     command = [sys.executable, "-c", COLD]
     run = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
     assert run.stdout == "[]\n"
+
+
+def test_small_tensors_have_memory_under_a_mode_of_torch() -> None:
+    """A trace of torch's may call a trace: its modes make tensors without memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from tsfunc.bridge.sizes.fake_mode import scaled_down
+
+    x = torch.ones(4, 3)
+    with FakeTensorMode():
+        found = scaled_down(torch.ops.aten.sum.dim_IntList, (x, [0]), {})
+    assert tuple(found.shape) == (3,)

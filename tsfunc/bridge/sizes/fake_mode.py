@@ -412,12 +412,13 @@ def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         return NotImplemented
     try:
         scale = _Scale(_all_sizes(names, args, kwargs))
-        small = [scale.argument(name, x) for name, x in zip(names, args, strict=False)]
-        named = {name: scale.argument(name, x) for name, x in kwargs.items()}
         with (
             torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad(),
             _DisableTorchDispatch(), DisableTorchFunction(),
         ):  # fmt: skip
+            # The arguments are made here too: under a mode they would have no memory.
+            small = [scale.argument(name, x) for name, x in zip(names, args, strict=False)]
+            named = {name: scale.argument(name, x) for name, x in kwargs.items()}
             found = call(*small, **named)
             sums = _sum_of_sizes(found, *args, **kwargs) if call.name() == _CAT else {}
             results = scale.result(found, sums)
