@@ -11,6 +11,7 @@
 #   make test-all                     slow tests too, with the pinned and with the newest release
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
+#   make mutants                      300 random changes of the code, and the tests that notice them
 #   make docs                         the site, in build/docs
 #   make dist                         sdist and wheel, in dist
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
@@ -33,7 +34,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
 .PHONY: setup demo test test-compiled test-newest test-libraries test-one test-releases test-all fuzz \
-    soak lint format docs dist bench clean
+    soak mutants lint format docs dist bench clean
 
 setup: $(STAMP)
 
@@ -69,7 +70,6 @@ test-newest:
 
 # The tests of calls at levels, with the compiled handlers. They are compiled into a directory of
 # their own, so that the other targets test the Python ones.
-# test_interrupts can fail here: a signal inside of a compiled handler may surface as an AttributeError.
 COMPILED_TESTS := tests/bridge/test_compiled.py tests/bridge/test_creation_tracking.py \
     tests/transforms/test_backward.py tests/transforms/test_checkpoint.py \
     tests/transforms/test_chunks.py tests/transforms/test_dispatch_modes.py \
@@ -105,6 +105,10 @@ fuzz: setup
 
 soak: setup
 	$(FUZZ) --seconds $(shell expr $(HOURS) '*' 3600) --keep build/fuzz
+
+# docs/mutants.md says how long it takes. SEED=N goes on with the sample of a seed.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.mutants $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,14 +87,42 @@ def test_export_for_torch(file: Path, tmp_path: Path) -> None:
     )
 
 
-def test_export_for_onnx(file: Path) -> None:
-    if importlib.util.find_spec("onnxscript") is None:
-        assert "needs another package: No module named 'onnxscript'" in run(
-            "export", str(file), "--to", "onnx", code=1
-        )
-    else:
-        run("export", str(file), "--to", "onnx")
-        assert file.with_suffix(".onnx").exists()
+def test_export_for_onnx(tmp_path: Path) -> None:
+    """The model has the names of the arguments, takes other sizes, and computes the same."""
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed: tsfunc[onnx]")
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed: tsfunc[onnx]")
+    from onnx.reference import ReferenceEvaluator
+
+    weight = torch.randn(3)
+
+    def model(x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        y = (x @ weight + shift).tanh()
+        branch: Tensor = tsfunc.cond(y.sum() > 0, torch.sin, torch.cos, y)
+        return branch, x.softmax(1)
+
+    descriptors = {"x": tsfunc.MetaTensorType(["n", 3]), "shift": tsfunc.MetaTensorType(["n"])}
+    program = tsfunc.specialize(model, descriptors)
+    program(torch.ones(4, 3), torch.ones(4))
+    path = tmp_path / "model.tsf"
+    program.save(path)
+    run("export", str(path), "--to", "onnx")
+    written = onnx.load(path.with_suffix(".onnx"))
+    onnx.checker.check_model(written)
+    assert [value.name for value in written.graph.input] == ["x", "shift"]
+    for size in (2, 7):
+        x, shift = torch.randn(size, 3), torch.randn(size)
+        given = {"x": x.numpy(), "shift": shift.numpy()}
+        found = ReferenceEvaluator(written).run(None, given)
+        for got, expected in zip(found, program(x, shift), strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), expected)
+
+
+def test_export_for_onnx_names_the_missing_package(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    text = run("export", str(file), "--to", "onnx", code=1)
+    assert "needs another package" in text and "pip install 'tsfunc[onnx]'" in text
 
 
 def test_an_unknown_format_is_refused(file: Path) -> None:

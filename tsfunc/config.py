@@ -1,4 +1,7 @@
-"""Settings of the process: ``tsfunc.config.traceback = "full"``."""
+"""Settings of the process: ``tsfunc.config.traceback = "full"``.
+
+The object ``tsfunc.config`` is public, the module is private.
+"""
 
 from __future__ import annotations
 

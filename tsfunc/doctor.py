@@ -1,4 +1,7 @@
-"""The command ``tsfunc doctor``: versions, devices, and checks of torch's private names."""
+"""The command ``tsfunc doctor``: versions, devices, and checks of torch's private names.
+
+The command is public, the module is private.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The releases of torch and Python that the package was tested with."""
+"""The releases of torch and Python that the package was tested with.
+
+The module is private.
+"""
 
 from __future__ import annotations
 

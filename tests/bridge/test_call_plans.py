@@ -1,4 +1,7 @@
-"""Call plans: a call that has a plan gives what the first call gave, and the loop gives."""
+"""Call plans: a call that has a plan gives what the first call gave, and the loop gives.
+
+The handlers of this process run the plans: the compiled ones where they are built.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,9 @@ from torch.nn import functional as F
 
 from tsfunc import grad, jvp, vmap
 from tsfunc.bridge.tracers import call_plans
-from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, Step
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS, Plans, PlanStep
 
 Function = Callable[..., Any]
-
-in_python = pytest.mark.skipif(
-    "__torch_function__" in vars(SlottedBatchTracer),
-    reason="the compiled handlers, if they are built, take these calls without a plan",
-)
 
 # Functions of x [3, 4], y [3, 4], v [4] and of a number.
 CALLS: dict[str, Function] = {
@@ -101,7 +98,6 @@ def plans(function: Any) -> Plans:
     return found
 
 
-@in_python
 def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
     FUNCTION_PLANS.clear()
     x = torch.arange(12.0).reshape(3, 4)
@@ -109,12 +105,11 @@ def test_numbers_and_lengths_of_lists_have_one_plan() -> None:
         assert vmap(lambda x, n=n: x.roll(n))(x).equal(x.roll(n, 1))
         assert vmap(lambda x, n=n: torch.cat([x] * n))(x).equal(torch.cat([x] * n, 1))
         assert vmap(lambda x, n=n: x * float(n))(x).equal(x * n)
-    assert [plan.step for plan in plans(torch.Tensor.roll).plans.values()] == [Step.RULE]
-    assert [plan.step for plan in plans(torch.cat).plans.values()] == [Step.RULE]
-    assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [Step.DIRECT]
+    assert [plan.step for plan in plans(torch.Tensor.roll).plans.values()] == [PlanStep.RULE]
+    assert [plan.step for plan in plans(torch.cat).plans.values()] == [PlanStep.RULE]
+    assert [plan.step for plan in plans(torch.Tensor.mul).plans.values()] == [PlanStep.DIRECT]
 
 
-@in_python
 def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
     FUNCTION_PLANS.clear()
     x = torch.arange(12.0).reshape(3, 4)
@@ -128,7 +123,6 @@ def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
     assert set(made) == {(dim, kind) for dim in (0, 1) for kind in (int, float, torch.Tensor)}
 
 
-@in_python
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_plans, "_MOST_PLANS", 3)
     FUNCTION_PLANS.clear()
@@ -138,10 +132,9 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(plans(torch.sin).plans) <= 3
 
 
-@in_python
 def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
     FUNCTION_PLANS.clear()
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
     assert vmap(grad(lambda x: torch.sin(x).sum()))(x).allclose(x.cos())
-    assert [plan.step for plan in plans(torch.sin).recorded.values()] == [Step.RECORDED]
+    assert [plan.step for plan in plans(torch.sin).recorded.values()] == [PlanStep.RECORDED]
     assert not plans(torch.sin).plans

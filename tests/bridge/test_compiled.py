@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import cli, explain, grad, hessian, jvp, vmap
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.fast_handlers import FastBatchTracer, SlottedBatchTracer
+from tsfunc.bridge.tracers.batch_handlers import FastBatchTracer, SlottedBatchTracer
 
 built = pytest.mark.skipif(
     "__torch_function__" not in vars(SlottedBatchTracer),
@@ -159,7 +159,8 @@ def test_another_subclass_meets_its_own_handler() -> None:
 def test_off_switch() -> None:
     """Without the library, or with the switch, Python serves every call."""
     code = (
-        "import torch, tsfunc; from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer; "
+        "import torch, tsfunc; "
+        "from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer; "
         "assert '__torch_function__' not in vars(SlottedBatchTracer); "
         "assert tsfunc.vmap(torch.sin)(torch.ones(2)).shape == (2,)"
     )

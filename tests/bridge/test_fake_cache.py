@@ -16,11 +16,11 @@ import tsfunc
 from tests.ops.harness import database_calls
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize
-from tsfunc.bridge.sizes import fake_cache
-from tsfunc.bridge.sizes.fake_cache import FakeCache
+from tsfunc.bridge.sizes import fake_results
+from tsfunc.bridge.sizes.fake_results import FakeCache
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.guard_suppression import defer_guards
 from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.questions import defer_guards
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 
@@ -281,7 +281,7 @@ def test_results_that_share_a_memory_of_their_own_are_not_kept(
     (a,) = trace.fake([r(4)])
     with trace.symbols.fake:
         halves = torch.empty(8).split(4)
-    monkeypatch.setattr(fake_cache, "results_of", lambda *given: halves)
+    monkeypatch.setattr(fake_results, "results_of", lambda *given: halves)
     for _ in range(2):
         assert trace.kept.of(operator_of(aten.sin.default), [a], {}) is halves
 
@@ -312,6 +312,21 @@ class TestPrograms:
             return torch.zeros(3) + before + 10 * z.item()
 
         x = torch.tensor(2.0)
+        torch.testing.assert_close(specialize(f)(x), f(x))
+
+    @pytest.mark.parametrize("views", [1, 3])
+    def test_numbers_read_before_and_after_a_write_to_a_view(self, views: int) -> None:
+        def f(x: Tensor) -> Tensor:
+            y = x * 2
+            reading, writing = y[1], y
+            for _ in range(views):
+                writing = writing[:]
+            before = reading.item()
+            same = reading.item()
+            writing[1:].add_(1)
+            return torch.zeros(3) + before + 10 * same + 100 * reading.item()
+
+        x = torch.randn(3)
         torch.testing.assert_close(specialize(f)(x), f(x))
 
     def test_sizes_of_data(self) -> None:

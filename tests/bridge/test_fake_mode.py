@@ -19,8 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.bridge.test_fake_cache import Trace, looks, tensors_in
 from tests.ops.harness import database_calls
-from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake, results_of_fixed_sizes
-from tsfunc.bridge.sizes.scaled_down import Metadata, scaled_down
+from tsfunc.bridge.sizes.fake_mode import (
+    LazyFakeMode,
+    Metadata,
+    new_fake,
+    results_of_fixed_sizes,
+    scaled_down,
+)
 from tsfunc.bridge.tracers.operators import operator_of
 
 with warnings.catch_warnings():

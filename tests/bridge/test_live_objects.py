@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tsfunc.bridge.writing.live_objects import live_objects
+from tsfunc.bridge.writing.creation_tracking import live_objects
 
 
 class Marked:

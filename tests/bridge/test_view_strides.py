@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.bridge.test_iterator_strides import _laid_out
 from tsfunc import specialize, vmap
-from tsfunc.bridge.sizes.view_strides import has_view
+from tsfunc.bridge.sizes.strides import has_view
 
 
 def _sizes_of(count: int, rng: random.Random) -> list[int]:

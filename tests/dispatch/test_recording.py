@@ -149,6 +149,35 @@ def test_the_users_line_is_outside_of_this_package_and_torch() -> None:
     assert called_by_user()
 
 
+def through(*modules: str) -> bool:
+    """``called_by_user`` as asked in the last of these modules, which call each other in order."""
+    call = called_by_user
+    for name in reversed(modules):
+        scope = {"__name__": name, "call": call}
+        exec("def passes_on():\n    return call()", scope)
+        call = scope["passes_on"]  # type: ignore[assignment]
+    return call()
+
+
+@pytest.mark.parametrize(
+    ("modules", "users"),
+    [
+        (("torch.nn",), True),
+        (("torch.nn", "torch"), True),
+        (("mine", "torch"), True),
+        (("tsfunc.ops", "mine"), True),
+        (("tsfunc.ops",), False),
+        (("tsfunc.ops", "torch"), False),
+        (("mine", "tsfunc", "torch.nn", "torch._ops"), False),
+    ],
+)
+def test_a_call_is_the_users_if_the_first_module_beside_torch_is(
+    modules: tuple[str, ...], users: bool
+) -> None:
+    # The asking function is in one of these modules, or calls for one as this package does.
+    assert through(*modules, "tsfunc.dispatch") == users
+
+
 def test_a_warning_stands_at_the_users_line() -> None:
     with pytest.warns(UserWarning, match="mine") as seen:
         warn("mine", UserWarning)

@@ -96,6 +96,26 @@ def is_caught_outside(x: Asked) -> int:
         return 2
 
 
+def passed_on_by(module: str, func: Callable[[Asked], int]) -> Callable[[Asked], int]:
+    """A function of a module that catches errors of another one."""
+    scope = {"__name__": module, "func": func}
+    lines = "def passes_on(x):", "    try:", "        return func(x)", "    except KeyError:"
+    exec("\n".join((*lines, "        return 2")), scope)
+    return scope["passes_on"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("module", "refused"),
+    [("torch.nn", True), ("tsfunc.ops", True), ("mine", None), ("torchmine", None)],
+)
+def test_handlers_of_torch_and_of_this_package_pass_errors_on(
+    module: str, refused: bool | None
+) -> None:
+    asked = Asked(False)
+    run(passed_on_by(module, raises), asked)
+    assert asked.refused == refused
+
+
 @pytest.mark.parametrize(
     ("func", "value", "refused"),
     [

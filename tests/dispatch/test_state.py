@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -379,3 +380,18 @@ def test_a_restorer_that_fails_leaves_the_others_undone(captured: list[str]) -> 
         with pytest.raises(ZeroDivisionError), level.guard():
             raise AssertionError("the block runs although its state could not be restored")
         assert captured[0] == "later"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 20])
+def test_a_thread_starts_inside_of_the_levels_of_others_up_to_a_limit(count: int) -> None:
+    """Its first level is deeper than theirs, unless they are 16 deep: then it is the outermost."""
+
+    def depth() -> int:
+        with Level(A) as level:
+            return level.depth
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(Level(B))
+        assert depth() == count + 1
+        assert on_another_thread(depth) == (count + 1 if count < 16 else 1)

@@ -12,9 +12,9 @@ from torch import Tensor
 import tsfunc
 from tests.distributed.checks import Check, failures, mesh_of
 from tsfunc import P, VirtualMesh, shard_map
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.errors import MeshError
+from tsfunc.program.passes.effects import every_node
 
 close = torch.testing.assert_close
 Body = Callable[[Tensor], Any]

@@ -152,6 +152,14 @@ def test_masks(layout: torch.layout) -> None:
     check(lambda x: x.sparse_mask(one), OTHER)
 
 
+def test_products_that_store_other_numbers_of_elements_are_refused() -> None:
+    """The blocks of a batch store equally many; a product stores where both factors do."""
+    x = torch.eye(2).expand(2, 2, 2).to_sparse_csr()
+    y = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[0.0, 3.0], [0.0, 4.0]]]).to_sparse_csr()
+    with pytest.raises(DataDependentError, match=r"aten::mul\.Tensor.*Use to_dense\(\) first"):
+        vmap(lambda x, y: x * y)(x, y)
+
+
 def test_sampled_products() -> None:
     x = DENSE.to_sparse_csr()
     check(lambda x, a, b: torch.sparse.sampled_addmm(x, a, b, beta=0.5), x, LEFT, RIGHT)

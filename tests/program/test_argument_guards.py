@@ -14,14 +14,15 @@ from torch import Tensor
 
 from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.bridge.tracers.torch_state import SETTINGS
 from tsfunc.program.calling.cache import differing
-from tsfunc.program.closure.guard_codegen import ClosureGuard
-from tsfunc.program.closure.read_guards import Guard, ReadGuards
+from tsfunc.program.closure.guard_codegen import ClosureGuard, Guard
+from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.fields import Field
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.program.guarding import guards
-from tsfunc.program.guarding.guards import KINDS, ArgumentGuard, guard_lines
+from tsfunc.program.guarding.call_spec import guard_lines, guards_on_arguments
+from tsfunc.program.guarding.guards import KINDS, ArgumentGuard
 from tsfunc.program.guarding.inputs import InputSpec
 
 
@@ -55,7 +56,7 @@ def tensors(shape: Sequence[int]) -> Iterator[Tensor]:
 
 def guards_of(value: Any) -> list[ArgumentGuard]:
     inputs = [InputSpec(0, "x", value, tuple(value.shape))] if isinstance(value, Tensor) else []
-    return guards.guards_on_arguments([value], inputs)
+    return guards_on_arguments([value], inputs)
 
 
 def compiled(value: Any) -> ClosureGuard:

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tsfunc import specialize
-from tsfunc.bridge.tracers.settings import SETTINGS
+from tsfunc.bridge.tracers.torch_state import SETTINGS
 from tsfunc.program.closure import read_guards
+from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
 from tsfunc.program.closure.read_guards import (
     AnswerIs,
     Distinct,
     EqualValue,
-    Guard,
     KeysAre,
     LengthIs,
     MemberIs,
@@ -33,8 +33,6 @@ from tsfunc.program.closure.read_guards import (
     SameContents,
     SameObject,
     SamePlace,
-    SettingsAre,
-    Source,
     TypeOf,
 )
 

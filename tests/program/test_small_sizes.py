@@ -1,4 +1,4 @@
-"""Calls with named dims of size 0 and 1: NOTE [sizes 0 and 1] in ``program/graphs/program``."""
+"""Calls with named dims of size 0 and 1: NOTE [sizes 0 and 1] in ``program/graphs/comparison``."""
 
 from __future__ import annotations
 

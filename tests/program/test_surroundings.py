@@ -173,6 +173,17 @@ def showing() -> dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]]:
     return {name: (f, change) for name, f in reads.items()}
 
 
+def test_a_number_in_a_tuple_becomes_an_input_and_the_length_is_guarded() -> None:
+    table: dict[str, tuple[Any, ...]] = {"pair": (2.0, "a")}
+    f = specialize(lambda x: x * table["pair"][0] + len(table["pair"]))
+    for value in (2.0, 3.0, 4.0, 5.5):
+        table["pair"] = value, "a"
+        assert f(ONES).equal(ONES * value + 2)
+    assert f.cache_info().programs == 2
+    table["pair"] = 5.5, "a", "b"
+    assert f(ONES).equal(ONES * 5.5 + 3)
+
+
 @pytest.mark.parametrize("what", showing())
 def test_what_objects_show_is_guarded(what: str) -> None:
     f, change = showing()[what]
@@ -225,6 +236,14 @@ class TestTensorsFromOutside:
         assert f(ONES).equal(ONES * 6) and f.cache_info().programs == 2
         w.grad = None
         assert f(ONES).equal(ONES)
+
+    def test_one_program_serves_all_their_gradients(self) -> None:
+        w = nn.Parameter(torch.ones(2))
+        f = specialize(lambda x: x * w.grad)
+        for value in (1.0, 2.0, 3.0):
+            w.grad = torch.full((2,), value)
+            assert f(ONES).equal(ONES * value)
+        assert f.cache_info().programs == 1
 
     def test_their_strides(self) -> None:
         w = torch.arange(6.0).reshape(2, 3)

@@ -14,8 +14,8 @@ from tsfunc import MetaTensorType as Meta
 from tsfunc import cond, specialize
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program import Program
+from tsfunc.program.passes import simplify
 from tsfunc.program.passes import simplify as passes
-from tsfunc.program.passes import verify
 
 
 def traced() -> Program:
@@ -191,9 +191,9 @@ def test_the_environment_asks_for_it(
     setting: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TSFUNC_VERIFY", setting)
-    assert verify.asked_for() is asked
+    assert simplify.verification_is_on() is asked
     calls: list[Any] = []
-    monkeypatch.setattr(verify, "verify", lambda *args: calls.append(args))
+    monkeypatch.setattr(simplify, "verify", lambda *args: calls.append(args))
     specialize(lambda x: x.sin())(torch.ones(2))
     assert bool(calls) is asked
 

@@ -12,7 +12,7 @@ import sympy.sets.setexpr  # noqa: F401  sympy imports it where it first needs i
 
 from tsfunc import load
 from tsfunc.errors import FileFormatError
-from tsfunc.transforms.files import LoadedFunction
+from tsfunc.transforms.specialized import LoadedFunction
 
 
 class Forbidden(Exception):

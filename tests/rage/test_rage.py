@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 import tsfunc
 from tsfunc import errors, rage
 from tsfunc.rage import recorder as keeping
-from tsfunc.rage.recorder import EventRecorder
-from tsfunc.rage.scrubbing import LONGEST, scrubbed
+from tsfunc.rage.recorder import LONGEST, EventRecorder, scrubbed
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.outermost import entered
+from tsfunc.bridge.tracers.boundaries import outermost
 from tsfunc.dispatch import state
 
 X = torch.arange(1.0, 7.0).view(3, 2).sin()
@@ -82,10 +82,10 @@ def observed() -> dict[str, Any]:
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "state": state.tls.state,
-        "recording": entered.recording,
-        "jvps": entered.forward,
+        "recording": outermost.recording,
+        "jvps": outermost.forward,
         "dual users": autograd._dual_users,
-        "inside": entered.inside,
+        "inside": outermost.inside,
         "active": [x for x, t in state.active_levels.items() if t == threading.get_ident()],
     }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tsfunc
 from tests.transforms.support import same
-from tsfunc import vmap
+from tsfunc import specialize, vmap
 
 X = torch.arange(1.0, 31.0).view(5, 6) / 31
 
@@ -337,3 +337,18 @@ def test_under_grad() -> None:
 def test_outside_of_vmap_nothing_is_refused() -> None:
     assert tsfunc.grad(lambda x: (x * torch.rand(6)).sum())(X[0]).shape == (6,)
     assert tsfunc.jvp(lambda x: x * torch.rand(6), (X[0],), (X[0],))[1].shape == (6,)
+
+
+@pytest.mark.parametrize("mode", ["different", "split"])
+def test_tensors_made_in_a_trace_get_numbers_in_place(mode: Any) -> None:
+    def drawn(x: Tensor) -> Tensor:
+        made = torch.zeros(3)
+        view = made[1:]
+        view.uniform_()
+        return x * made
+
+    call = vmap(drawn, randomness=mode)
+    for f in (call, specialize(call), vmap(specialize(drawn), randomness=mode)):
+        out = f(torch.ones(4))
+        assert out[:, 0].eq(0).all()
+        assert len(out[:, 1:].unique()) == 8

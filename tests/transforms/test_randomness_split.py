@@ -277,7 +277,7 @@ def test_parameters_are_checked() -> None:
         (lambda x: torch.empty_like(x).exponential_(0.0), "expected lambda > 0.0"),
         (lambda x: torch.empty_like(x).cauchy_(0, 0.0), "expected sigma > 0.0"),
         (lambda x: torch.empty_like(x).log_normal_(0, 0.0), "expected std > 0.0"),
-        (lambda x: torch.empty_like(x).geometric_(0.0), r"expected p to be in \(0, 1\]"),
+        (lambda x: torch.empty_like(x).geometric_(0.0), r"expected p to be in \(0, 1\)"),
         (lambda x: torch.empty_like(x).bernoulli_(1.5), r"expected p to be in \[0, 1\]"),
         (lambda x: torch.randint(3, 3, (2,)), "expected from < to, got from=3 >= to=3"),
         (lambda x: torch.multinomial(x, 7), "no more samples than there are categories"),

@@ -34,6 +34,7 @@ LISTS = (List[F32], List[F64])  # type: ignore[valid-type]  # noqa: UP006
         ({"x": Meta([Dim("n", one_of=[2, 4])])}, {"x": Meta([Dim("m", one_of=[3])])}),
         ({"x": Meta(["n"]), "y": Meta(["n"])}, {"x": Meta([3]), "y": Meta([4])}),
         ({"x": Meta(["n", "2*n"])}, {"x": Meta([3, 5])}),
+        ({"x": Meta(["n", 2, "n"])}, {"x": Meta([3, "m", "2*m"])}),
         ({"x": Meta(device="cpu")}, {"x": Meta(device="cuda")}),
         ({"x": Meta(requires_grad=True)}, {"x": Meta(requires_grad=False)}),
         ({"x": Meta(layout=torch.strided)}, {"x": Meta(layout=torch.sparse_coo)}),

@@ -2,11 +2,15 @@
 
 This is the only room that uses torch's private names. Each file lists the private names that it
 uses, with the torch releases that have them. This file is the room's loader: it fills the registry
-of function rules, imports the kernels of the built-in keys, and lists what the first transform of a
-process prepares.
+of function rules, imports the kernels of the built-in keys, tells the catalogue how operators are
+read, and lists what the first transform of a process prepares.
+
+The package is private.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch import (
@@ -28,6 +32,7 @@ from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
 from tsfunc.bridge.tracers import (
     attributes,
     backward,
+    checks,
     compressed,
     containers,
     factories,
@@ -36,17 +41,27 @@ from tsfunc.bridge.tracers import (
 )
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.bridge.writing import reshaped_views, reshaping, writes
+from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
 _RULES = (
-    attributes, backward, batching_functions, composites, compressed, data_methods, foreach,
-    indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
+    attributes, backward, batching_functions, checks, composites, compressed, data_methods,
+    foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
     selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
     writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, tracing)
 
+
+def _reader() -> Any:
+    # The schemas of all operators, which the catalogue reads at its first use.
+    from tsfunc.bridge.tracers.schemas import READER
+
+    return READER
+
+
+install(_reader)
 registry.load([module.function_rules for module in _RULES])
 pytrees.on_unknown(containers.register)
 factories.on_first_transform(custom_function.install)

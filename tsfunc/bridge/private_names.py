@@ -706,6 +706,30 @@ def _symbolic_sizes() -> None:
 
 
 @_entry(
+    "Checks of values",
+    """torch._check_tensor_all_with torch._is_all_true torch.Tensor._is_all_true
+    torch.distributions.Distribution._validate_sample""",
+    use="torch's functions for checks, and those of torch.distributions, take batched tensors.",
+    stand_in="tsfunc.check, and distributions with validate_args=False.",
+    risk=Risk.MEDIUM,
+)
+def _checks_of_values() -> None:
+    passes = torch.tensor([True, False])
+    _expect(not torch._is_all_true(passes) and not passes._is_all_true(), "a False for all")
+    try:
+        torch._check_tensor_all_with(KeyError, passes, lambda: "some fail")
+    except KeyError as error:
+        _expect(error.args == ("some fail",), "the message of a check")
+    else:
+        _expect(False, "an error of the class that a check names")
+    try:
+        torch.distributions.Normal(0.0, 1.0)._validate_sample(torch.tensor(torch.nan))
+    except ValueError:
+        return
+    _expect(False, "a refusal of a value outside of the support")
+
+
+@_entry(
     "Functions of size expressions",
     """functions.FloorDiv functions.Max functions.Min functions.Mod functions.PythonMod
     functions.ToFloat functions.TruncToInt interp.sympy_interp printers.PythonPrinter

@@ -1,8 +1,10 @@
 """The dispatcher: one extensible table from (operator, key) to kernels.
 
-``keys`` has the dispatch keys and key sets, ``state`` the thread-local state and the levels,
-``arguments`` the key sets of arguments, ``table`` the table; ``explain`` reports how a call would
-be dispatched. This package names no particular operator.
+``keys`` has the dispatch keys, key sets, and those of a call's arguments; ``state`` the
+thread-local state and the levels; ``table`` the table. ``explain`` reports how a call would be
+dispatched. This package names no particular operator.
+
+The public names are in ``__all__``. The modules of the package are private.
 """
 
 from __future__ import annotations
@@ -55,3 +57,7 @@ __all__ = [
     "register_fallback",
     "running_level",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

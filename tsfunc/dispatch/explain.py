@@ -8,8 +8,14 @@ from typing import Any
 
 import optree
 
-from tsfunc.dispatch.arguments import keys_of_arguments, speaks_for_itself
-from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKeySet, split_bit
+from tsfunc.dispatch.keys import (
+    BACKEND_BITS,
+    WIDTH,
+    DispatchKeySet,
+    keys_of_arguments,
+    speaks_for_itself,
+    split_bit,
+)
 from tsfunc.dispatch.state import Level, State, global_set, tls
 from tsfunc.dispatch.table import Entry, Operator, fallthrough, level_at, operator_for
 

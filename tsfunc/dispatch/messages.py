@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsfunc.dispatch.arguments import keys_of_arguments
-from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, split_bit
+from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.state import Level, tls
 

@@ -24,8 +24,13 @@ _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", 
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
-def refused_value(frame: FrameType) -> bool | None:
-    """Return the outcome for which the test of a frame raises; None if the test is not a check."""
+def refused_value(frame: FrameType, *, catchable: bool = False) -> bool | None:
+    """Return the outcome for which the test of a frame raises; None if the test is not a check.
+
+    Args:
+        frame: a frame whose last instruction asks for the truth of a value.
+        catchable: also if an ``except`` clause may catch the error.
+    """
     code = frame.f_code
     steps, places = _instructions(code)
     at = places.get(frame.f_lasti)
@@ -39,7 +44,7 @@ def refused_value(frame: FrameType) -> bool | None:
     jumps_if = name.endswith("TRUE")
     there = _raises(steps, places.get(steps[at].argval))
     here = _raises(steps, at + 1)
-    if there == here or may_be_caught(frame):
+    if there == here or (not catchable and may_be_caught(frame)):
         return None
     return jumps_if if there else not jumps_if
 

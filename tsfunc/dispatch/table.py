@@ -28,14 +28,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, overload
 
 from tsfunc.dispatch import messages
-from tsfunc.dispatch.arguments import backends_of_arguments, keys_of_arguments
 from tsfunc.dispatch.keys import (
     BACKEND_BITS,
     BACKENDS,
     WIDTH,
     DispatchKey,
     DispatchKeySet,
+    backends_of_arguments,
     caller_site,
+    keys_of_arguments,
     split_bit,
 )
 from tsfunc.dispatch.state import Level, State, global_set, tls, using

@@ -1,4 +1,7 @@
-"""Operators by shape: the catalogue of categories and the batching rules (a file per category)."""
+"""Operators by shape: the catalogue of categories and the batching rules (a file per category).
+
+The public names are in ``__all__``. The modules of the package are private.
+"""
 
 from __future__ import annotations
 

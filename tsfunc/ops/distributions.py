@@ -82,9 +82,7 @@ def cauchy(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
 
 def geometric(draw: Philox, count: Any, chance: float) -> Tensor:
     """Return the numbers of trials up to the first success."""
-    tries = positive(draw, count, torch.float64).log() / math.log1p(-chance) if chance < 1 else None
-    if tries is None:
-        return torch.ones(draw.examples.shape[0], count, dtype=torch.float64, device=draw.device)
+    tries = positive(draw, count, torch.float64).log() / math.log1p(-chance)
     return tries.ceil().clamp_min(1.0)
 
 

@@ -33,6 +33,8 @@ def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
         assert p is not None
         return (x.matmul(y), p) if p < x.dim() - 1 else (x.movedim(p, 0).matmul(y), 0)
     if p is None:
+        if q == 0 and x.dim() == 2:
+            return y.matmul(x.mT), 0  # the vectors of all examples are the rows of one matrix
         # The vectors of all examples are the columns of one matrix.
         out = x.matmul(y if q == 1 else y.mT)
         return out, out.dim() - 1
@@ -122,8 +124,10 @@ def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
     """True if two tensors have these ranks and stacks have equal sizes; ``matmul`` broadcasts."""
     if not ranks_are(dims, args, first, second):
         return False
+    if first < 3:
+        return True
     sizes = [x.shape[1 if d == 0 else 0] for x, d in zip(args, dims, strict=True)]
-    return first < 3 or bool(sizes[0] == sizes[1])
+    return bool(sizes[0] == sizes[1])
 
 
 @row("aten::bmm")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_at, front, lines, place, refuse_inplace
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import Dims, Family, RuleLevel
+
+COPIES: Final = Family()
+"""Operators that copy a tensor or compare tensors by their metadata."""
 
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
@@ -43,7 +46,7 @@ def laid_out(
     return op(front(x, at), *args[1:], **kwargs), 0
 
 
-@row("aten::contiguous")
+@COPIES.row("aten::contiguous")
 def contiguous(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -54,7 +57,7 @@ def contiguous(
     return laid_out(torch.clone, level, dims, args, kwargs)
 
 
-@row("aten::to.dtype")
+@COPIES.row("aten::to.dtype")
 def to_dtype(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -62,7 +65,7 @@ def to_dtype(
     return NotImplemented if len(args) > 4 else (op(*args), dims[0])
 
 
-@row("aten::copy_")
+@COPIES.row("aten::copy_")
 def copy_inplace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -75,7 +78,7 @@ def copy_inplace(
     return x, at
 
 
-@row("aten::copy")
+@COPIES.row("aten::copy")
 def copy(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -86,7 +89,7 @@ def copy(
     return op(x, place(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
 
 
-@row("aten::fill_.Tensor")
+@COPIES.row("aten::fill_.Tensor")
 def fill_inplace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -102,7 +105,7 @@ def fill_inplace(
     return x, at
 
 
-@row("aten::fill.Tensor")
+@COPIES.row("aten::fill.Tensor")
 def fill(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -115,7 +118,7 @@ def fill(
     return torch.ops.aten.copy(x, value), at
 
 
-@row("aten::_new_zeros_with_same_feature_meta")
+@COPIES.row("aten::_new_zeros_with_same_feature_meta")
 def new_zeros_with_same_feature_meta(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -140,7 +143,7 @@ def new_zeros_with_same_feature_meta(
     return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
 
 
-@row("aten::_has_same_storage_numel")
+@COPIES.row("aten::_has_same_storage_numel")
 def has_same_storage_numel(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -148,7 +151,7 @@ def has_same_storage_numel(
     return True, None
 
 
-@row("aten::is_same_size")
+@COPIES.row("aten::is_same_size")
 def is_same_size(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -160,7 +163,7 @@ def is_same_size(
     return sizes(args[0], dims[0]) == sizes(args[1], dims[1]), None
 
 
-rows(
+COPIES.rows(
     same_shape,
     "aten::alias",
     "aten::alias_copy",
@@ -185,8 +188,8 @@ rows(
     "aten::zero",
     "aten::zero_",
 )
-rows(laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
-rows(
+COPIES.rows(laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
+COPIES.rows(
     laid_out,
     "aten::zeros_like",
     "aten::ones_like",
@@ -195,7 +198,7 @@ rows(
 )
 
 
-@row("aten::resize", "aten::resize_")
+@COPIES.row("aten::resize", "aten::resize_")
 def resize(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

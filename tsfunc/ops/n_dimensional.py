@@ -23,6 +23,7 @@ from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, mov
 from tsfunc.ops.reductions import flat
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.shifts import Shift, shifted
 
 
 def fold(x: Tensor) -> Tensor:
@@ -56,6 +57,7 @@ def tile(
 
 
 @row("aten::flip")
+@shifted(Shift.SAME, Shift.DIMS)
 def flip(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -70,6 +72,7 @@ def flip(
 
 
 @row("aten::roll")
+@shifted(Shift.FEW, Shift.SAME, Shift.DIMS)
 def roll(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -194,6 +197,7 @@ def trace(
 
 
 @row("aten::select_backward")
+@shifted(Shift.SAME, Shift.SIZES, Shift.NEW_DIM)
 def select_backward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -208,6 +212,7 @@ def select_backward(
 
 
 @row("aten::slice_backward")
+@shifted(Shift.SAME, Shift.SIZES, Shift.DIM)
 def slice_backward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -220,6 +225,7 @@ def slice_backward(
 
 
 @row("aten::diagonal_backward")
+@shifted(Shift.SAME, Shift.SIZES, Shift.SAME, Shift.NEW_DIM, Shift.NEW_DIM)
 def diagonal_backward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -150,7 +150,8 @@ def randint_like(
     # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
     drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
-    drawn = drawn % unit_dims(high, 1, x.dim() - 1)
+    # In a floating dtype they would be rounded to multiples of a power of two.
+    drawn = drawn % unit_dims(high.to(torch.int64), 1, x.dim() - 1)
     return drawn.to(kwargs.get("dtype") or x.dtype), 0
 
 

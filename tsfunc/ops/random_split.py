@@ -70,7 +70,7 @@ def _cauchy(
 
 
 def _geometric(op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float) -> Tensor:
-    _require(0 < chance <= 1, op, f"p to be in (0, 1], but got p={chance}")
+    _require(0 < chance < 1, op, f"p to be in (0, 1), but got p={chance}")
     return distributions.geometric(draw, count, chance)
 
 

@@ -28,6 +28,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import refused
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.shifts import Shift, shifted
 
 
 def flat(x: Tensor, at: int) -> Tensor:
@@ -74,7 +75,7 @@ def reduction(
         out = op(x, *args[1:place], target, *args[place + 1 :], **kwargs)
         return out, at if kept else at - before
 
-    return rule
+    return shifted(*[Shift.SAME] * place, Shift.DIMS)(rule)
 
 
 def _of_scalar(
@@ -125,6 +126,7 @@ _by_dim = reduction()
 _keyword_keepdim = reduction(1, None)
 
 
+@shifted(Shift.SAME, Shift.DIMS)
 def variance(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -134,6 +136,7 @@ def variance(
     return _keyword_keepdim(op, level, dims, args, kwargs)
 
 
+@shifted(Shift.SAME, Shift.DIMS)
 def all_or_any(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -143,6 +146,7 @@ def all_or_any(
     return _by_dims(op, level, dims, args, kwargs)
 
 
+@shifted(Shift.SAME, Shift.DIMS)
 def arg_extreme(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -295,7 +299,7 @@ def along(tensors: int = 1) -> Rule:
         out = op(*[v.unsqueeze(1) for v in values], 1, *rest, **kwargs)
         return (out.squeeze(1) if isinstance(out, Tensor) else [o.squeeze(1) for o in out]), 0
 
-    return rule
+    return shifted(*[Shift.SAME] * tensors, Shift.DIM)(rule)
 
 
 _along = along()

@@ -108,13 +108,15 @@ Rule = Callable[[Any, RuleLevel, Dims, Sequence[Any], Mapping[str, Any]], Any]
 class Row:
     """One operator: its name, its batching rule and the source location of the rule.
 
-    ``category`` is set for an operator that is not in the catalogue, as it was registered.
+    ``category`` is set for an operator that is not in the catalogue, as it was registered, and
+    ``family`` for one that was declared by a :class:`Family`.
     """
 
     name: str
     rule: Rule | None
     source: str
     category: Category | None = None
+    family: Family | None = None
 
 
 _rows: dict[str, Row] = {}
@@ -130,16 +132,44 @@ def row(*names: str) -> Callable[[Rule], Rule]:
     """Decorate the batching rule of one operator, or of several variants that share the rule."""
 
     def declared(rule: Rule) -> Rule:
-        code = getattr(rule, "__code__", None)
-        source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
-        declare(rule, names, source)
+        declare(rule, names, _source_of(rule))
         return rule
 
     return declared
 
 
+class Family:
+    """Operators that have a property in common; the family's file says which.
+
+    ``row`` and ``rows`` are used as the functions of these names.
+    """
+
+    def rows(self, rule: Rule, *names: str) -> None:
+        """Declare operators of the family that share a batching rule."""
+        caller = sys._getframe(1)
+        declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}", family=self)
+
+    def row(self, *names: str) -> Callable[[Rule], Rule]:
+        """Decorate the batching rule of operators of the family."""
+
+        def declared(rule: Rule) -> Rule:
+            declare(rule, names, _source_of(rule), family=self)
+            return rule
+
+        return declared
+
+
+def _source_of(rule: Rule) -> str:
+    code = getattr(rule, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
+
+
 def declare(
-    rule: Rule | None, names: Sequence[str], source: str, category: Category | None = None
+    rule: Rule | None,
+    names: Sequence[str],
+    source: str,
+    category: Category | None = None,
+    family: Family | None = None,
 ) -> None:
     """Add rows.
 
@@ -157,7 +187,7 @@ def declare(
                 f"{name} has a row already, declared at {_rows[name].source}; "
                 f"the second one is at {source}. Remove one of them."
             )
-        _rows[name] = Row(name, rule, source, category)
+        _rows[name] = Row(name, rule, source, category, family)
         for listener in _listeners:
             listener(_rows[name])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, unit_dims, wrap
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.registry import Dims, RuleLevel, row
+from tsfunc.ops.shifts import Shift, shifted
 
 
 def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
@@ -35,6 +36,7 @@ def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 @row("aten::cat", "aten::concat", "aten::concatenate")
+@shifted(Shift.FEW, Shift.DIM)
 def cat(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -59,6 +61,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
 
 
 @row("aten::stack", "aten::_stack")
+@shifted(Shift.FEW, Shift.NEW_DIM)
 def stack(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

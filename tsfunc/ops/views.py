@@ -7,7 +7,7 @@ change the shape of a tensor; those call the functional operator: NOTE [changes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,11 @@ from tsfunc.ops.dims import (
     wrap,
 )
 from tsfunc.ops.refusal import refused
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import Dims, Family, RuleLevel
+from tsfunc.ops.shifts import Shift, shifted
+
+VIEWS: Final = Family()
+"""Operators whose result shows memory of their argument, and those that copy it instead."""
 
 
 def same(x: Tensor) -> Tensor:
@@ -60,7 +64,8 @@ def _sizes(op: Any, dims: Dims, args: Sequence[Any]) -> list[Any] | None:
     return [x.shape[dims[0]], *known_sizes(sizes, x, dims[0])]
 
 
-@row("aten::reshape", "aten::view_copy")
+@VIEWS.row("aten::reshape", "aten::view_copy")
+@shifted(Shift.SAME, Shift.SIZES)
 def reshape(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -71,7 +76,8 @@ def reshape(
     return op(front(args[0], dims[0]), sizes), 0
 
 
-@row("aten::view")
+@VIEWS.row("aten::view")
+@shifted(Shift.SAME, Shift.SIZES)
 def view(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -88,7 +94,7 @@ def view(
         return NotImplemented
 
 
-@row("aten::_unsafe_view")
+@VIEWS.row("aten::_unsafe_view")
 def unsafe_view(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -96,7 +102,7 @@ def unsafe_view(
     return view(torch.ops.aten.reshape.default, level, dims, args, kwargs)
 
 
-@row("aten::_reshape_alias", "aten::_reshape_alias_copy")
+@VIEWS.row("aten::_reshape_alias", "aten::_reshape_alias_copy")
 def reshape_alias(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -105,7 +111,8 @@ def reshape_alias(
     return x.reshape([x.shape[0], *args[1]]), 0
 
 
-@row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
+@VIEWS.row("aten::expand", "aten::expand_copy", "aten::broadcast_to")
+@shifted(Shift.SAME, Shift.ALL_SIZES)
 def expand(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -121,7 +128,8 @@ def expand(
     return op(x, sizes, **kwargs), at
 
 
-@row("aten::permute", "aten::permute_copy")
+@VIEWS.row("aten::permute", "aten::permute_copy")
+@shifted(Shift.SAME, Shift.ORDER)
 def permute(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -132,7 +140,7 @@ def permute(
     return op(x, order), at
 
 
-@row(
+@VIEWS.row(
     "aten::transpose.int",
     "aten::transpose_copy.int",
     "aten::swapaxes",
@@ -141,6 +149,7 @@ def permute(
     "aten::swapaxes_",
     "aten::swapdims_",
 )
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def transpose(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -154,7 +163,7 @@ def transpose(
     return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
 
 
-@row("aten::t", "aten::t_copy", "aten::t_")
+@VIEWS.row("aten::t", "aten::t_copy", "aten::t_")
 def t(op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Transpose a matrix; vectors and scalars are returned as views."""
     x, at = args[0], dims[0]
@@ -166,7 +175,7 @@ def t(op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mappin
     return same(x), at
 
 
-@row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
+@VIEWS.row("aten::squeeze", "aten::squeeze_copy", "aten::squeeze_")
 def squeeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,7 +184,8 @@ def squeeze(
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
 
-@row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
+@VIEWS.row("aten::squeeze.dim", "aten::squeeze_copy.dim", "aten::squeeze_.dim")
+@shifted(Shift.SAME, Shift.DIM)
 def squeeze_dim(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -189,7 +199,8 @@ def squeeze_dim(
     return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
 
 
-@row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
+@VIEWS.row("aten::squeeze.dims", "aten::squeeze_copy.dims", "aten::squeeze_.dims")
+@shifted(Shift.SAME, Shift.DIMS)
 def squeeze_dims(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -203,7 +214,8 @@ def squeeze_dims(
     return op(x, target), at - sum([d < at and x.shape[d] == 1 for d in target])
 
 
-@row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+@VIEWS.row("aten::unsqueeze", "aten::unsqueeze_copy", "aten::unsqueeze_")
+@shifted(Shift.SAME, Shift.NEW_DIM)
 def unsqueeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -216,7 +228,8 @@ def unsqueeze(
     return (op(x, dim), at + 1) if dim < at else (op(x, dim + 1), at)
 
 
-@row("aten::select.int", "aten::select_copy.int")
+@VIEWS.row("aten::select.int", "aten::select_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def select(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -229,7 +242,8 @@ def select(
     return op(x, dim, args[2]), at - 1 if dim < at else at
 
 
-@row("aten::slice.Tensor", "aten::slice_copy.Tensor")
+@VIEWS.row("aten::slice.Tensor", "aten::slice_copy.Tensor")
+@shifted(Shift.SAME, Shift.DIM)
 def slice_(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -241,7 +255,8 @@ def slice_(
     return op(x, dim, *args[2:]), at
 
 
-@row("aten::narrow", "aten::narrow_copy")
+@VIEWS.row("aten::narrow", "aten::narrow_copy")
+@shifted(Shift.SAME, Shift.DIM)
 def narrow(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -252,7 +267,7 @@ def narrow(
     return op(x, physical_dim(args[1], x.dim() - 1, at), *args[2:]), at
 
 
-@row(
+@VIEWS.row(
     "aten::split.Tensor",
     "aten::split.sizes",
     "aten::split_with_sizes",
@@ -265,6 +280,7 @@ def narrow(
     "aten::tensor_split.sections",
     "aten::tensor_split.indices",
 )
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM)
 def split(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -276,7 +292,8 @@ def split(
     return op(x, args[1], dim), at
 
 
-@row("aten::unbind.int", "aten::unbind_copy.int")
+@VIEWS.row("aten::unbind.int", "aten::unbind_copy.int")
+@shifted(Shift.SAME, Shift.DIM)
 def unbind(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -288,7 +305,8 @@ def unbind(
     return op(x, dim), at - 1 if dim < at else at
 
 
-@row("aten::diagonal", "aten::diagonal_copy")
+@VIEWS.row("aten::diagonal", "aten::diagonal_copy")
+@shifted(Shift.SAME, Shift.SAME, Shift.DIM, Shift.DIM)
 def diagonal(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -299,7 +317,7 @@ def diagonal(
     return op(x, offset, first, second), at - (first < at) - (second < at)
 
 
-@row("aten::unfold", "aten::unfold_copy")
+@VIEWS.row("aten::unfold", "aten::unfold_copy")
 def unfold(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -343,7 +361,7 @@ def _span(sizes: Sequence[Any], strides: Sequence[Any]) -> Any:
     return sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
 
 
-@row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
+@VIEWS.row("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_")
 def as_strided(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -356,7 +374,7 @@ def as_strided(
     return op(x, [x.shape[at], *sizes], [x.stride(at), *strides], offset), 0
 
 
-@row("aten::as_strided_scatter")
+@VIEWS.row("aten::as_strided_scatter")
 def as_strided_scatter(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -378,7 +396,7 @@ def as_strided_scatter(
     return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
 
 
-@row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
+@VIEWS.row("aten::view.dtype", "aten::view_copy.dtype", "aten::view_as_complex")
 def view_last(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -393,7 +411,7 @@ def view_last(
     return op(x, *args[1:]), at
 
 
-@row("aten::real", "aten::imag")
+@VIEWS.row("aten::real", "aten::imag")
 def part_of_complex(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -401,7 +419,7 @@ def part_of_complex(
     return op(args[0]), dims[0]
 
 
-@row("aten::view_as_real", "aten::view_as_real_copy")
+@VIEWS.row("aten::view_as_real", "aten::view_as_real_copy")
 def view_as_real(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -409,7 +427,8 @@ def view_as_real(
     return op(args[0].resolve_conj()), dims[0]
 
 
-@row("aten::flatten.using_ints")
+@VIEWS.row("aten::flatten.using_ints")
+@shifted(Shift.SAME, Shift.DIM, Shift.DIM)
 def flatten(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -422,10 +441,12 @@ def flatten(
     return op(x, first + 1, last + 1), 0
 
 
-rows(reshape, "aten::_reshape_copy")
+VIEWS.rows(reshape, "aten::_reshape_copy")
 
 
-@row("aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist")
+@VIEWS.row(
+    "aten::movedim.int", "aten::movedim.intlist", "aten::moveaxis.int", "aten::moveaxis.intlist"
+)
 def movedim(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -437,7 +458,7 @@ def movedim(
     return (torch.movedim(x, *places) if rank else same(x)), 0
 
 
-@row("aten::diag")
+@VIEWS.row("aten::diag")
 def diag(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -7,6 +7,8 @@ to a bug report; ``docs/rage.md`` describes the content, the location, and how t
 off.
 
 Every other package may record events, so this one imports none of them.
+
+The public names are in ``__all__``. The modules of the package are private.
 """
 
 from __future__ import annotations
@@ -15,3 +17,7 @@ from tsfunc.rage.bundles import Run, bundle, runs
 from tsfunc.rage.recorder import Event, events, record
 
 __all__ = ["Event", "Run", "bundle", "events", "record", "runs"]
+
+
+def __dir__() -> list[str]:
+    return __all__

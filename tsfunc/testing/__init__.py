@@ -4,6 +4,9 @@ Each law runs a transform and the computation that defines its result: a loop, f
 or the function itself. ``tsfunc[testing]`` installs hypothesis, which generates inputs for the
 laws: ``tsfunc.testing.strategies``. ``spawn`` runs a function on several processes,
 ``simulated_rank`` acts as one rank of a mesh of any size.
+
+The public names are in ``__all__`` and in ``strategies``, and ``pytest_plugin`` is public. The
+other modules of the package are private.
 """
 
 from __future__ import annotations
@@ -24,3 +27,7 @@ __all__ = [
     "simulated_rank",
     "spawn",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,6 +3,8 @@
 A transform is imported on first access (``tsfunc._lazy``). The bridge needs two parts of control
 flow before that: the replacements of torch's own operators inside of transforms, and the function
 that records a call of an ``autograd.Function`` in a trace.
+
+The package is private: ``tsfunc`` has its public names.
 """
 
 from __future__ import annotations

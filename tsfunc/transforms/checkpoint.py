@@ -22,10 +22,10 @@ from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
+from tsfunc.bridge.tracers.boundaries import boundary, folding
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import prepare
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_places
@@ -51,6 +51,7 @@ def checkpoint(
     preserve_rng_state: bool = True,
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]: ...
 @outside_dynamo
+@folding("checkpoint")
 def checkpoint(
     func: Callable[..., Any] | None = None,
     *,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.boundaries import folding, name_of
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.transforms.consts import consts_of
-from tsfunc.transforms.vmap_spec import name_of
 
 
 def closure_convert(
@@ -48,6 +48,7 @@ def closure_convert(
     tree = pytrees.structure_of(example_args)
     name = name_of(func)
 
+    @folding("the function of closure_convert", func)
     def converted(*args: Any) -> Any:
         own = args[: len(args) - len(closed)]
         given = args[len(own) :]

@@ -20,8 +20,10 @@ from tsfunc import pytrees
 from tsfunc.bridge.control import collectives as physical
 from tsfunc.bridge.control.collectives import Axis
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.boundaries import folding
 
 
+@folding("psum")
 def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the sum over the examples of an axis, the same for each example.
 
@@ -53,6 +55,7 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     return x
 
 
+@folding("pmean")
 def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the mean over the examples of an axis, the same for each example.
 
@@ -72,6 +75,7 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     return pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
 
 
+@folding("pmax")
 def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the elementwise maximum over the examples of an axis, the same for each example.
 
@@ -89,6 +93,7 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     return _extreme("pmax", torch.amax, x, axis_name)
 
 
+@folding("pmin")
 def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the elementwise minimum over the examples of an axis, the same for each example.
 
@@ -115,6 +120,7 @@ def _of_gathered(of: Callable[..., Any], level: Axis, leaf: torch.Tensor) -> Any
     return of(physical.gathered(level, leaf, 0), 0)
 
 
+@folding("all_gather")
 def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = False) -> Any:
     """Return the examples of an axis stacked along a new dim, the same for each example.
 
@@ -153,6 +159,7 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
     return _each("all_gather", x, gathered, _of_number(gathered))
 
 
+@folding("psum_scatter")
 def psum_scatter(
     x: Any,
     axis_name: Hashable | Sequence[Hashable],
@@ -196,6 +203,7 @@ def psum_scatter(
     return _each("psum_scatter", x, scattered)
 
 
+@folding("all_to_all")
 def all_to_all(
     x: Any,
     axis_name: Hashable | Sequence[Hashable],
@@ -249,6 +257,7 @@ def all_to_all(
     return _each("all_to_all", x, exchanged)
 
 
+@folding("ppermute")
 def ppermute(
     x: Any, axis_name: Hashable | Sequence[Hashable], perm: Sequence[tuple[int, int]]
 ) -> Any:
@@ -303,6 +312,7 @@ def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: tor
     return found[_index_along(levels, leaf.device)]
 
 
+@folding("axis_index")
 def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
     """Return each example's number along an axis, as an int64 tensor of shape ``()``.
 
@@ -335,6 +345,7 @@ def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.T
     return found
 
 
+@folding("axis_size")
 def axis_size(axis_name: Hashable) -> int:
     """Return the number of examples of an axis.
 

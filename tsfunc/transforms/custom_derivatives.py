@@ -22,3 +22,7 @@ __all__ = [
     "custom_vjp_primal_tree_values",
     "zero_from_primal",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

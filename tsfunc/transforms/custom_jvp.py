@@ -20,6 +20,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import comes_from, next_node
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.custom_rules import (
@@ -106,6 +107,7 @@ class custom_jvp(Rule):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
+    @folding("custom_jvp")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.rule is None:
             raise self.missing("defjvp")

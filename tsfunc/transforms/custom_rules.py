@@ -27,12 +27,12 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.bridge.tracers.boundaries import name_of
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
-from tsfunc.transforms.vmap_spec import name_of
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.arguments import like
@@ -80,6 +81,7 @@ class custom_vjp(Rule):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.fwd, self.bwd)
 
+    @folding("custom_vjp")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")

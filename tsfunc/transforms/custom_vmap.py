@@ -10,6 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.errors import CustomRuleError
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_places
@@ -68,6 +69,7 @@ class custom_vmap(Rule):
     def functions(self) -> Sequence[Any]:
         return (self.func, self.rule)
 
+    @folding("custom_vmap")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args = self.positional(args, kwargs)
         if self.rule is None:

@@ -15,13 +15,19 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
 
 __all__ = ["callback", "nans", "print"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @outside_dynamo
+@folding("debug.print")
 def print(format: str, /, *args: Any, per_example: bool = True, **kwargs: Any) -> None:
     """Print values while a function runs, also inside of transforms and programs.
 
@@ -67,6 +73,7 @@ def print(format: str, /, *args: Any, per_example: bool = True, **kwargs: Any) -
 
 
 @outside_dynamo
+@folding("debug.callback")
 def callback(
     func: Callable[..., Any], /, *args: Any, per_example: bool = True, **kwargs: Any
 ) -> None:
@@ -177,6 +184,7 @@ def nans() -> Iterator[None]:
 
 
 @outside_dynamo
+@folding("check")
 def check(holds: Any, message: str, /, *args: Any, **kwargs: Any) -> None:
     """Raise an error if a condition does not hold, also inside of transforms and programs.
 

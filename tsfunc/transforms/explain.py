@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.watching import Lines, PlainCalls
+from tsfunc.bridge.tracers.boundaries import Lines, folding, name_of
+from tsfunc.bridge.tracers.watching import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
 from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
-from tsfunc.transforms.vmap_spec import name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -202,6 +202,7 @@ def _cells(row: Sequence[str]) -> str:
     return "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
 
 
+@folding("explain")
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
     """Run a call once, and report the operators that it called and the rules that served them.
 

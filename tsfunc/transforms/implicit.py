@@ -18,7 +18,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracebacks import boundary
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.tracer import (
     as_seen_by_current_level,
     current_tracer_level,

@@ -10,9 +10,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.boundaries import boundary, folding
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -88,6 +88,7 @@ def _jacrev_in_dynamo(
     return TORCH_FUNC["jacrev"](func, argnums, **options)
 
 
+@folding("jacrev")
 @in_dynamo(_jacrev_in_dynamo)
 def jacrev(
     func: Callable[..., Any],
@@ -186,6 +187,7 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
     return [part.reshape([*out.shape, *rest]) for part, out in zip(parts, outs, strict=True)]
 
 
+@folding("jacfwd")
 @in_dynamo(TORCH_FUNC["jacfwd"])
 def jacfwd(
     func: Callable[..., Any],

@@ -9,14 +9,13 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.boundaries import boundary, folding, name_of
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import RecordedCall, grad, match_cotangents, record
-from tsfunc.transforms.vmap_spec import name_of
 from tsfunc.types import MetaTensorType
 
 _Tree = TypeVar("_Tree")
@@ -73,6 +72,7 @@ def hvp(func: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any,
 
 
 @outside_dynamo
+@folding("linear_transpose")
 def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Return the transpose of a linear function.
 

@@ -9,8 +9,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.functorch import delegate
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.arguments import flatten_output, flatten_tensors, split_aux
 from tsfunc.transforms.reverse import record, vjp
 
@@ -119,7 +119,8 @@ def _match(tangents: Any, primals: Sequence[torch.Tensor], spec: Any) -> list[to
     if given != spec:
         raise RuntimeError(
             f"jvp_fn(*tangents): Expected the tangents to have the same argspec as the primals "
-            f"that were linearized at: got {given}, expected {spec}."
+            f"that were linearized at: got {pytrees.spelled(given)}, "
+            f"expected {pytrees.spelled(spec)}."
         )
     for i, (t, x) in enumerate(zip(flat, primals, strict=True)):
         if not isinstance(t, torch.Tensor):

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.func
 from torch import Tensor, nn
-from torch.func import stack_module_state
 
 from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
+
+stack_module_state = folding("stack_module_state")(torch.func.stack_module_state)
 
 __all__ = ["functional_call", "stack_module_state"]
 
 State = Mapping[str, Tensor]
 
 
+@folding("functional_call")
 def functional_call(
     module: nn.Module,
     parameter_and_buffer_dicts: State | Sequence[State],
@@ -56,6 +61,11 @@ def functional_call(
     Same as ``torch.func.functional_call``, except that a recurrent module keeps its own weights
     after the call.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"functional_call: expected a module, got an object of type {type(module).__name__}. "
+            f"A function takes its tensors as arguments."
+        )
     refuse_fully_sharded(module, "functional_call")
     with flat_weights_kept(module):
         return TORCH_FUNC["functional_call"](

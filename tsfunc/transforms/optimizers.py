@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.compiling import as_if_compiling
+from tsfunc.bridge.trace.torch_settings import as_if_compiling
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.optimizers import make_state
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
@@ -27,6 +28,7 @@ class FunctionalOptimizer:
         single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
         self.cls, self.options = cls, {**single, **options}
 
+    @folding("init")
     def init(self, params: Any) -> Any:
         """Return the state before the first step.
 
@@ -47,6 +49,7 @@ class FunctionalOptimizer:
         states = [self._complete(dict(optimizer.state[each]), each) for each in made]
         return tree.unflatten(states)
 
+    @folding("step")
     def step(self, params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
         """Return the parameters and the state after a step. The arguments stay unchanged.
 
@@ -119,6 +122,7 @@ class FunctionalOptimizer:
         return f"functional_optimizer({self.cls.__name__}{options})"
 
 
+@folding("functional_optimizer")
 def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> FunctionalOptimizer:
     """Return an optimizer of torch as a pair of functions, whose state is a pytree.
 

@@ -12,9 +12,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.tracebacks import inner_function
+from tsfunc.bridge.tracers.boundaries import inner_function, name_of
 from tsfunc.ops.sparse_elementwise import batched_sparse
-from tsfunc.transforms.vmap_spec import Spec, is_dim, name_of
+from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
 def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[int | None]:

@@ -21,10 +21,10 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.tracing import traces_dtensors
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
 from tsfunc.transforms.arguments import (
     Argnums,

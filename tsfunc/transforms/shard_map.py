@@ -26,6 +26,7 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
+from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
@@ -41,6 +42,7 @@ from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
 AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
 
 
+@folding("shard_map")
 def shard_map(
     func: Callable[..., Any],
     mesh: AnyMesh,
@@ -113,6 +115,7 @@ def shard_map(
     plans = _Plans("in_specs", in_specs), _Plans("out_specs", out_specs)
 
     @outside_dynamo
+    @folding("shard_map", func)
     def mapped(*args: Any) -> Any:
         if isinstance(mesh, VirtualMesh):
             if inputs != "global" or outputs != "global":

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.program.graphs.dependence import dependence
 from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted

@@ -1,436 +1,25 @@
-"""``specialize``: turn a function into programs for inputs that descriptors describe.
-
-A call runs in these steps. The arguments are flattened. The guard of each program, most recently
-used first, tests whether the program was made for such arguments. The generated Python of the
-first match runs. Without a match, the call is checked against the descriptors, the function is
-traced, and the new program is kept.
-"""
+"""``specialize`` and ``load``: functions that run as programs, traced here or read from a file."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import dataclasses
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, TypeVar, get_args, overload
+from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
-from tsfunc import pytrees
-from tsfunc.bridge.control.collectives import is_bound
-from tsfunc.bridge.control.nans import is_watching
-from tsfunc.bridge.trace.tracing import surely, tracing_here
-from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
-from tsfunc.bridge.tracers.tracebacks import boundary, fold, is_boundary, spelled, watched_for_nans
-from tsfunc.config import config
-from tsfunc.dispatch.places import warn
-from tsfunc.dispatch.state import tls
+from tsfunc.bridge.tracers.boundaries import boundary, folding
 from tsfunc.errors import (
-    DataDependentError,
     DescriptorError,
-    NanError,
-    RetraceWarning,
-    UnboundAxisError,
 )
-from tsfunc.program import Program
-from tsfunc.program.calling.cache import Cache, CacheInfo, NeedsInlining
-from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
-from tsfunc.program.calling.target import Target
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.read_guards import Texts
-from tsfunc.program.graphs.backends import resolve
-from tsfunc.program.graphs.lowering import arguments_for
-from tsfunc.program.graphs.properties import ProgramProperties
-from tsfunc.transforms.control.serialization import register_all
-from tsfunc.transforms.in_dims import by_position
-from tsfunc.transforms.vmap_spec import name_of
-from tsfunc.types import CompiledDescriptors, compile_descriptors
-from tsfunc.types.compiled import in_order
-from tsfunc.types.signatures import signature_of
+from tsfunc.transforms.specialized import LoadedFunction, Specialized, read_loaded
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _Owner = TypeVar("_Owner")
-
-register_all()  # so that files know the values that programs may hold
-
-
-class Specialized(Generic[_Params, _Result]):
-    """A function that runs as programs; made by :func:`specialize`.
-
-    ``Specialized[P, R]`` is its type in annotations, with the parameters and the result of the
-    function.
-    """
-
-    __name__: str  # unless the function has none, as an nn.Module
-    func: Any
-    _has_function = True  # the function can be traced for more calls
-
-    def __init__(
-        self,
-        func: Callable[_Params, _Result],
-        descriptors: Sequence[Mapping[str, object]],
-        max_specializations: int,
-        closure: Closure,
-        auto_widen: bool = True,
-        backend: Any = "python",
-    ) -> None:
-        functools.update_wrapper(self, func, updated=())
-        self.func = func
-        # The repr of a module has a line for each submodule.
-        self.name = type(func).__name__ if isinstance(func, torch.nn.Module) else name_of(func)
-        signature = signature_of(func)
-        self._given = tuple(compile_descriptors(d, signature, name=self.name) for d in descriptors)
-        contracts = in_order(self._given, f"specialize({self.name})")
-        compiler = resolve(backend)
-        named = backend if isinstance(backend, str) else name_of(backend)
-        self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
-        self.cache = Cache(max_specializations, auto_widen)
-        self._backend = backend
-
-    def _inlined(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; Dynamo traces this instead: NOTE [inside of torch.compile]."""
-        target = self.target
-        if target.closure == "freeze":
-            return self._outside(*args, **kwargs)
-        if target.contracts:
-            target.contract(target.bound(args, kwargs))
-        return self.func(*args, **kwargs)
-
-    @outside_dynamo
-    def _outside(self, *args: Any, **kwargs: Any) -> Any:
-        return self(*args, **kwargs)
-
-    @instead_in_dynamo(_inlined)
-    @outside_dynamo
-    @is_boundary
-    def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        if config.debug_nans_set and not is_watching():
-            watched: _Result = watched_for_nans(self, args, kwargs)
-            return watched
-        try:
-            entries = self.cache.entries
-            in_levels = bool(tls.state.levels)
-            for entry in entries:
-                if in_levels:
-                    values = surely(entry.enter, args, kwargs)
-                else:
-                    values = entry.enter(args, kwargs)
-                if values is not None:
-                    entry.hits += 1
-                    if entry is not entries[0]:
-                        self.cache.use(entry)
-                    try:
-                        out: _Result = entry.build(entry.run(values))
-                        return out
-                    except NeedsInlining:
-                        out = self._traced_again(args, kwargs)
-                        return out
-                    except RuntimeError as error:
-                        raise_user_assertion(self.func, args, kwargs, entry.program, error)
-                        raise
-            out = self._first_call(args, kwargs)
-            return out
-        except UnboundAxisError as error:
-            if not is_bound(error.axis_name):
-                fold(error, self._label)
-                raise
-        except Exception as error:
-            try:
-                if isinstance(error, NanError):
-                    self._find_nan(args, kwargs)
-            except NanError as better:
-                fold(better, self._label)
-                raise better from None
-            fold(error, self._label)
-            raise
-        # Programs are made outside of all transforms, so the vmap that binds the name is not
-        # active.
-        out = self.func(*args, **kwargs)
-        return out
-
-    def _find_nan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call the function without its program: NOTE [watching for NaNs].
-
-        Raises:
-            NanError: the operator that makes the NaN, and the example.
-        """
-        if self._has_function and not tls.state.levels:
-            with contextlib.suppress(DataDependentError):  # only a trace can serve the function
-                self.func(*args, **kwargs)
-
-    def _label(self) -> str:
-        return f"specialize({spelled(self.func)})"
-
-    def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function itself, because a trace could not record what its program does."""
-        return self.func(*args, **kwargs)
-
-    def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Check the contract, trace the function, and keep the program."""
-        flat, tree = pytrees.flatten((args, kwargs))
-        call = FirstCall(self.target, (args, kwargs), flat, tree)
-        if tracing_here():
-            return self.func(*args, **kwargs)
-        with self.cache.lock:
-            found = self.cache.find(args, kwargs)
-            if found is None:
-                self.cache.misses += 1
-                program, reached = call.program(self.cache)
-        if found is not None:  # another thread has made it in the meantime
-            return self(*args, **kwargs)
-        if call.warning is not None:
-            warn(call.warning, RetraceWarning)
-        try:
-            return program([*flat, *reached])
-        except RuntimeError as error:
-            raise_user_assertion(self.func, args, kwargs, program, error)
-            raise
-
-    def lower(self, *descriptors: object) -> Any:
-        """Make programs ahead of any call, from descriptors alone.
-
-        Args:
-            descriptors: for each program a dict from parameter names to descriptors: the dtype and
-                sizes of each tensor (a name for a size that may vary), and other values
-                themselves. Or the descriptors of one program's positional arguments, in order, if
-                one of them is not a dict. Without any, the descriptors that were given to
-                ``specialize``.
-
-        Returns:
-            The :class:`~tsfunc.program.Program`; for several sets of descriptors, a tuple. Calls
-            that match the program run it without a trace.
-
-        Raises:
-            DescriptorError: a descriptor lacks information that the trace needs, or there are no
-                descriptors.
-            ConstraintViolation, DataDependentError: as for a call.
-
-        Example:
-            >>> import torch
-            >>> from tsfunc import MetaTensorType, specialize
-            >>> f = specialize(lambda x, k: (x * k).sum(0))
-            >>> program = f.lower({"x": MetaTensorType(["n", 2], dtype=torch.float32), "k": 3})
-            >>> program.properties()["sum_dim_int_list"].shape
-            (2,)
-            >>> f(torch.ones(5, 2), 3), f.cache_info().misses
-            (tensor([15., 15.]), 0)
-            >>> f.lower(MetaTensorType(["n", 3], dtype=torch.float64), 2).descriptors["x"].shape
-            ('n', 3)
-
-        Corresponds to ``jax.jit(f).lower``.
-        """
-        target = self.target
-        if descriptors and target.contracts:
-            raise DescriptorError(
-                f"specialize({self.name}): it has descriptors already, and lower() makes the "
-                f"programs for these; it takes others where specialize was given none."
-            )
-        contracts = self._given or tuple(
-            compile_descriptors(each, target.signature, name=self.name)
-            for each in self._by_parameter(descriptors)
-        )
-        if not contracts:
-            raise DescriptorError(
-                f"specialize({self.name}): lower() needs descriptors: what the arguments are, by "
-                f"parameter name."
-            )
-        programs = tuple(self._lowered(contract) for contract in contracts)
-        return programs[0] if len(programs) == 1 else programs
-
-    def _by_parameter(self, descriptors: Sequence[object]) -> Sequence[Mapping[str, object]]:
-        """Return each program's descriptors by name; positional ones are one program's."""
-        by_name = [each for each in descriptors if isinstance(each, Mapping)]
-        if len(by_name) == len(descriptors):
-            return by_name
-        names = by_position(self.target.signature.parameters)
-        if len(descriptors) > len(names):
-            raise DescriptorError(
-                f"specialize({self.name}): lower() got {len(descriptors)} descriptors by position, "
-                f"and the function has {len(names)} such parameter(s): {', '.join(names)}"
-            )
-        return [dict(zip(names, descriptors, strict=False))]
-
-    def _lowered(self, contract: CompiledDescriptors) -> Program:
-        bound = arguments_for(self.name, self.target.signature, contract)
-        arguments = bound.args, bound.kwargs
-        flat, tree = pytrees.flatten(arguments)
-        target = dataclasses.replace(self.target, contracts=(contract,))
-        with self.cache.lock:
-            return FirstCall(target, arguments, flat, tree).program(self.cache, "lower()")[0]
-
-    @property
-    def program(self) -> Program:
-        """The most recently used program."""
-        if not self.cache.entries:
-            raise RuntimeError(
-                f"specialize({self.name}): there is no program yet; one is made by the first call."
-            )
-        return self.cache.entries[0].program
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """All programs, the most recently used first."""
-        return self.cache.programs
-
-    @property
-    def descriptors(self) -> Mapping[str, Any]:
-        """The descriptors that the current program was made for; ``specialize`` accepts them."""
-        return self.program.descriptors
-
-    @property
-    def guards(self) -> Texts:
-        """The conditions that every call of the current program meets, one per line."""
-        return self.program.guards.texts
-
-    def properties(self) -> ProgramProperties:
-        """Return the known properties of each value of the current program."""
-        return self.program.properties()
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The current program as a ``torch.fx.GraphModule``."""
-        return self.program.graph_module
-
-    def draw(self) -> str:
-        """Return the current program as an SVG picture."""
-        return self.program.draw()
-
-    def show(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        args: tuple[Any, ...] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Print all programs, or write them as one HTML page: :meth:`Program.show`.
-
-        Args:
-            path: the file of the page; None prints the text.
-            args: positional arguments of a call, with which the program that serves them is
-                measured for the page.
-            kwargs: keyword arguments of that call.
-
-        Example:
-            >>> import os, tempfile, torch, tsfunc
-            >>> f = tsfunc.specialize(lambda x: x.sin())
-            >>> x = torch.ones(3)
-            >>> _ = f(x)
-            >>> page = os.path.join(tempfile.mkdtemp(), "f.html")
-            >>> f.show(page, args=(x,))
-        """
-        if path is None:
-            for program in self.programs:
-                program.show()
-            return
-        from tsfunc.program.graphs.page import programs_page
-
-        times: dict[Program, Mapping[str, float]] = {}
-        if args is not None:
-            for entry in self.cache.entries:
-                values = entry.enter(args, dict(kwargs or {}))
-                if values is not None:
-                    times[entry.program] = entry.program.measure(values)
-        text = programs_page(self.name, self.programs, times)
-        Path(path).write_text(text, encoding="utf-8")
-
-    def to_exported_program(self) -> torch.export.ExportedProgram:
-        """Return the current program as a ``torch.export.ExportedProgram``."""
-        return self.program.to_exported_program()
-
-    def cache_info(self) -> CacheInfo:
-        """Return the number of cache hits and misses, and the purpose and reason of each program.
-
-        Example:
-            >>> import torch
-            >>> from tsfunc import specialize
-            >>> f = specialize(lambda x: x.sin())
-            >>> for n in (5, 7, 7):
-            ...     _ = f(torch.ones(n))
-            >>> [entry.reason for entry in f.cache_info().entries]
-            ['x.shape[0]: 7, was 5', 'the first call']
-        """
-        return self.cache.info()
-
-    def cache_clear(self) -> None:
-        """Remove all programs."""
-        self.cache.clear()
-
-    def save(self, path: str | os.PathLike[str], *programs: Program, exact: bool = False) -> None:
-        """Write a file that :func:`~tsfunc.load` reads.
-
-        Args:
-            path: the path of the file; an existing file is replaced when the new one is complete.
-            programs: the programs of ``self.programs`` to save; by default all.
-            exact: if True, the file serves only calls like those that were made. Otherwise the
-                function is traced for more calls: for named dims of size 0 and 1, without recording
-                (``torch.no_grad``), and for arguments with the other ``requires_grad``.
-
-        Raises:
-            RuntimeError: there is no program yet.
-            ValueError: a program has a value that a file can't hold, or is not a program of this
-                function.
-        """
-        # Imported here: files need safetensors, which `import tsfunc` must not import.
-        from tsfunc.program.files.saving import function_to_save, write
-
-        exact = exact or not self._has_function
-        write(Path(path), function_to_save(self.target, self.cache, programs, exact))
-
-    def __reduce__(self) -> Any:
-        """Return the file form, which has the programs but not the function.
-
-        Without programs it is the name, if the function is imported by it, else the function.
-        """
-        if not self.cache.entries:
-            if self._is_named():
-                return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
-            described = [contract.descriptors for contract in self._given]
-            options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
-            return type(self), (self.func, described, *options)
-        from tsfunc.program.files.saving import function_to_save, pickled
-        from tsfunc.transforms.files import unpickle
-
-        exact = not self._has_function
-        return unpickle, pickled(function_to_save(self.target, self.cache, (), exact))
-
-    def _is_named(self) -> bool:
-        """Return True if an import of the function's module and name gives this object."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
-        for name in getattr(self, "__qualname__", "<none>").split("."):
-            found = getattr(found, name, None)
-        return found is self
-
-    def __copy__(self) -> Specialized[_Params, _Result]:
-        return self._with(self.func)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Specialized[_Params, _Result]:
-        return self._with(copy.deepcopy(self.func, memo))
-
-    def _with(self, func: Callable[_Params, _Result]) -> Specialized[_Params, _Result]:
-        """Return a copy for a function or a copy of it; a new function has no programs yet."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made.func, made.target = func, dataclasses.replace(self.target, func=func)
-        made.cache = Cache(self.cache.limit, self.cache.auto_widen)
-        if func is self.func:
-            made.cache.entries = self.cache.entries
-        return made
-
-    @overload
-    def __get__(self, instance: None, owner: Any) -> Specialized[_Params, _Result]: ...
-    @overload
-    def __get__(self, instance: object, owner: Any) -> Callable[..., _Result]: ...
-    def __get__(self, instance: object, owner: Any) -> Any:
-        called: Any = self
-        return self if instance is None else functools.partial(called, instance)
-
-    def __repr__(self) -> str:
-        return f"<specialized {self.name}, {len(self.programs)} programs>"
 
 
 Descriptors = Mapping[str, object] | Sequence[Mapping[str, object]]
@@ -612,3 +201,51 @@ def _of_class(found: Any, of_function: Callable[[Any], Any]) -> Any:
 
 def _is_list_of_mappings(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+
+
+@folding("load")
+def load(
+    path: str | os.PathLike[str],
+    *,
+    classes: Mapping[str, type] | None = None,
+    device: torch.device | str | None = None,
+) -> LoadedFunction:
+    """Load a specialized function from a file.
+
+    No code of the file is run: its programs are graphs of torch operators, found by name, and
+    their Python code is generated anew.
+
+    Args:
+        path: a file that ``save`` of a specialized function, or of a program, has written.
+        classes: the classes of named tuples and dataclasses among arguments and results, by their
+            names in the file (``module.Class``). Classes of imported modules are found without it;
+            loading imports no modules.
+        device: the device for all tensors and programs, in place of the devices in the file.
+
+    Returns:
+        A callable like the specialized function, with the same programs, descriptors and
+        weights. It serves the calls that its programs were made for, and no others.
+
+    Raises:
+        FileFormatError: the file is not a saved function, is damaged or has a later format, or an
+            operator or class that it names is missing. The message names the entry of the file.
+        OSError: the file can't be read.
+        DescriptorViolation: the loaded function is called with arguments that no program serves.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from tsfunc import MetaTensorType, load, specialize
+        >>> weight = torch.full((3,), 2.0)
+        >>> f = specialize(lambda x: x @ weight, {"x": MetaTensorType(["n", 3])})
+        >>> _ = f(torch.ones(5, 3))
+        >>> path = os.path.join(tempfile.mkdtemp(), "f.tsf")
+        >>> f.save(path)
+        >>> load(path)(torch.ones(2, 3))
+        tensor([6., 6.])
+
+    Similar to ``torch.export.load``, which uses pickle for Python objects; the format is described
+    in ``docs/files.md``.
+    """
+    target = None if device is None else torch.device(device)
+    with Path(path).open("rb") as file:
+        return read_loaded(file, str(path), classes or {}, target)

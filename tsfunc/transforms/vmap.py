@@ -18,14 +18,13 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.boundaries import boundary, folding, outermost
+from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.bridge.tracers.outermost import entered
-from tsfunc.bridge.tracers.tracebacks import boundary
-from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
-from tsfunc.bridge.writing.tracer_hooks import sync_all
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.chunks import (
     Models,
@@ -61,6 +60,7 @@ def _in_dynamo(
     return TORCH_FUNC["vmap"](func, in_dims, out_dims, randomness, chunk_size=chunk_size)
 
 
+@folding("vmap")
 @in_dynamo(_in_dynamo)
 def vmap(
     func: Callable[..., _Result],
@@ -314,7 +314,7 @@ def _run(
     out_plans: dict[Any, Sequence[int | None]],
 ) -> Any:
     """Run the function once, for all examples of the level."""
-    guards = entered.random_guards
+    guards = outermost.random_guards
     watching = guards.pop() if guards else watching_random()
     try:
         with level, watching:
@@ -331,10 +331,14 @@ def _run(
             if HOOKED:
                 sync_all(out)
         guards.append(watching)
-    except BaseException:
+    except BaseException as error:
+        if FAILED_CHECKS:
+            note_failed_checks(error, level)
         if BUFFER_WRITES:
             restore_buffers(level)
         raise
+    if FAILED_CHECKS:
+        refuse_caught_checks(level)
     if BUFFER_WRITES:
         refuse_buffer_writes(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.tracers.boundaries import name_of
+
 InDims = Any
 OutDims = Any
 
@@ -80,13 +82,6 @@ class Spec:
         if out:
             return f"vmap({self.name}, ..., out_dims={self.out_dims})(<inputs>)"
         return f"vmap({self.name}, in_dims={self.in_dims}, ...)(<inputs>)"
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """Return the name of a function in messages."""
-    if isinstance(func, functools.partial):
-        return f"functools.partial({name_of(func.func)}, ...)"
-    return getattr(func, "__name__", None) or repr(func)
 
 
 def is_dim(value: Any) -> bool:

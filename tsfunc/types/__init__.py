@@ -5,7 +5,6 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     sizes            expressions over named sizes: their normal form, and facts as text
     dims             the sizes in a shape: numbers, names with bounds, expressions
     size_matching    comparison of the sizes of two types, whose names hold across a type
-    tensor_text      tensors as text, printed and parsed
     meta             MetaTensorType: the metadata of a tensor, its order and joins
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text
@@ -26,6 +25,8 @@ The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
     compiled         the descriptors of a function, ready for its calls, and their order
+
+The public names are in ``__all__``. The modules of the package are private.
 """
 
 from __future__ import annotations

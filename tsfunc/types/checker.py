@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from tsfunc.errors import AnnotationError
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.classes import field_names, interface_methods, is_rref_class, primitive_of
 from tsfunc.types.codegen import Fits, generate
-from tsfunc.types.descriptors import children_of
+from tsfunc.types.descriptors import Path, children_of, place_text
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     DOUBLE,
@@ -57,10 +57,8 @@ from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device
 from tsfunc.types.sizes import DimExpr
-from tsfunc.types.tensor_text import tensor_text
-from tsfunc.types.values import Attribute, describe, entry_text, same_keys, same_value
+from tsfunc.types.values import Attribute, describe, same_keys, same_value, tensor_text
 
-Path: TypeAlias = tuple[Any, ...]
 """The path of a value: the name of the root, then optree's entries down to the leaf."""
 
 
@@ -484,26 +482,6 @@ class CheckContext:
 
 
 # --- the places of values
-
-
-def place_text(path: Path, roots: Mapping[str, object]) -> str:
-    """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
-    text, value = str(path[0]), roots.get(path[0])
-    for entry in path[1:]:
-        text += entry_text(type(value), entry)
-        value = _child(value, entry)
-    return text
-
-
-def _child(value: object, entry: object) -> object:
-    """Return the child, or None, after which a path is shown by its entries only."""
-    if isinstance(entry, Attribute):
-        return getattr(value, entry.name, None)
-    try:
-        entries, children = children_of(value)
-        return children[entries.index(entry)]
-    except ValueError:
-        return None
 
 
 def _entries(value: Any) -> Callable[[str, Any], Any]:

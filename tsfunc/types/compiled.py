@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.types.checker import CheckContext, Mismatch, Path
+from tsfunc.types.checker import CheckContext, Mismatch
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.descriptors import (
+    Path,
     class_of,
     elements_of,
     entries_of,
@@ -55,15 +56,17 @@ class Bindings:
         leaves: the metadata that describes each tensor, by the tensor's path.
     """
 
-    __slots__ = ("_leaves", "sizes")
+    __slots__ = ("_alternatives", "_leaves", "sizes")
 
     def __init__(
         self,
         sizes: Mapping[str, int],
         leaves: Mapping[Path, MetaTensorType] | Callable[[], Mapping[Path, MetaTensorType]],
+        alternatives: Callable[[Path], set[MetaTensorType | None]] | None = None,
     ) -> None:
         self.sizes = sizes
         self._leaves = leaves
+        self._alternatives = alternatives
 
     @property
     def leaves(self) -> Mapping[Path, MetaTensorType]:
@@ -88,7 +91,11 @@ class Bindings:
         result is None if the rank is not described: all dims are open. If it has fewer entries
         than the tensor has dims, they describe the last dims.
         """
-        meta = self.leaves.get(path)
+        known = None if self._alternatives is None else self._alternatives(path)
+        if known is not None and len(known) < 2:  # no need to know which one the call has chosen
+            meta = next(iter(known), None)
+        else:
+            meta = self.leaves.get(path)
         if meta is None or meta.shape is None:
             return None
         return meta.trailing if meta.dims is None else meta.dims
@@ -123,7 +130,7 @@ class CompiledDescriptors:
         quick = self._quick
         sizes = None if quick is None else quick(arguments)
         if sizes is not None:
-            return Bindings(sizes, lambda: self._run(arguments).leaves)
+            return Bindings(sizes, lambda: self._run(arguments).leaves, self._alternatives)
         context = self._run(arguments)
         return Bindings(context.sizes, context.leaves)
 
@@ -166,10 +173,14 @@ class CompiledDescriptors:
         A leaf with several alternatives is open here; the `Bindings` of a call have the
         alternative that was chosen.
         """
-        if not path or path[0] not in self.descriptors:
-            return None
-        found = governing(self.descriptors[path[0]], tuple(path[1:]))
+        found = self._alternatives(path)
         return found.pop() if len(found) == 1 else None
+
+    def _alternatives(self, path: Path) -> set[MetaTensorType | None]:
+        """Return the metadata that can describe a tensor at `path`; None in it leaves it open."""
+        if not path or path[0] not in self.descriptors:
+            return set()
+        return governing(self.descriptors[path[0]], tuple(path[1:]))
 
     def _violation(self, found: Sequence[Mismatch]) -> DescriptorViolation:
         return DescriptorViolation(
@@ -393,6 +404,8 @@ def in_order(
     Raises:
         DescriptorError: a call can fit two sets, neither of which is narrower.
     """
+    if len(contracts) < 2:
+        return tuple(contracts)
     all_ = [Descriptors(each.descriptors) for each in contracts]
     for j, right in enumerate(all_):
         for i, left in enumerate(all_[:j]):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -47,7 +47,7 @@ from tsfunc.types.grammar import (
     children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import entry_text
+from tsfunc.types.values import Attribute, entry_text
 
 PYTHON_CLASSES: dict[str, type] = {
     "int": int,
@@ -60,6 +60,8 @@ PYTHON_CLASSES: dict[str, type] = {
 """The classes of the values of primitive types."""
 
 SINGLE = (int, float, str)
+
+Path: TypeAlias = tuple[Any, ...]
 
 
 def class_type(cls: type) -> Descriptor:
@@ -273,3 +275,26 @@ def child_at(
     if not path or path[0] not in entries:
         return None
     return children_of_type(descriptor)[entries.index(path[0])]
+
+
+# --- the places of values
+
+
+def place_text(path: Path, roots: Mapping[str, object]) -> str:
+    """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
+    text, value = str(path[0]), roots.get(path[0])
+    for entry in path[1:]:
+        text += entry_text(type(value), entry)
+        value = _child(value, entry)
+    return text
+
+
+def _child(value: object, entry: object) -> object:
+    """Return the child, or None, after which a path is shown by its entries only."""
+    if isinstance(entry, Attribute):
+        return getattr(value, entry.name, None)
+    try:
+        entries, children = children_of(value)
+        return children[entries.index(entry)]
+    except ValueError:
+        return None

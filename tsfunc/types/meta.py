@@ -15,7 +15,7 @@ from tsfunc.types.dims import Dim, DimForm, DimSpec, ShapeSpec, parse_dim, spell
 from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
 from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
 from tsfunc.types.sizes import DimExpr, SizeSum
-from tsfunc.types.tensor_text import parse_fields, plain_name, size_text, tensor_text
+from tsfunc.types.values import parse_fields, plain_name, size_text, tensor_text
 
 _UNION: Any = Union  # type checkers accept it only with constant arguments
 

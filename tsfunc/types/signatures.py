@@ -209,13 +209,18 @@ def annotated_types(func: Any) -> dict[str, TSType]:
     inner = _function(target)
     if (getattr(inner, "__module__", None) or "").partition(".")[0] == _OURS:
         return {}
+    annotations = {
+        name: parameter.annotation
+        for name, parameter in signature_of(target).parameters.items()
+        if parameter.annotation is not _EMPTY and parameter.kind not in (_ONE, _MANY)
+    }
+    if not annotations:
+        return {}
     scope = _scope(inner, _owner(inner))
     found: dict[str, TSType] = {}
-    for name, parameter in signature_of(target).parameters.items():
-        if parameter.annotation is _EMPTY or parameter.kind in (_ONE, _MANY):
-            continue
+    for name, annotation in annotations.items():
         try:
-            found[name] = from_annotation(parameter.annotation, scope)
+            found[name] = from_annotation(annotation, scope)
         except AnnotationError:  # the annotation is not a type of the language
             continue
     return found

@@ -52,8 +52,15 @@ from tsfunc.types.grammar import (
     optional,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.tensor_text import TENSOR_KINDS, TENSOR_NAMES, TENSOR_WORD, tensor_fields
-from tsfunc.types.values import NAME, Attribute, find
+from tsfunc.types.values import (
+    NAME,
+    TENSOR_KINDS,
+    TENSOR_NAMES,
+    TENSOR_WORD,
+    Attribute,
+    find,
+    tensor_fields,
+)
 
 Resolve = Callable[[Any], TSType]
 """Returns the type of an object that a name stands for."""

@@ -71,7 +71,7 @@ def test_a_number_is_not_narrowed() -> None:
 
     for run in (f, specialize(f), vmap(f)):
         x = torch.tensor([1, 4]) if run is not f else torch.tensor(1)
-        x = x[0] if isinstance(run, tsfunc.transforms.specialize.Specialized) else x
+        x = x[0] if isinstance(run, tsfunc.transforms.specialized.Specialized) else x
         with pytest.raises(tsfunc.errors.TypeCheckError, match="to have one type"):
             run(x)
 

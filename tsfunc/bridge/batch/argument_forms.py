@@ -18,6 +18,7 @@ from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
 from tsfunc.ops.dims import front, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
+from tsfunc.ops.shifts import Shift, shifted, shifted_like
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -65,7 +66,7 @@ def over_dims(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, (found[0], over, keep), NO_KWARGS)
 
-    return rule_of_call
+    return shifted_like(rule_of_call, rule)
 
 
 def along_dim(rule: Rule) -> Rule:
@@ -79,7 +80,7 @@ def along_dim(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, found, NO_KWARGS)
 
-    return rule_of_call
+    return shifted_like(rule_of_call, rule)
 
 
 def with_ints(rule: Rule, least: int, most: int) -> Rule:
@@ -92,7 +93,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
             return NotImplemented
         return rule(op, level, dims, args, NO_KWARGS)
 
-    return rule_of_call
+    return shifted_like(rule_of_call, rule)
 
 
 def with_sizes(rule: Rule) -> Rule:
@@ -108,7 +109,7 @@ def with_sizes(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS)
 
-    return rule_of_call
+    return shifted_like(rule_of_call, rule)
 
 
 def reshaping(made: Made, as_view: Callable[..., torch.Tensor]) -> Made:
@@ -134,7 +135,7 @@ def reshaping(made: Made, as_view: Callable[..., torch.Tensor]) -> Made:
             except (RuntimeError, ValueError):  # fake tensors raise ValueError
                 return NotImplemented
 
-        return made(views_only)
+        return made(shifted_like(views_only, rule))
 
     return form
 
@@ -181,7 +182,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
             return NotImplemented
         return out, 0
 
-    return rule_of_call
+    return shifted(Shift.SAME, Shift.INDEX)(rule_of_call)
 
 
 def _tensor_indices(

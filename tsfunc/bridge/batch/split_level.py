@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tsfunc.bridge.tracers.batch_handlers import FastBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer, unwrap
-from tsfunc.bridge.tracers.fast_handlers import FastBatchTracer
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.creation_tracking import take_place

@@ -1,6 +1,6 @@
 """The compiled handlers of batched tensors: how they are built, found and loaded.
 
-``handlers.cpp`` has the two handlers of ``fast_handlers``; NOTE [compiled handlers] there describes
+``handlers.cpp`` has the two handlers of ``batch_handlers``, and NOTE [compiled handlers] describes
 them. They are optional: without them the Python handlers serve every call, with the same results.
 Importing tsfunc never compiles anything. ``python -m tsfunc build`` compiles the handlers once for
 a version of torch and of Python, and puts the library beside this file.
@@ -11,6 +11,7 @@ file name contains torch's version and a hash of the source.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -47,6 +48,7 @@ def is_enabled() -> bool:
     return os.environ.get(SWITCH, "1") != "0"
 
 
+@functools.cache
 def load() -> ModuleType | None:
     """Return the compiled handlers, or None if they are not built or switched off."""
     if not is_enabled():

@@ -1,9 +1,10 @@
 // The function handler and the dispatch handler of batched tensors, in compiled code.
 //
-// Python remains the reference: fast_handlers.py has the same two handlers, and everything that this
-// file does not take is given to them. The file has no batching semantics. It unwraps the tracers
-// of one level, restores what the level captured, calls the operator (pointwise operators on values
-// that are batched alike) or the row's rule (all others) on the values, and wraps the results.
+// Python remains the reference: batch_handlers.py has the same two handlers, and everything that this
+// file does not take is given to them. The file has no batching semantics: it runs the call plans
+// (call_plans.py) that Python has made. It unwraps the tracers of one level, finds the plan of the
+// call, restores what the level captured, runs the steps of the plan on the values, and wraps the
+// results. A call without a plan goes to Python, which leaves a plan behind.
 //
 // NOTE [compiled handlers]
 // - The function handler is the class method __torch_function__ of BatchTracer.
@@ -24,6 +25,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/PythonFallbackKernel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
@@ -36,6 +38,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
 #include <torch/library.h>
 
 // torch's header of these needs a header that wheels do not have; only the stack's length is read.
@@ -57,11 +60,18 @@ class Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   Owned& operator=(Owned&& other) noexcept {
-    Py_XDECREF(object_);
-    object_ = other.release();
+    if (this != &other) {
+      PyObject* old = object_;
+      object_ = other.release();
+      Py_XDECREF(old);
+    }
     return *this;
   }
   ~Owned() { Py_XDECREF(object_); }
+  static Owned copy(PyObject* object) {
+    Py_XINCREF(object);
+    return Owned(object);
+  }
   PyObject* get() const { return object_; }
   PyObject* release() {
     PyObject* object = object_;
@@ -74,68 +84,107 @@ class Owned {
   PyObject* object_;
 };
 
-// What setup() is given. All references are held for the life of the process.
+// The Python error that is set becomes a C++ exception. It is taken from the thread, since the
+// destructors that run on its way can run Python code.
+[[noreturn]] void raise() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// A result of Python's C API; null is an error.
+Owned checked(PyObject* object) {
+  if (object == nullptr) raise();
+  return Owned(object);
+}
+
+// What setup() is given: names of objects that are held for the life of the process.
+#define NAMES(X)                                                                         \
+  X(tracer) X(promoted) X(size) X(tls) X(function_handler) X(dispatch_handler)           \
+  X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)    \
+  X(alias) X(same_size) X(same_numel) X(batch_changed) X(arguments_of) X(dims_at_call)   \
+  X(wrapped) X(step_direct) X(step_alike) X(step_beside) X(step_rule) X(step_once)       \
+  X(step_recorded)
 struct Names {
-  PyTypeObject* tracer = nullptr;       // the class of batched tensors
-  PyTypeObject* size = nullptr;         // torch.Size
-  PyObject* tls = nullptr;              // dispatch.state.tls
-  PyObject* function_handler = nullptr; // the Python function handler
-  PyObject* dispatch_handler = nullptr; // the Python dispatch handler
-  PyObject* overload_type = nullptr;    // torch's class of overloads
-  PyObject* operators = nullptr;        // id of an overload -> its operator
-  PyObject* rules = nullptr;            // callable -> rule
-  PyObject* forms = nullptr;            // callable -> forms of its calls, or None
-  PyObject* methods = nullptr;          // callables that have a method of their own
-  PyObject* pointwise = nullptr;        // the pointwise rule
-  PyObject* call_below = nullptr;       // calls a function past one __torch_function__ check
-  PyObject* plain_types = nullptr;      // classes of arguments that a rule takes as they are
-  PyObject* item_types = nullptr;       // classes of the items of lists that it takes so
-  PyObject* wrap = nullptr;             // wrap(value, bdim, level, offset) in Python
-  PyObject* alias = nullptr;            // the answer to aten::alias and aten::detach
-  PyObject* same_size = nullptr;        // the answer to aten::is_same_size
-  PyObject* same_numel = nullptr;       // the answer to aten::_has_same_storage_numel
-  PyObject* batch_changed = nullptr;    // the exception BatchChanged
-  PyObject* no_kwargs = nullptr;        // an empty dict
-  PyObject* state = nullptr;            // "state"
-  PyObject* kernel_state = nullptr;     // "kernel_state"
+#define X(name) PyObject* name = nullptr;
+  NAMES(X)
+#undef X
+  PyObject* no_kwargs = nullptr;     // an empty dict
+  PyObject* state = nullptr;         // "state"
+  PyObject* kernel_state = nullptr;  // "kernel_state"
+  PyObject* every = nullptr;         // slice(None)
 } names;
 
-// Offsets of slots within the objects that have them.
+// Offsets of slots within the objects that have them: the class, as setup() is given it, the name
+// here, and the name of the slot.
+#define SLOTS(X)                                                                              \
+  X("tracer", value, "value") X("tracer", bdim, "bdim") X("tracer", level, "dispatch_level")  \
+  X("level", alive, "alive") X("level", restores, "_restores") X("level", autograd, "autograd") \
+  X("level", forward, "forward") X("level", outer, "outer") X("level", bits, "bits")          \
+  X("level", bit, "bit") X("level", depth, "depth") X("level", torch_state, "torch_state")    \
+  X("level", batch_size, "batch_size") X("level", kind, "kind")                               \
+  X("level", kernel_states, "_kernel_states")                                                 \
+  X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")         \
+  X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")             \
+  X("torch_state", quiet, "quiet") X("torch_state", in_modes, "in_modes")                     \
+  X("operator", direct_rule, "direct_rule") X("operator", by_tracers, "by_tracers")           \
+  X("operator", composite, "composite") X("operator", overload, "overload")                   \
+  X("operator", written, "written") X("operator", keywords, "keywords")                       \
+  X("operator", operator_plans, "plans")                                                      \
+  X("plans", plans, "plans") X("plans", recorded, "recorded")                                 \
+  X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")             \
+  X("plan", target, "target") X("plan", plan_operator, "operator") X("plan", dims, "dims")    \
+  X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", form, "form")           \
+  X("plan", shifts, "shifts") X("form", as_it_is, "as_it_is")
 struct Slots {
-  Py_ssize_t value, bdim, level;  // of tracers
-  Py_ssize_t alive, restores, autograd, forward, outer, bits, bit, depth, torch_state, batch_size,
-      kind, kernel_states;                    // of levels
-  Py_ssize_t plain, remap, mask;              // of the dispatch state
-  Py_ssize_t key_sets, grad_mode, quiet;      // of a level's TorchState
-  Py_ssize_t direct_rule, function, by_tracers, ruled, composite, overload, written;  // of operators
+#define X(cls, name, text) Py_ssize_t name;
+  SLOTS(X)
+#undef X
 } slots;
 
 PyObject*& slot(PyObject* object, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
 }
 
-bool is_tracer(PyObject* object) { return Py_TYPE(object) == names.tracer; }
+bool is_set(PyObject* object) { return object != nullptr && object != Py_None; }
+
+PyObject* type_of(PyObject* object) { return reinterpret_cast<PyObject*>(Py_TYPE(object)); }
+
+bool is_tracer(PyObject* object) { return type_of(object) == names.tracer; }
 
 bool is_sequence(PyObject* object) {
-  return PyList_CheckExact(object) || PyTuple_CheckExact(object) ||
-      Py_TYPE(object) == names.size;
+  return PyList_CheckExact(object) || PyTuple_CheckExact(object) || type_of(object) == names.size;
 }
 
-bool is_number(PyObject* object) { return PyFloat_CheckExact(object) || PyLong_CheckExact(object); }
+bool is_int(PyObject* object) { return PyLong_CheckExact(object); }
+
+bool is_strided(const at::Tensor& value) { return value.layout() == at::kStrided; }
+
+// True if a small int of a slot is not 0.
+bool is_true(PyObject* number) { return PyObject_IsTrue(number) == 1; }
 
 // A level that can be worked for here: its transform runs, and it restores nothing of others'.
 bool is_ready(PyObject* level) {
   return slot(level, slots.alive) == Py_True && PyTuple_GET_SIZE(slot(level, slots.restores)) == 0;
 }
 
-bool is_strided(const at::Tensor& value) { return value.layout() == at::kStrided; }
+Owned current_state() { return checked(PyObject_GetAttr(names.tls, names.state)); }
+
+// True if the calls of a level reach it in a state: inside of the level's kernels they do not.
+bool reaches(PyObject* state, PyObject* level) {
+  Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
+  return Py_SIZE(reached.get()) != 0;
+}
 
 // Set the thread's dispatch state for a block, and put the previous one back.
 class UnderState {
  public:
   UnderState(PyObject* previous, PyObject* state) : previous_(previous) {
     Py_INCREF(previous);
-    if (PyObject_SetAttr(names.tls, names.state, state) < 0) throw python_error();
+    if (PyObject_SetAttr(names.tls, names.state, state) < 0) {
+      Py_DECREF(previous);
+      raise();
+    }
   }
   ~UnderState() {
     PyObject *type, *error, *trace;
@@ -164,24 +213,22 @@ class WithGradMode {
 
 // Wrap a physical value as a tracer of a level; bdim is an int, or None for a value that is not
 // batched. Values that are laid out in other ways than by strides are wrapped in Python.
-PyObject* wrap(PyObject* value_object, PyObject* bdim, PyObject* level) {
+Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_offset = true) {
   const at::Tensor& value = THPVariable_Unpack(value_object);
   auto* impl = value.unsafeGetTensorImpl();
-  if (slot(level, slots.kind) != reinterpret_cast<PyObject*>(names.tracer) || !is_strided(value) ||
+  if (slot(level, slots.kind) != names.tracer || !is_strided(value) ||
       impl->has_symbolic_sizes_strides() || value.is_quantized() || value.is_nested()) {
-    Owned offset;
-    if (is_strided(value)) {
-      offset = Owned(PyObject_CallMethod(value_object, "storage_offset", nullptr));
-      if (!offset) return nullptr;
-    }
-    PyObject* args[5] = {
-        nullptr, value_object, bdim, level, offset ? offset.get() : Py_None};
-    return PyObject_Vectorcall(names.wrap, args + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+    Owned offset = Owned::copy(Py_None);
+    if (with_offset && is_strided(value))
+      offset = checked(PyObject_CallMethod(value_object, "storage_offset", nullptr));
+    PyObject* args[5] = {nullptr, value_object, bdim, level, offset.get()};
+    return checked(
+        PyObject_Vectorcall(names.wrap, args + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
   int64_t at = -1;
   if (bdim != Py_None) {
     at = PyLong_AsLongLong(bdim);
-    if (at == -1 && PyErr_Occurred()) return nullptr;
+    if (at == -1 && PyErr_Occurred()) raise();
   }
   c10::SmallVector<int64_t, 6> sizes, strides;
   auto all_sizes = value.sizes();
@@ -191,7 +238,7 @@ PyObject* wrap(PyObject* value_object, PyObject* bdim, PyObject* level) {
     sizes.push_back(all_sizes[i]);
     strides.push_back(all_strides[i]);
   }
-  int64_t offset = value.storage_offset();
+  int64_t offset = with_offset ? value.storage_offset() : 0;
   size_t bytes =
       at::detail::computeStorageNbytes(sizes, strides, value.dtype().itemsize(), offset);
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
@@ -206,171 +253,336 @@ PyObject* wrap(PyObject* value_object, PyObject* bdim, PyObject* level) {
     made->set_sizes_contiguous(sizes);
   else
     made->set_sizes_and_strides(sizes, strides, offset);
-  PyObject* tracer = THPVariable_Wrap(tensor, names.tracer);
-  if (tracer == nullptr) return nullptr;
+  Owned tracer = checked(
+      THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(names.tracer)));
   Py_INCREF(value_object);
   Py_INCREF(bdim);
   Py_INCREF(level);
-  slot(tracer, slots.value) = value_object;
-  slot(tracer, slots.bdim) = bdim;
-  slot(tracer, slots.level) = level;
+  slot(tracer.get(), slots.value) = value_object;
+  slot(tracer.get(), slots.bdim) = bdim;
+  slot(tracer.get(), slots.level) = level;
   return tracer;
 }
 
-// The arguments of a call in a rule's terms: the level of its tracers, values, and batch dims.
-struct Unwrapped {
-  PyObject* level = nullptr;  // borrowed from a tracer
-  bool batched = false;
-  bool strided = true;
-  Owned values, dims;  // lists
-};
-
-// A value that a rule takes as it is: a number, a plain tensor, a list of numbers.
-bool is_plain(PyObject* arg) {
-  if (!is_sequence(arg))
-    return PySet_Contains(names.plain_types, reinterpret_cast<PyObject*>(Py_TYPE(arg))) == 1;
-  PyObject** items = PySequence_Fast_ITEMS(arg);
-  for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(arg); ++j)
-    if (PySet_Contains(names.item_types, reinterpret_cast<PyObject*>(Py_TYPE(items[j]))) != 1)
-      return false;
-  return true;
-}
-
-// The same for tracers of several vmaps: those of the innermost are unwrapped, the others are
-// values. False where a level replaces another one, and where lists have tracers.
-bool unwrap_for_innermost(PyObject* const* args, Py_ssize_t count, Unwrapped& call) {
-  PyObject* level = nullptr;
-  long deepest = 0;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!is_tracer(args[i])) {
-      if (!is_plain(args[i])) return false;
-      continue;
-    }
-    PyObject* own = slot(args[i], slots.level);
-    if (own == nullptr || slot(args[i], slots.value) == nullptr ||
-        slot(args[i], slots.bdim) == nullptr)
-      return false;
-    long depth = PyLong_AsLong(slot(own, slots.depth));
-    if (level == nullptr || depth > deepest) {
-      level = own;
-      deepest = depth;
-    } else if (depth == deepest && own != level) {
-      return false;
-    }
-  }
-  call = Unwrapped();
-  call.level = level;
-  call.values = Owned(PyList_New(count));
-  call.dims = Owned(PyList_New(count));
-  if (!call.values || !call.dims) throw python_error();
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    bool own = is_tracer(args[i]) && slot(args[i], slots.level) == level;
-    PyObject* value = own ? slot(args[i], slots.value) : args[i];
-    PyObject* dim = own ? slot(args[i], slots.bdim) : Py_None;
-    call.batched |= dim != Py_None;
-    if (THPVariable_Check(value)) call.strided &= is_strided(THPVariable_Unpack(value));
-    Py_INCREF(value);
-    PyList_SET_ITEM(call.values.get(), i, value);
-    Py_INCREF(dim);
-    PyList_SET_ITEM(call.dims.get(), i, dim);
-  }
-  return level != nullptr;
-}
-
-// False where Python has to look: tracers of other classes, other types.
-bool unwrap(PyObject* const* args, Py_ssize_t count, Unwrapped& call) {
-  call.values = Owned(PyList_New(count));
-  call.dims = Owned(PyList_New(count));
-  if (!call.values || !call.dims) throw python_error();
+// Find the innermost level of the tracers among arguments (borrowed). False where Python has to
+// look: tracers of other classes, and a level that replaces another one.
+bool find_level(PyObject* const* args, Py_ssize_t count, PyObject*& level) {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* arg = args[i];
-    PyObject* value = arg;
-    PyObject* dim = Py_None;
-    Owned own_value, own_dim;
     if (is_tracer(arg)) {
-      PyObject* level = slot(arg, slots.level);
-      if (level == nullptr) return false;
-      if (call.level != nullptr && level != call.level)
-        return unwrap_for_innermost(args, count, call);
-      call.level = level;
-      value = slot(arg, slots.value);
-      dim = slot(arg, slots.bdim);
-      if (value == nullptr || dim == nullptr) return false;
-      call.batched |= dim != Py_None;
-      call.strided &= is_strided(THPVariable_Unpack(value));
-    } else if (is_sequence(arg)) {
-      PyObject** items = PySequence_Fast_ITEMS(arg);
-      Py_ssize_t size = PySequence_Fast_GET_SIZE(arg);
-      bool plain = true;
-      for (Py_ssize_t j = 0; plain && j < size; ++j)
-        plain = PySet_Contains(names.item_types, reinterpret_cast<PyObject*>(Py_TYPE(items[j]))) == 1;
-      if (!plain) {
-        Unwrapped inner;
-        if (!unwrap(items, size, inner) || inner.level == nullptr ||
-            (call.level != nullptr && inner.level != call.level))
-          return false;
-        call.level = inner.level;
-        call.strided &= inner.strided;
-        own_value = std::move(inner.values);
-        value = own_value.get();
-        if (inner.batched) {
-          call.batched = true;
-          own_dim = std::move(inner.dims);
-          dim = own_dim.get();
-        }
+      PyObject* own = slot(arg, slots.level);
+      if (own == level) continue;
+      if (own == nullptr || slot(arg, slots.value) == nullptr || slot(arg, slots.bdim) == nullptr)
+        return false;
+      if (level == nullptr) {
+        level = own;
+        continue;
       }
-    } else if (PySet_Contains(names.plain_types, reinterpret_cast<PyObject*>(Py_TYPE(arg))) != 1) {
+      long mine = PyLong_AsLong(slot(own, slots.depth));
+      long other = PyLong_AsLong(slot(level, slots.depth));
+      if (mine == other) return false;
+      if (mine > other) level = own;
+    } else if (type_of(arg) == names.promoted) {
       return false;
-    } else if (THPVariable_CheckExact(arg)) {
-      call.strided &= is_strided(THPVariable_Unpack(arg));
+    } else if (is_sequence(arg)) {
+      if (!find_level(PySequence_Fast_ITEMS(arg), PySequence_Fast_GET_SIZE(arg), level))
+        return false;
     }
-    Py_INCREF(value);
-    PyList_SET_ITEM(call.values.get(), i, value);
-    Py_INCREF(dim);
-    PyList_SET_ITEM(call.dims.get(), i, dim);
   }
   return true;
 }
 
-// The pointwise call of one tracer, of two that are batched alike, or of one and a number.
-struct Alike {
-  PyObject* level = nullptr;
-  PyObject* bdim = nullptr;
-  PyObject* values[3] = {nullptr, nullptr, nullptr};  // the first is scratch for a vector call
+// The arguments of a call, unwrapped for the innermost level, and the key of its plan:
+// batch_tracer.unwrap_args.
+class Call {
+ public:
+  PyObject* level = nullptr;  // borrowed from a tracer
   bool strided = true;
-};
+  bool outer_tracers = false;  // a value is a tensor with a handler of its own
+  int64_t rank = -1, least_rank = -1;  // the most and the fewest dims of a batched value
+  bool plain_tensors = false;  // a tensor is not batched
+  bool bare = true;            // no value is differentiated
+  int64_t elements = 0;        // of all values
+  Owned key;
 
-bool alike(PyObject* const* args, Py_ssize_t count, Alike& call) {
-  if (count < 1 || count > 2 || !is_tracer(args[0])) return false;
-  PyObject* first = args[0];
-  call.level = slot(first, slots.level);
-  call.bdim = slot(first, slots.bdim);
-  call.values[1] = slot(first, slots.value);
-  if (call.bdim == nullptr || call.bdim == Py_None) return false;
-  call.strided = is_strided(THPVariable_Unpack(call.values[1]));
-  if (count == 1) return true;
-  PyObject* second = args[1];
-  if (is_number(second)) {
-    call.values[2] = second;
+  Call() { values_.push_back(nullptr); }
+  Call(const Call&) = delete;
+  ~Call() {
+    for (PyObject* value : values_) Py_XDECREF(value);
+  }
+
+  // The values; vector calls may write to the place before the first.
+  PyObject** values() { return values_.data() + 1; }
+  size_t count() const { return values_.size() - 1; }
+  size_t flags(size_t count) const { return count | PY_VECTORCALL_ARGUMENTS_OFFSET; }
+
+  bool has_one_rank() const { return rank == least_rank; }
+
+  // A list of the first values.
+  Owned list(size_t count) {
+    Owned made = checked(PyList_New(static_cast<Py_ssize_t>(count)));
+    for (size_t i = 0; i < count; ++i)
+      PyList_SET_ITEM(made.get(), i, Py_NewRef(values()[i]));
+    return made;
+  }
+
+  // Names are those of keyword arguments, whose values follow the others; null for none.
+  bool unwrap(PyObject* const* args, Py_ssize_t count, PyObject* kwnames) {
+    if (!find_level(args, count, level) || level == nullptr) return false;
+    Py_ssize_t named = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
+    key = checked(PyTuple_New(count + named));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* kind = nullptr;
+      bool own = false;
+      values_.push_back(unwrap_one(args[i], kind, own).release());
+      PyTuple_SET_ITEM(key.get(), i, kind);
+    }
+    for (Py_ssize_t i = 0; i < named; ++i)
+      PyTuple_SET_ITEM(key.get(), count + i, Py_NewRef(PyTuple_GET_ITEM(kwnames, i)));
     return true;
   }
-  if (!is_tracer(second) || slot(second, slots.level) != call.level) return false;
-  PyObject* bdim = slot(second, slots.bdim);
-  if (bdim == Py_None || PyLong_AsLongLong(bdim) != PyLong_AsLongLong(call.bdim)) return false;
-  call.values[2] = slot(second, slots.value);
-  const at::Tensor& other = THPVariable_Unpack(call.values[2]);
-  call.strided &= is_strided(other);
-  return other.dim() == THPVariable_Unpack(call.values[1]).dim();
+
+ private:
+  void see(const at::Tensor& value, bool batched) {
+    strided &= is_strided(value);
+    outer_tracers |= value.key_set().has(c10::DispatchKey::Python);
+    plain_tensors |= !batched;
+    auto* impl = value.unsafeGetTensorImpl();
+    bare &= impl->autograd_meta() == nullptr;
+    elements += impl->has_symbolic_sizes_strides() ? 0 : impl->numel();
+    if (!batched) return;
+    least_rank = rank < 0 ? value.dim() : std::min(least_rank, value.dim());
+    rank = std::max(rank, value.dim());
+  }
+
+  // The value of an argument. Its kind is a new reference; own is set for tracers of the level.
+  Owned unwrap_one(PyObject* arg, PyObject*& kind, bool& own) {
+    if (is_tracer(arg) && slot(arg, slots.level) == level) {
+      own = true;
+      kind = Py_NewRef(slot(arg, slots.bdim));
+      PyObject* value = slot(arg, slots.value);
+      see(THPVariable_Unpack(value), kind != Py_None);
+      return Owned::copy(value);
+    }
+    if (is_sequence(arg)) return unwrap_items(arg, kind, own);
+    if (THPVariable_Check(arg)) see(THPVariable_Unpack(arg), false);
+    kind = Py_NewRef(type_of(arg));
+    return Owned::copy(arg);
+  }
+
+  Owned unwrap_items(PyObject* arg, PyObject*& kind, bool& own) {
+    PyObject** items = PySequence_Fast_ITEMS(arg);
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(arg);
+    bool ints = true, simple = true;
+    for (Py_ssize_t j = 0; simple && j < size; ++j) {
+      bool integer = is_int(items[j]);
+      ints &= integer;
+      simple = integer || PySet_Contains(names.no_tensors, type_of(items[j])) == 1;
+    }
+    if (simple) {
+      if (ints) {
+        kind = Py_NewRef(type_of(arg));
+        return Owned::copy(arg);
+      }
+      Owned types = checked(PyList_New(size));
+      for (Py_ssize_t j = 0; j < size; ++j)
+        PyList_SET_ITEM(types.get(), j, Py_NewRef(type_of(items[j])));
+      Owned set = checked(PyFrozenSet_New(types.get()));
+      kind = checked(PyTuple_Pack(2, type_of(arg), set.get())).release();
+      return Owned::copy(arg);
+    }
+    Owned values = checked(PyList_New(size));
+    Owned kinds = checked(PyTuple_New(size + 1));
+    PyTuple_SET_ITEM(kinds.get(), 0, Py_NewRef(type_of(arg)));
+    bool any = false, alike = true;
+    for (Py_ssize_t j = 0; j < size; ++j) {
+      PyObject* item_kind = nullptr;
+      PyList_SET_ITEM(values.get(), j, unwrap_one(items[j], item_kind, any).release());
+      PyTuple_SET_ITEM(kinds.get(), j + 1, item_kind);
+      PyObject* first = PyTuple_GET_ITEM(kinds.get(), 1);
+      alike = alike && (item_kind == first || PyObject_RichCompareBool(first, item_kind, Py_EQ) == 1);
+    }
+    kind = alike ? checked(PyTuple_GetSlice(kinds.get(), 0, 2)).release() : kinds.release();
+    own |= any;
+    return any ? std::move(values) : Owned::copy(arg);
+  }
+
+  c10::SmallVector<PyObject*, 10> values_;  // owned
+};
+
+// Operators on fewer elements keep the GIL: to release it takes longer than they do.
+constexpr int64_t kSmall = 4096;
+
+// How a plan changes an argument of an operator that it calls on values whose batch dim is first:
+// the codes of ops/shifts.py.
+enum Shift : long { kSame = 0, kDim, kNewDim, kDims, kSizes, kAllSizes, kIndex, kOrder, kFew };
+
+// Shift numbers past a batch dim that is first. False if the rule of the call is to decide.
+bool shift(long how, c10::SmallVectorImpl<int64_t>& numbers, int64_t rank, int64_t batch) {
+  if (how == kSizes || how == kAllSizes) {
+    if (how == kAllSizes && static_cast<int64_t>(numbers.size()) != rank) return false;
+    numbers.insert(numbers.begin(), batch);
+    return true;
+  }
+  int64_t most = how == kNewDim ? rank + 1 : rank;
+  for (int64_t& dim : numbers) {
+    if (dim < -most || dim >= most) return false;
+    if (dim >= 0) ++dim;
+  }
+  if (how == kOrder) numbers.insert(numbers.begin(), 0);
+  return !numbers.empty();
+}
+
+using Numbers = c10::SmallVector<int64_t, 8>;
+
+bool read_numbers(PyObject* const* items, Py_ssize_t count, Numbers& numbers) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!is_int(items[i])) return false;
+    numbers.push_back(PyLong_AsLongLong(items[i]));
+    if (numbers.back() == -1 && PyErr_Occurred()) raise();
+  }
+  return true;
+}
+
+// True if a slice has no tensors.
+bool is_plain_slice(PyObject* object) {
+  auto* slice = reinterpret_cast<PySliceObject*>(object);
+  for (PyObject* part : {slice->start, slice->stop, slice->step})
+    if (part != Py_None && !is_int(part)) return false;
+  return true;
+}
+
+// The index of an example, for a batch.
+Owned shifted_index(PyObject* index) {
+  bool several = PyTuple_CheckExact(index);
+  Py_ssize_t count = several ? PyTuple_GET_SIZE(index) : 1;
+  Owned made = checked(PyTuple_New(count + 1));
+  PyTuple_SET_ITEM(made.get(), 0, Py_NewRef(names.every));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = several ? PyTuple_GET_ITEM(index, i) : index;
+    if (!is_int(item) && item != Py_None && item != Py_Ellipsis &&
+        !(PySlice_Check(item) && is_plain_slice(item)))
+      return Owned();
+    PyTuple_SET_ITEM(made.get(), i + 1, Py_NewRef(item));
+  }
+  return made;
+}
+
+// The arguments of a call, shifted past a batch dim that is first. False if the rule is to decide.
+bool shift_arguments(PyObject* shifts, Call& call, int64_t batch, std::vector<Owned>& made) {
+  auto count = static_cast<Py_ssize_t>(call.count());
+  if (PyTuple_GET_SIZE(shifts) > count) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* arg = call.values()[i];
+    long how = i < PyTuple_GET_SIZE(shifts) ? PyLong_AsLong(PyTuple_GET_ITEM(shifts, i)) : kSame;
+    if (how == kFew && call.rank > 4) return false;
+    if (how == kSizes && call.outer_tracers) return false;  // NOTE [reshaped views]
+    if (how == kSame || how == kFew) {
+      made.push_back(Owned::copy(arg));
+      continue;
+    }
+    if (how == kIndex) {
+      Owned index = shifted_index(arg);
+      if (!index) return false;
+      made.push_back(std::move(index));
+      continue;
+    }
+    Numbers numbers;
+    bool single = is_int(arg);
+    bool packed = how == kSizes || how == kAllSizes || how == kOrder ||
+        (how == kDims && i + 1 < count && is_int(call.values()[i + 1]));
+    if (single && packed) {  // x.view(2, 3)
+      if (!read_numbers(call.values() + i, count - i, numbers)) return false;
+      i = count;
+      single = false;
+    } else if (single) {
+      if (!read_numbers(&arg, 1, numbers)) return false;
+    } else if (
+        !is_sequence(arg) ||
+        !read_numbers(PySequence_Fast_ITEMS(arg), PySequence_Fast_GET_SIZE(arg), numbers)) {
+      return false;
+    }
+    if (!shift(how, numbers, call.rank - 1, batch)) return false;
+    if (single) {
+      made.push_back(checked(PyLong_FromLongLong(numbers[0])));
+      continue;
+    }
+    Owned list = checked(PyList_New(static_cast<Py_ssize_t>(numbers.size())));
+    for (size_t j = 0; j < numbers.size(); ++j)
+      PyList_SET_ITEM(list.get(), j, checked(PyLong_FromLongLong(numbers[j])).release());
+    made.push_back(std::move(list));
+  }
+  return true;
+}
+
+// The same for the arguments of an operator on the stack.
+bool shift_stack(PyObject* shifts, Stack& stack, int64_t rank, int64_t batch) {
+  if (PyTuple_GET_SIZE(shifts) > static_cast<Py_ssize_t>(stack.size())) return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
+    long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
+    if (how == kFew && rank > 4) return false;
+    if (how == kSame || how == kFew) continue;
+    Numbers numbers;
+    bool single = stack[i].isInt();
+    if (single) {
+      numbers.push_back(stack[i].toInt());
+    } else if (stack[i].isIntList()) {
+      for (int64_t number : stack[i].toIntList()) numbers.push_back(number);
+    } else {
+      return false;
+    }
+    if (!shift(how, numbers, rank - 1, batch)) return false;
+    stack[i] = single ? c10::IValue(numbers[0]) : c10::IValue(at::IntArrayRef(numbers).vec());
+  }
+  return true;
+}
+
+// The size of a level's batch; 0 if it is not a plain number.
+int64_t batch_size(PyObject* level) {
+  PyObject* size = slot(level, slots.batch_size);
+  return is_int(size) ? PyLong_AsLongLong(size) : 0;
+}
+
+// True if a call can run with its arguments shifted: all tensors are batched, and have a dim.
+bool can_shift(PyObject* plan, const Call& call) {
+  return is_set(slot(plan, slots.shifts)) && !call.plain_tensors && call.has_one_rank() && call.rank > 1 &&
+      call.strided && batch_size(call.level) > 0;
+}
+
+// Give a value that is batched in front the rank of another one: new dims follow the batch dim.
+at::Tensor padded(at::Tensor value, int64_t rank) {
+  while (value.dim() < rank) value = value.unsqueeze(1);
+  return value;
+}
+
+// True if a plan calls a function on the values, which may be padded.
+bool is_direct(PyObject* plan, Call& call) {
+  PyObject* step = slot(plan, slots.step);
+  if (step == names.step_direct) return true;
+  if (step == names.step_alike)
+    return call.has_one_rank() ||
+        (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
+         !call.outer_tracers);
+  if (step != names.step_beside) return false;
+  for (size_t i = 0; i < 2; ++i) {
+    const at::Tensor& value = THPVariable_Unpack(call.values()[i]);
+    if (type_of(PyTuple_GET_ITEM(call.key.get(), i)) == reinterpret_cast<PyObject*>(&PyLong_Type))
+      continue;
+    if (call.rank < 2 || value.dim() + PyLong_AsLong(slot(plan, slots.dim)) >= call.rank)
+      return false;
+  }
+  return true;
 }
 
 // True if the Python error that is set is the user's, and is to be raised at once. Otherwise it is
 // cleared, and Python makes the call again: the batch became smaller, there are no examples, or a
 // sparse value has a rule of its own.
-bool is_users_error(PyObject* level, bool strided) {
-  bool users = !PyErr_ExceptionMatches(names.batch_changed) && strided;
+bool is_users_error(const Call& call) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
+  bool users = !PyErr_ExceptionMatches(names.batch_changed) && call.strided;
   if (users) {
-    PyObject* size = slot(level, slots.batch_size);
-    users = !(PyLong_CheckExact(size) && Py_SIZE(size) == 0);
+    PyObject* size = slot(call.level, slots.batch_size);
+    users = !(is_int(size) && Py_SIZE(size) == 0);
   }
   if (!users) PyErr_Clear();
   return users;
@@ -385,184 +597,229 @@ bool any_autocast() {
   return false;
 }
 
-// Tensors of a rule's list or tuple of results as tracers; dims is one for all, or one for each.
-Owned wrap_all(PyObject* found, PyObject* dims, PyObject* level) {
-  if (THPVariable_Check(found)) {
-    Owned tracer(wrap(found, dims, level));
-    if (!tracer) throw python_error();
-    return tracer;
-  }
-  if (!is_sequence(found)) {
-    Py_INCREF(found);
-    return Owned(found);
-  }
-  Py_ssize_t size = PySequence_Fast_GET_SIZE(found);
-  bool each = is_sequence(dims);
-  Owned made(PyList_New(size));
-  for (Py_ssize_t i = 0; i < size; ++i) {
-    PyObject* dim = each ? PySequence_Fast_GET_ITEM(dims, i) : dims;
-    Owned item = wrap_all(PySequence_Fast_GET_ITEM(found, i), dim, level);
-    PyList_SET_ITEM(made.get(), i, item.release());
-  }
-  return made;
-}
-
 // The operator of an overload (borrowed), or nullptr if it was not called before.
 PyObject* operator_of(PyObject* overload) {
-  Owned id(PyLong_FromVoidPtr(overload));
-  if (!id) throw python_error();
+  Owned id = checked(PyLong_FromVoidPtr(overload));
   return PyDict_GetItemWithError(names.operators, id.get());
 }
 
-// How the function handler runs a call.
-struct Way {
-  PyObject* rule = nullptr;      // the batching rule; nullptr if only a recorded call is served
-  PyObject* function = nullptr;  // runs a pointwise call on values; nullptr for other calls
-  bool overload = false;         // an overload, which a rule or a dispatch mode calls
-};
-
-// False if Python is to take the call.
-bool find_way(PyObject* func, PyObject* const* items, Py_ssize_t count, PyObject* state, Way& way) {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(func)) == names.overload_type) {
-    PyObject* op = operator_of(func);
-    if (op == nullptr) return false;
-    PyObject* rule = slot(op, slots.direct_rule);
-    if (rule == nullptr || rule == Py_None || PyTuple_GET_SIZE(slot(op, slots.written)) != 0 ||
-        c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
-      return false;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      if (!is_tracer(items[i])) continue;
-      PyObject* level = slot(items[i], slots.level);
-      if (level == nullptr) return false;
-      // The level's own kernel calls outwards.
-      Owned reached(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
-      if (!reached) throw python_error();
-      if (Py_SIZE(reached.get()) == 0) return false;
-      break;
-    }
-    way.rule = rule;
-    way.overload = true;
-    if (rule == names.pointwise && slot(op, slots.function) != Py_None)
-      way.function = slot(op, slots.function);
-    return true;
+// The plans of a callable (borrowed), or nullptr if Python is to take the call.
+PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
+  if (type_of(func) != names.overload_type) {
+    PyObject* plans = PyDict_GetItemWithError(names.function_plans, func);
+    if (plans == nullptr) PyErr_Clear();  // not hashable
+    return plans;
   }
-  PyObject* rule = PyDict_GetItemWithError(names.rules, func);
-  if (rule != nullptr) {
-    way.rule = rule;
-    if (rule == names.pointwise) way.function = func;
-    return true;
-  }
-  if (PyErr_Occurred()) PyErr_Clear();
-  PyObject* forms = PyDict_GetItemWithError(names.forms, func);
-  if (forms != nullptr && forms != Py_None) return true;
-  PyErr_Clear();
-  return false;
+  *op = operator_of(func);
+  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) ||
+      PyTuple_GET_SIZE(slot(*op, slots.written)) != 0 ||
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+    return nullptr;
+  for (Py_ssize_t i = 0; kwnames != nullptr && i < PyTuple_GET_SIZE(kwnames); ++i)
+    if (PySet_Contains(slot(*op, slots.keywords), PyTuple_GET_ITEM(kwnames, i)) != 1) return nullptr;
+  return slot(*op, slots.operator_plans);
 }
 
-// NOTE [compiled handlers]: the function handler. Returns nullptr without an error where Python is
-// to take the call.
-PyObject* call_function(PyObject* func, PyObject* types, PyObject* args) {
-  PyObject* const* items = &PyTuple_GET_ITEM(args, 0);
-  Py_ssize_t count = PyTuple_GET_SIZE(args);
-  Owned state(PyObject_GetAttr(names.tls, names.state));
-  if (!state) throw python_error();
-  if (slot(state.get(), slots.remap) != Py_None || in_functorch()) return nullptr;
-  Way way;
-  if (!find_way(func, items, count, state.get(), way)) return nullptr;
+PyObject* find_plan(PyObject* plans, Py_ssize_t table, const Call& call) {
+  PyObject* plan = PyDict_GetItemWithError(slot(plans, table), call.key.get());
+  if (plan == nullptr && PyErr_Occurred()) raise();
+  return plan;
+}
 
-  if (way.function != nullptr) {
-    Alike call;
-    if (alike(items, count, call)) {
-      PyObject* level = call.level;
-      if (!is_ready(level)) return nullptr;
-      if (PyLong_AsLong(slot(level, slots.autograd)) == 0) {
-        if (slot(state.get(), slots.plain) != Py_True) return nullptr;
-        Owned out;
-        {
-          UnderState under(state.get(), slot(level, slots.outer));
-          out = Owned(PyObject_Vectorcall(
-              way.function, call.values + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-        }
-        if (!out) {
-          if (is_users_error(level, call.strided)) throw python_error();
-          return nullptr;
-        }
-        PyObject* tracer = wrap(out.get(), call.bdim, level);
-        if (tracer == nullptr) throw python_error();
-        return tracer;
-      }
+// True if C++ can record a call at its level.
+bool can_record(PyObject* plan, Call& call) {
+  if (slot(plan, slots.step) != names.step_recorded || c10::InferenceMode::is_enabled())
+    return false;
+  PyObject* places = slot(plan, slots.unrecorded);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+    PyObject* value = call.values()[PyLong_AsLong(PyTuple_GET_ITEM(places, i))];
+    if (is_true(slot(call.level, slots.forward)) || THPVariable_Unpack(value).requires_grad())
+      return false;  // NOTE [operands of outer levels]: Python lifts it
+  }
+  return true;
+}
+
+// The batch dims of a rule's arguments.
+Owned dims_of(PyObject* plan, Call& call, size_t count, size_t passed) {
+  Owned dims = Owned::copy(slot(plan, slots.dims));
+  if (dims.get() == Py_None) {
+    Owned kinds = checked(PyTuple_GetSlice(call.key.get(), 0, call.count()));
+    Owned values = call.list(call.count());
+    Owned size = checked(PyLong_FromSize_t(count));
+    dims = checked(PyObject_CallFunctionObjArgs(
+        names.dims_at_call, plan, kinds.get(), values.get(), size.get(), nullptr));
+  }
+  Py_ssize_t length = PySequence_Size(dims.get());
+  if (length < 0) raise();
+  // A form omits trailing arguments that equal the defaults.
+  return length == static_cast<Py_ssize_t>(passed)
+      ? std::move(dims)
+      : checked(PySequence_GetSlice(dims.get(), 0, passed));
+}
+
+PyObject* call_rule(PyObject* plan, PyObject* level, PyObject* dims, PyObject* values, PyObject* kwargs) {
+  PyObject* passed[6] = {nullptr, slot(plan, slots.target), level, dims, values, kwargs};
+  return PyObject_Vectorcall(
+      slot(plan, slots.rule), passed + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
+// Wrap the results of a rule, or the results of an operator at one batch dim.
+Owned wrap_results(
+    PyObject* plan, PyObject* level, PyObject* args, PyObject* kwargs, PyObject* found, PyObject* dims) {
+  if (THPVariable_Check(found)) return wrap(found, dims, level);
+  Owned out = checked(PyTuple_Pack(2, found, dims));
+  return checked(PyObject_CallFunctionObjArgs(
+      names.wrapped, plan, level, args, kwargs, out.get(), nullptr));
+}
+
+// True if a call on the values runs no Python code that could see the dispatch state: no handler, no
+// mode, no hook of autograd, and no kernel of factories (NOTE [the factory keys]).
+bool needs_no_state(const Call& call, c10::DispatchKeySet included) {
+  return call.bare && !call.outer_tracers && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+      at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
+      !included.has(c10::DispatchKey::TESTING_ONLY_GenericMode);
+}
+
+// NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
+// the call.
+Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
+  Owned kwnames;
+  c10::SmallVector<PyObject*, 8> given;
+  given.append(&PyTuple_GET_ITEM(args, 0), &PyTuple_GET_ITEM(args, 0) + PyTuple_GET_SIZE(args));
+  const size_t positional = given.size();
+  if (kwargs != nullptr) {
+    kwnames = checked(PyTuple_New(PyDict_GET_SIZE(kwargs)));
+    PyObject *name, *value;
+    Py_ssize_t at = 0, i = 0;
+    while (PyDict_Next(kwargs, &at, &name, &value)) {
+      PyTuple_SET_ITEM(kwnames.get(), i++, Py_NewRef(name));
+      given.push_back(value);
     }
   }
-  Unwrapped call;
-  if (!unwrap(items, count, call) || call.level == nullptr || !is_ready(call.level)) return nullptr;
+  PyObject* op = nullptr;
+  PyObject* plans = plans_of(func, kwnames.get(), &op);
+  if (!is_set(plans)) return Owned();
+  Call call;
+  if (!call.unwrap(given.data(), static_cast<Py_ssize_t>(given.size()), kwnames.get()) ||
+      !is_ready(call.level) || in_functorch())
+    return Owned();
   PyObject* level = call.level;
-  if (PyLong_AsLong(slot(level, slots.autograd)) != 0) {
+  Owned state = current_state();
+  if (slot(state.get(), slots.remap) != Py_None || (op != nullptr && !reaches(state.get(), level)))
+    return Owned();
+  if (is_true(slot(level, slots.autograd))) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
-    if (PyDict_Contains(names.methods, func) != 0 || c10::InferenceMode::is_enabled())
-      return nullptr;
-    bool forward = PyLong_AsLong(slot(level, slots.forward)) != 0;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* value = PyList_GET_ITEM(call.values.get(), i);
-      if (value == items[i]) {
-        // NOTE [operands of outer levels]: Python lifts it.
-        if (is_tracer(value)) return nullptr;
-        if (THPVariable_CheckExact(value) &&
-            (forward || THPVariable_Unpack(value).requires_grad()))
-          return nullptr;
-      } else if (PyList_CheckExact(value)) {
-        PyObject** members = PySequence_Fast_ITEMS(items[i]);
-        for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(items[i]); ++j)
-          if (!is_tracer(members[j])) return nullptr;
-      }
-    }
-    PyObject* passed[5] = {nullptr, func, types, args, names.no_kwargs};
-    PyObject* out = PyObject_Vectorcall(
-        names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-    if (out == nullptr) throw python_error();
-    return out;
+    PyObject* plan = find_plan(plans, slots.recorded, call);
+    if (plan == nullptr || !can_record(plan, call)) return Owned();
+    PyObject* passed[5] = {nullptr, func, types, args, kwargs ? kwargs : names.no_kwargs};
+    return checked(PyObject_Vectorcall(
+        names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
-  if (way.rule == nullptr || !call.batched || slot(state.get(), slots.plain) != Py_True ||
-      any_autocast())
-    return nullptr;
+  if (slot(state.get(), slots.plain) != Py_True) return Owned();
+  PyObject* found = find_plan(plans, slots.plans, call);
+  if (found == nullptr) return Owned();
+  Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
+  PyObject* form = slot(plan.get(), slots.form);
+  bool converts = form != Py_None && slot(form, slots.as_it_is) != Py_True;
+  bool direct = is_direct(plan.get(), call);
+  Owned passed, named, dims;
+  std::vector<Owned> shifted;
+  if (!direct) {
+    PyObject* step = slot(plan.get(), slots.step);
+    bool ruled = step == names.step_rule || step == names.step_alike || step == names.step_beside;
+    if (!ruled || any_autocast()) return Owned();  // NOTE [autocast and rules]
+    if (kwargs == nullptr && can_shift(plan.get(), call) &&
+        !shift_arguments(slot(plan.get(), slots.shifts), call, batch_size(level), shifted))
+      shifted.clear();
+  }
+  auto make_arguments = [&]() {
+    passed = call.list(positional);
+    named = Owned::copy(kwargs ? kwargs : names.no_kwargs);
+    if (converts) {
+      Owned values = call.list(call.count());
+      Owned size = checked(PyLong_FromSize_t(positional));
+      Owned made = checked(PyObject_CallFunctionObjArgs(
+          names.arguments_of, plan.get(), values.get(), size.get(), named.get(), nullptr));
+      if (made.get() == Py_None) return false;
+      passed = Owned::copy(PyTuple_GET_ITEM(made.get(), 0));
+      named = Owned::copy(PyTuple_GET_ITEM(made.get(), 1));
+    }
+    dims = dims_of(plan.get(), call, positional, PySequence_Size(passed.get()));
+    return true;
+  };
   Owned out;
-  {
-    UnderState under(state.get(), slot(level, slots.outer));
-    PyObject* passed[6] = {
-        nullptr, func, level, call.dims.get(), call.values.get(), names.no_kwargs};
-    out = Owned(
-        PyObject_Vectorcall(way.rule, passed + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+  PyObject* bdim = slot(plan.get(), slots.dim);
+  Owned zero;
+  if (!shifted.empty()) {
+    c10::SmallVector<PyObject*, 8> values{nullptr};
+    for (const Owned& value : shifted) values.push_back(value.get());
+    std::optional<UnderState> under;
+    if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+      under.emplace(state.get(), slot(level, slots.outer));
+    out = Owned(PyObject_Vectorcall(
+        func, values.data() + 1, call.flags(shifted.size()), nullptr));
+    if (!out && (PyErr_ExceptionMatches(PyExc_RuntimeError) ||
+                 PyErr_ExceptionMatches(PyExc_IndexError))) {
+      PyErr_Clear();  // the rule raises the error of one example
+      shifted.clear();
+    }
+    zero = checked(PyLong_FromLong(0));
+    bdim = zero.get();
+  }
+  if (!direct && shifted.empty() && !make_arguments()) return Owned();
+  if (shifted.empty()) {
+    std::optional<UnderState> under;
+    if (!direct || !needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+      under.emplace(state.get(), slot(level, slots.outer));
+    for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i) {
+      at::Tensor value = padded(THPVariable_Unpack(call.values()[i]), call.rank);
+      Py_SETREF(call.values()[i], checked(THPVariable_Wrap(value)).release());
+    }
+    if (direct)
+      out = Owned(PyObject_Vectorcall(
+          slot(plan.get(), slots.function), call.values(), call.flags(positional), kwnames.get()));
+    else
+      out = Owned(call_rule(plan.get(), level, dims.get(), passed.get(), named.get()));
   }
   if (!out) {
-    if (is_users_error(level, call.strided)) throw python_error();
-    return nullptr;
+    if (is_users_error(call)) raise();
+    return Owned();
   }
-  if (out.get() == Py_NotImplemented || !PyTuple_CheckExact(out.get())) return nullptr;
-  PyObject* value = PyTuple_GET_ITEM(out.get(), 0);
-  PyObject* dims = PyTuple_GET_ITEM(out.get(), 1);
-  if (!THPVariable_Check(value)) {
-    if (!way.overload) return nullptr;
-    Owned all = wrap_all(value, dims, level);
-    return PyTuple_Check(value) ? PyList_AsTuple(all.get()) : all.release();
-  }
-  PyObject* tracer = wrap(value, dims, level);
-  if (tracer == nullptr) throw python_error();
-  return tracer;
+  PyObject* keywords = kwargs ? kwargs : names.no_kwargs;
+  if (direct || !shifted.empty())
+    return wrap_results(plan.get(), level, args, keywords, out.get(), bdim);
+  if (out.get() == Py_NotImplemented) return Owned();
+  return wrap_results(
+      plan.get(), level, args, keywords, PyTuple_GET_ITEM(out.get(), 0), PyTuple_GET_ITEM(out.get(), 1));
+}
+
+PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+  PyObject* passed[6] = {nullptr, cls};
+  for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
+  return PyObject_Vectorcall(
+      handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
 PyObject* function_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  bool without_kwargs = count == 3 ||
-      (count == 4 &&
-       (args[3] == Py_None || (PyDict_CheckExact(args[3]) && PyDict_GET_SIZE(args[3]) == 0)));
-  if (without_kwargs && PyTuple_CheckExact(args[2])) {
-    PyObject* out = call_function(args[0], args[1], args[2]);
-    if (out != nullptr) return out;
+  if (count >= 3 && PyTuple_CheckExact(args[2]) &&
+      (count == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
+    bool named = count > 3 && args[3] != Py_None && PyDict_GET_SIZE(args[3]) != 0;
+    Owned out = call_function(args[0], args[1], args[2], named ? args[3] : nullptr);
+    if (out) return out.release();
   }
-  PyObject* passed[6] = {nullptr, cls};
-  for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
-  return PyObject_Vectorcall(
-      names.function_handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  return give_to(names.function_handler, cls, args, count);
   END_HANDLE_TH_ERRORS
+}
+
+// The alias of a tracer at its level, or null.
+Owned alias_of(PyObject* tracer) {
+  PyObject* level = slot(tracer, slots.level);
+  Owned state = current_state();
+  if (level == nullptr || slot(state.get(), slots.plain) != Py_True || !is_ready(level) ||
+      !reaches(state.get(), level))
+    return Owned();
+  return wrap(slot(tracer, slots.value), slot(tracer, slots.bdim), level);
 }
 
 // The class method __torch_dispatch__. The boxed kernels below take most calls before it; C++ calls
@@ -573,30 +830,16 @@ PyObject* dispatch_handler(PyObject* cls, PyObject* const* args, Py_ssize_t coun
       is_tracer(PyTuple_GET_ITEM(args[2], 0))) {
     PyObject* op = operator_of(args[0]);
     if (op != nullptr && slot(op, slots.by_tracers) == names.alias) {
-      PyObject* tracer = PyTuple_GET_ITEM(args[2], 0);
-      PyObject* level = slot(tracer, slots.level);
-      Owned state(PyObject_GetAttr(names.tls, names.state));
-      if (!state) throw python_error();
-      if (level != nullptr && slot(state.get(), slots.plain) == Py_True && is_ready(level)) {
-        Owned reached(PyNumber_And(slot(state.get(), slots.mask), slot(level, slots.bits)));
-        if (!reached) throw python_error();
-        if (Py_SIZE(reached.get()) != 0) {
-          PyObject* made = wrap(slot(tracer, slots.value), slot(tracer, slots.bdim), level);
-          if (made == nullptr) throw python_error();
-          return made;
-        }
-      }
+      Owned made = alias_of(PyTuple_GET_ITEM(args[2], 0));
+      if (made) return made.release();
     }
   }
-  PyObject* passed[6] = {nullptr, cls};
-  for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
-  return PyObject_Vectorcall(
-      names.dispatch_handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  return give_to(names.dispatch_handler, cls, args, count);
   END_HANDLE_TH_ERRORS
 }
 
 // How an argument of an operator is made a Python object; kOther is left to torch.
-enum class Kind { kTensor, kValue, kDtype, kOther };
+enum class Kind { kTensor, kValue, kDtype, kFormat, kOther };
 
 Kind kind_of(const c10::Argument& argument) {
   c10::TypePtr type = argument.real_type();
@@ -606,6 +849,8 @@ Kind kind_of(const c10::Argument& argument) {
       return Kind::kTensor;
     case c10::TypeKind::ScalarTypeType:
       return Kind::kDtype;
+    case c10::TypeKind::MemoryFormatType:
+      return Kind::kFormat;
     case c10::TypeKind::IntType:
     case c10::TypeKind::FloatType:
     case c10::TypeKind::BoolType:
@@ -716,6 +961,8 @@ class DispatchHandler : public c10::OperatorKernel {
       Py_INCREF(dtype);
       return Owned(dtype);
     }
+    if (kind == Kind::kFormat)
+      return Owned::copy(torch::utils::getTHPMemoryFormat(value.toMemoryFormat()));
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
       if (!tensor.defined()) {
@@ -730,151 +977,144 @@ class DispatchHandler : public c10::OperatorKernel {
     return Owned(torch::jit::toPyObject(value).release().ptr());
   }
 
-  // True if the call was made here. Otherwise the stack is as it was.
-  bool run(const c10::OperatorHandle& op, Stack* stack) {
-    py::gil_scoped_acquire gil;
-    PyObject* rule = slot(op_, slots.direct_rule);
-    PyObject* answer = slot(op_, slots.by_tracers);
-    if (answer == names.same_size || answer == names.same_numel)
-      return answer_query(answer == names.same_size, stack);
-    bool is_alias = answer == names.alias;
-    if (!is_alias && (rule == nullptr || rule == Py_None)) return false;
-    if (!learned_) learn(op);
-    const size_t count = kinds_.size();
-    const size_t first = stack->size() - count;
-    const auto& arguments = op.schema().arguments();
+  // The arguments of a call as Python objects, as torch gives them to __torch_dispatch__.
+  struct Arguments {
+    c10::SmallVector<PyObject*, 8> items;  // owned; those of keyword arguments follow the others
+    size_t positional = 0;
+    Owned kwnames;
+    ~Arguments() {
+      for (PyObject* item : items) Py_DECREF(item);
+    }
+  };
 
-    std::vector<Owned> owned;
-    owned.reserve(count);
-    std::vector<PyObject*> args;
-    args.reserve(count);
-    Owned kwargs;
+  // False where torch is to convert the arguments.
+  bool convert(const c10::OperatorHandle& op, const Stack& stack, size_t first, Arguments& made) {
+    const auto& arguments = op.schema().arguments();
     size_t last = positional_;
     while (last > 0 && arguments[last - 1].default_value().has_value() &&
-           is_default(arguments[last - 1], (*stack)[first + last - 1]))
+           is_default(arguments[last - 1], stack[first + last - 1]))
       --last;
+    Owned named;
     bool any = false;
-    for (size_t i = 0; i < count; ++i) {
-      const c10::IValue& value = (*stack)[first + i];
+    for (size_t i = 0; i < kinds_.size(); ++i) {
+      const c10::IValue& value = stack[first + i];
       if (i >= last) {
         const auto& standard = arguments[i].default_value();
         if (standard.has_value() && is_default(arguments[i], value)) continue;
         if (i < positional_) return false;
       }
-      if (kinds_[i] == Kind::kOther) {
-        if (!value.isNone()) return false;
-      }
+      if (kinds_[i] == Kind::kOther && !value.isNone()) return false;
       Owned object = to_python(value, kinds_[i]);
-      if (!object) throw python_error();
+      if (!object) raise();
+      any |= is_tracer(object.get()) || PyList_CheckExact(object.get());
+      made.items.push_back(object.release());
       if (i < positional_) {
-        any |= is_tracer(object.get()) || PyList_CheckExact(object.get());
-        args.push_back(object.get());
-      } else {
-        if (!kwargs) kwargs = Owned(PyDict_New());
-        if (PyDict_SetItemString(kwargs.get(), arguments[i].name().c_str(), object.get()) < 0)
-          throw python_error();
+        ++made.positional;
+        continue;
       }
-      owned.push_back(std::move(object));
+      if (!named) named = checked(PyList_New(0));
+      Owned name = checked(PyUnicode_InternFromString(arguments[i].name().c_str()));
+      if (PyList_Append(named.get(), name.get()) < 0) raise();
     }
-    if (!any) return false;
+    if (named) made.kwnames = checked(PyList_AsTuple(named.get()));
+    return any;
+  }
 
-    Owned state(PyObject_GetAttr(names.tls, names.state));
-    if (!state) throw python_error();
-    if (slot(state.get(), slots.plain) != Py_True) return false;
-
-    Alike same;
-    Unwrapped call;
-    bool direct = false;
-    PyObject* level = nullptr;
+  // True if the call was made here. Otherwise the stack is as it was.
+  bool run(const c10::OperatorHandle& op, Stack* stack) {
+    py::gil_scoped_acquire gil;
+    PyObject* answer = slot(op_, slots.by_tracers);
+    if (answer == names.same_size || answer == names.same_numel)
+      return answer_query(answer == names.same_size, stack);
+    bool is_alias = answer == names.alias;
+    PyObject* plans = slot(op_, slots.operator_plans);
+    if (!is_alias && (!is_set(slot(op_, slots.direct_rule)) || !is_set(plans))) return false;
+    if (!learned_) learn(op);
+    const size_t count = kinds_.size();
+    const size_t first = stack->size() - count;
+    Arguments args;
+    if (!convert(op, *stack, first, args)) return false;
     if (is_alias) {
-      if (args.size() != 1 || !is_tracer(args[0])) return false;
-      level = slot(args[0], slots.level);
-    } else if (
-        rule == names.pointwise && slot(op_, slots.function) != Py_None && !kwargs && !several_ &&
-        alike(args.data(), static_cast<Py_ssize_t>(args.size()), same)) {
-      level = same.level;
-      direct = true;
-    } else {
-      if (!unwrap(args.data(), static_cast<Py_ssize_t>(args.size()), call)) return false;
-      level = call.level;
-      if (level == nullptr || (!call.batched && slot(op_, slots.ruled) == Py_True)) return false;
+      if (args.items.size() != 1 || !is_tracer(args.items[0])) return false;
+      Owned made = alias_of(args.items[0]);
+      if (made) finish(stack, count, THPVariable_Unpack(made.get()));
+      return bool(made);
     }
-    if (!is_ready(level)) return false;
-    {
-      Owned reached(PyNumber_And(slot(state.get(), slots.mask), slot(level, slots.bits)));
-      if (!reached) throw python_error();
-      if (PyLong_CheckExact(reached.get()) && Py_SIZE(reached.get()) == 0) return false;
-    }
-    if (is_alias) {
-      Owned tracer(wrap(slot(args[0], slots.value), slot(args[0], slots.bdim), level));
-      if (!tracer) throw python_error();
-      finish(stack, count, THPVariable_Unpack(tracer.get()));
-      return true;
-    }
+    Owned state = current_state();
+    Call call;
+    if (slot(state.get(), slots.plain) != Py_True ||
+        !call.unwrap(args.items.data(), static_cast<Py_ssize_t>(args.items.size()), args.kwnames.get()))
+      return false;
+    PyObject* level = call.level;
+    if (!is_ready(level) || !reaches(state.get(), level)) return false;
     bool grad = at::GradMode::is_enabled();
     if (!grad && c10::InferenceMode::is_enabled()) return false;
-    // Autocast of the call: NOTE [autocast and rules].
-    if (slot(op_, slots.composite) == Py_True && any_autocast()) return false;
-
     PyObject* captured = slot(level, slots.torch_state);
-    PyObject* sets = slot(captured, slots.key_sets);
-    if (!PyBytes_CheckExact(sets) || PyBytes_GET_SIZE(sets) != 16) return false;
-    const auto* raw = reinterpret_cast<const uint64_t*>(PyBytes_AS_STRING(sets));
+    if (slot(captured, slots.in_modes) == Py_True) return false;
+    PyObject* found = find_plan(plans, slots.plans, call);
+    if (found == nullptr) return false;
+    Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
+    PyObject* step = slot(plan.get(), slots.step);
+    bool direct = is_direct(plan.get(), call);
+    bool once = step == names.step_once;
+    if (!direct && !once && step != names.step_rule && step != names.step_alike &&
+        step != names.step_beside)
+      return false;
+
+    const auto* raw =
+        reinterpret_cast<const uint64_t*>(PyBytes_AS_STRING(slot(captured, slots.key_sets)));
     c10::impl::LocalDispatchKeySet key_sets(c10::impl::PODLocalDispatchKeySet{});
     key_sets.included_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[0]);
     key_sets.excluded_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[1]);
-    if (c10::impl::TorchDispatchModeTLS::stack_len() == 0) {
-      // A mode's handler has taken the last mode away, and its keys with it.
-      key_sets.included_ = key_sets.included_.remove(c10::DispatchKey::Python)
-                               .remove(c10::DispatchKey::PythonTLSSnapshot);
-    }
     bool want = slot(captured, slots.grad_mode) == Py_True &&
         (grad ||
          (PyLong_AsLong(slot(captured, slots.quiet)) == 0 &&
           torch::autograd::get_current_graph_task_id() != -1));
     Owned below = kernel_state(level);
-
+    Owned kwargs = args.kwnames ? checked(PyDict_New()) : Owned::copy(names.no_kwargs);
+    for (size_t i = args.positional; i < call.count(); ++i)
+      if (PyDict_SetItem(
+              kwargs.get(), PyTuple_GET_ITEM(args.kwnames.get(), i - args.positional),
+              call.values()[i]) < 0)
+        raise();
+    Owned dims;
     Owned out;
-    PyObject* out_dims = Py_None;
     {
-      UnderState under(state.get(), below.get());
+      std::optional<UnderState> under;
+      bool needs_state = !needs_no_state(call, key_sets.included_);
+      if (needs_state) under.emplace(state.get(), below.get());
       c10::impl::ForceDispatchKeyGuard guard(key_sets);
       WithGradMode mode(want);
-      if (direct) {
-        out = Owned(PyObject_Vectorcall(
-            slot(op_, slots.function), same.values + 1,
-            static_cast<size_t>(args.size()) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
-      } else if (call.batched) {
-        PyObject* passed[6] = {
-            nullptr, slot(op_, slots.overload), level, call.dims.get(), call.values.get(),
-            kwargs ? kwargs.get() : names.no_kwargs};
-        out = Owned(
-            PyObject_Vectorcall(rule, passed + 1, 5 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      Stack values(stack->begin() + first, stack->end());
+      if (run_steps(op, plan.get(), call, args, values, below.get())) {
+        torch::jit::drop(*stack, count);
+        for (auto& value : values) stack->push_back(std::move(value));
+        return true;
+      }
+      if (!needs_state) under.emplace(state.get(), below.get());
+      if (!direct && !once) dims = dims_of(plan.get(), call, args.positional, args.positional);
+      Owned passed = call.list(args.positional);
+      if (direct || once) {
+        Owned tuple = checked(PyList_AsTuple(passed.get()));
+        out = Owned(PyObject_Call(slot(plan.get(), slots.function), tuple.get(), kwargs.get()));
       } else {
-        Owned values(PyList_AsTuple(call.values.get()));
-        out = Owned(PyObject_Call(slot(op_, slots.overload), values.get(), kwargs.get()));
+        out = Owned(call_rule(plan.get(), level, dims.get(), passed.get(), kwargs.get()));
       }
     }
     if (!out) {
-      if (is_users_error(level, direct ? same.strided : call.strided)) throw python_error();
+      if (is_users_error(call)) raise();
       return false;
     }
-    if (direct) {
-      out_dims = same.bdim;
-    } else if (call.batched) {
-      if (out.get() == Py_NotImplemented) return false;
-      if (!PyTuple_CheckExact(out.get()) || PyTuple_GET_SIZE(out.get()) < 2) return false;
-      out_dims = PyTuple_GET_ITEM(out.get(), 1);
-    }
-    PyObject* found = direct || !call.batched ? out.get() : PyTuple_GET_ITEM(out.get(), 0);
-    if (!several_) {
-      if (!THPVariable_Check(found)) throw_result(op, found);
-      Owned tracer(wrap(found, out_dims, level));
-      if (!tracer) throw python_error();
-      finish(stack, count, THPVariable_Unpack(tracer.get()));
-      return true;
-    }
-    Owned wrapped = wrap_all(found, out_dims, level);
+    if (out.get() == Py_NotImplemented) return false;
+    bool pair = !direct && !once;
+    PyObject* result = pair ? PyTuple_GET_ITEM(out.get(), 0) : out.get();
+    PyObject* result_dims = pair ? PyTuple_GET_ITEM(out.get(), 1)
+        : direct                 ? slot(plan.get(), slots.dim)
+                                 : Py_None;
+    if (!several_ && !THPVariable_Check(result)) throw_result(op, result);
+    Owned passed = call.list(args.positional);
+    Owned wrapped =
+        wrap_results(plan.get(), level, passed.get(), kwargs.get(), result, result_dims);
     const auto& returns = op.schema().returns();
     Stack results;
     if (returns.size() == 1) {
@@ -893,10 +1133,108 @@ class DispatchHandler : public c10::OperatorKernel {
     return true;
   }
 
-  // NOTE [queries of autograd] in fast_handlers.py.
+  static c10::IValue to_value(PyObject* value) {
+    if (THPVariable_Check(value)) return THPVariable_Unpack(value);
+    c10::List<at::Tensor> tensors;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(value); ++i)
+      tensors.push_back(THPVariable_Unpack(PyList_GET_ITEM(value, i)));
+    return tensors;
+  }
+
+  // Run the steps of a plan that calls the operator itself: on the values, or with its arguments
+  // shifted. The stack has the arguments, then the wrapped results. False if it was not done.
+  bool run_steps(
+      const c10::OperatorHandle& op, PyObject* plan, Call& call, Arguments& args, Stack& stack,
+      PyObject* state) {
+    bool direct = is_direct(plan, call);
+    bool once = slot(plan, slots.step) == names.step_once;
+    if (!direct && !once && !can_shift(plan, call)) return false;
+    Stack values(stack);
+    for (size_t i = 0; i < args.positional; ++i)
+      if (call.values()[i] != args.items[i]) values[i] = to_value(call.values()[i]);
+    for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
+      values[i] = padded(values[i].toTensor(), call.rank);
+    int64_t batch = batch_size(call.level);
+    if (!direct && !once && !shift_stack(slot(plan, slots.shifts), values, call.rank, batch))
+      return false;
+    try {
+      if (call.outer_tracers) {
+        if (!call_outwards(op, values, state)) return false;
+      } else if (call.elements < kSmall) {
+        op.callBoxed(&values);
+      } else {
+        py::gil_scoped_release no_gil;
+        op.callBoxed(&values);
+      }
+    } catch (const c10::Error&) {
+      // The rule raises the error of one example; without examples Python finds the results.
+      if ((direct || once) && call.strided && batch != 0) throw;
+      return false;
+    } catch (python_error& error) {
+      error.restore();
+      if (is_users_error(call)) raise();
+      return false;
+    }
+    Owned zero = checked(PyLong_FromLong(0));
+    PyObject* bdim = direct ? slot(plan, slots.dim) : once ? Py_None : zero.get();
+    for (auto& value : values) value = wrap_value(value, bdim, call.level);
+    stack = std::move(values);
+    return true;
+  }
+
+  // Call the operator on tracers of outer levels, as a call of its overload in Python would.
+  bool call_outwards(const c10::OperatorHandle& op, Stack& values, PyObject* state) {
+    Arguments args;
+    Call call;
+    if (!convert(op, values, 0, args) || args.kwnames ||
+        !call.unwrap(args.items.data(), static_cast<Py_ssize_t>(args.items.size()), nullptr) ||
+        !is_ready(call.level) || in_functorch() || slot(state, slots.remap) != Py_None ||
+        !reaches(state, call.level))
+      return false;
+    PyObject* plans = slot(op_, slots.operator_plans);
+    PyObject* overload = slot(op_, slots.overload);
+    bool records = is_true(slot(call.level, slots.autograd));
+    PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
+    Owned plan = Owned::copy(found);
+    if (found == nullptr) {
+      Owned given = checked(PyTuple_New(static_cast<Py_ssize_t>(args.items.size())));
+      for (size_t i = 0; i < args.items.size(); ++i)
+        PyTuple_SET_ITEM(given.get(), i, Py_NewRef(args.items[i]));
+      plan = checked(
+          records ? PyObject_CallMethod(
+                        plans, "make_recorded", "OOOO", overload, names.no_kwargs, call.key.get(),
+                        call.key.get())
+                  : PyObject_CallMethod(
+                        plans, "make", "OOOOO", overload, given.get(), names.no_kwargs,
+                        call.key.get(), call.key.get()));
+    }
+    if (records) {
+      if (!can_record(plan.get(), call)) return false;
+      py::gil_scoped_release no_gil;
+      op.callBoxed(&values);
+      return true;
+    }
+    if (slot(state, slots.plain) != Py_True || slot(plan.get(), slots.step) == names.step_once)
+      return false;
+    PyObject* outer = slot(call.level, slots.outer);
+    UnderState under(state, outer);
+    return run_steps(op, plan.get(), call, args, values, outer);
+  }
+
+  static c10::IValue wrap_value(const c10::IValue& value, PyObject* bdim, PyObject* level) {
+    auto wrap_one = [&](const at::Tensor& tensor) {
+      Owned object = checked(THPVariable_Wrap(tensor));
+      return at::Tensor(THPVariable_Unpack(wrap(object.get(), bdim, level).get()));
+    };
+    if (value.isTensor()) return value.toTensor().defined() ? wrap_one(value.toTensor()) : value;
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(wrap_one(tensor));
+    return tensors;
+  }
+
+  // NOTE [queries of autograd] in batch_handlers.py.
   static bool answer_query(bool sizes, Stack* stack) {
-    Owned state(PyObject_GetAttr(names.tls, names.state));
-    if (!state) throw python_error();
+    Owned state = current_state();
     if (slot(state.get(), slots.plain) != Py_True) return false;
     bool answer = true;
     if (sizes) {
@@ -928,19 +1266,14 @@ class DispatchHandler : public c10::OperatorKernel {
     PyErr_Format(
         PyExc_TypeError, "the batching rule of %s: expected a Tensor as result, got %R",
         op.schema().name().c_str(), found);
-    throw python_error();
+    raise();
   }
 
   static Owned kernel_state(PyObject* level) {
     PyObject* known =
         PyDict_GetItemWithError(slot(level, slots.kernel_states), slot(level, slots.bit));
-    if (known != nullptr) {
-      Py_INCREF(known);
-      return Owned(known);
-    }
-    Owned made(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
-    if (!made) throw python_error();
-    return made;
+    if (known != nullptr) return Owned::copy(known);
+    return checked(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
   }
 
   PyObject* op_;  // the TorchOperator, held for the life of the process
@@ -966,35 +1299,26 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* python_wrap(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK(count >= 3, "wrap(): expected a value, a batch dim and a level");
-  PyObject* tracer = wrap(args[0], args[1], args[2]);
-  if (tracer == nullptr) throw python_error();
-  return tracer;
+  return wrap(args[0], args[1], args[2], count > 3 && args[3] != Py_None).release();
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* key_sets(PyObject*, PyObject*) {
-  auto sets = c10::impl::tls_local_dispatch_key_set();
-  uint64_t raw[2] = {sets.included_.raw_repr(), sets.excluded_.raw_repr()};
-  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(raw), sizeof raw);
-}
-
 Py_ssize_t offset_of(PyObject* cls, const char* name) {
-  Owned descriptor(PyObject_GetAttrString(cls, name));
-  if (!descriptor) throw python_error();
+  Owned descriptor = checked(PyObject_GetAttrString(cls, name));
   if (Py_TYPE(descriptor.get()) != &PyMemberDescr_Type) {
     PyErr_Format(PyExc_TypeError, "setup(): expected %R to have a slot %s", cls, name);
-    throw python_error();
+    raise();
   }
   return reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member->offset;
 }
 
+// An object among the options of setup() (borrowed).
 PyObject* required(PyObject* options, const char* name) {
   PyObject* found = PyDict_GetItemString(options, name);
   if (found == nullptr) {
     PyErr_Format(PyExc_TypeError, "setup(): %s= is missing", name);
-    throw python_error();
+    raise();
   }
-  Py_INCREF(found);
   return found;
 }
 
@@ -1002,69 +1326,25 @@ PyObject* required(PyObject* options, const char* name) {
 // __torch_dispatch__. The keys are those of Names, and the classes that have the slots.
 PyObject* setup(PyObject*, PyObject* options) {
   HANDLE_TH_ERRORS
-  PyObject* tracer = required(options, "tracer");
-  PyObject* level = required(options, "level");
-  PyObject* state = required(options, "state");
-  PyObject* torch_state = required(options, "torch_state");
-  PyObject* op = required(options, "operator");
-  slots.value = offset_of(tracer, "value");
-  slots.bdim = offset_of(tracer, "bdim");
-  slots.level = offset_of(tracer, "dispatch_level");
-  slots.alive = offset_of(level, "alive");
-  slots.restores = offset_of(level, "_restores");
-  slots.autograd = offset_of(level, "autograd");
-  slots.forward = offset_of(level, "forward");
-  slots.outer = offset_of(level, "outer");
-  slots.bits = offset_of(level, "bits");
-  slots.bit = offset_of(level, "bit");
-  slots.depth = offset_of(level, "depth");
-  slots.torch_state = offset_of(level, "torch_state");
-  slots.batch_size = offset_of(level, "batch_size");
-  slots.kind = offset_of(level, "kind");
-  slots.kernel_states = offset_of(level, "_kernel_states");
-  slots.plain = offset_of(state, "plain");
-  slots.remap = offset_of(state, "remap_args");
-  slots.mask = offset_of(state, "mask");
-  slots.key_sets = offset_of(torch_state, "key_sets");
-  slots.grad_mode = offset_of(torch_state, "grad_mode");
-  slots.quiet = offset_of(torch_state, "quiet");
-  slots.direct_rule = offset_of(op, "direct_rule");
-  slots.function = offset_of(op, "function");
-  slots.by_tracers = offset_of(op, "by_tracers");
-  slots.ruled = offset_of(op, "ruled");
-  slots.composite = offset_of(op, "composite");
-  slots.overload = offset_of(op, "overload");
-  slots.written = offset_of(op, "written");
-  names.function_handler = required(options, "function_handler");
-  names.dispatch_handler = required(options, "dispatch_handler");
-  names.overload_type = required(options, "overload_type");
-  names.operators = required(options, "operators");
-  names.size = reinterpret_cast<PyTypeObject*>(required(options, "size"));
-  names.tls = required(options, "tls");
-  names.rules = required(options, "rules");
-  names.forms = required(options, "forms");
-  names.methods = required(options, "methods");
-  names.pointwise = required(options, "pointwise");
-  names.call_below = required(options, "call_below");
-  names.plain_types = required(options, "plain_types");
-  names.item_types = required(options, "item_types");
-  names.wrap = required(options, "wrap");
-  names.alias = required(options, "alias");
-  names.same_size = required(options, "same_size");
-  names.same_numel = required(options, "same_numel");
-  names.batch_changed = required(options, "batch_changed");
+#define X(cls, name, text) slots.name = offset_of(required(options, cls), text);
+  SLOTS(X)
+#undef X
+#define X(name) names.name = Py_NewRef(required(options, #name));
+  NAMES(X)
+#undef X
   names.no_kwargs = PyDict_New();
   names.state = PyUnicode_InternFromString("state");
   names.kernel_state = PyUnicode_InternFromString("kernel_state");
-  names.tracer = reinterpret_cast<PyTypeObject*>(tracer);
+  names.every = PySlice_New(nullptr, nullptr, nullptr);
   static PyMethodDef functions = {
       "__torch_function__", reinterpret_cast<PyCFunction>(function_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
   static PyMethodDef dispatch = {
       "__torch_dispatch__", reinterpret_cast<PyCFunction>(dispatch_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
-  Owned one(PyDescr_NewClassMethod(names.tracer, &functions));
-  Owned other(PyDescr_NewClassMethod(names.tracer, &dispatch));
+  auto* tracer = reinterpret_cast<PyTypeObject*>(names.tracer);
+  Owned one = checked(PyDescr_NewClassMethod(tracer, &functions));
+  Owned other = checked(PyDescr_NewClassMethod(tracer, &dispatch));
   return PyTuple_Pack(2, one.get(), other.get());
   END_HANDLE_TH_ERRORS
 }
@@ -1075,7 +1355,6 @@ PyMethodDef definitions[] = {
      "Register the dispatch handler of an operator."},
     {"wrap", reinterpret_cast<PyCFunction>(python_wrap), METH_FASTCALL,
      "Wrap a value as a tracer of a level."},
-    {"key_sets", key_sets, METH_NOARGS, "Return the thread's dispatch key sets as 16 bytes."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {

@@ -35,12 +35,12 @@ import torch.fx
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.remap_args import is_remapped
+from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.guard_suppression import suppress_guards
+from tsfunc.bridge.tracers.questions import suppress_guards
 from tsfunc.bridge.tracers.tracer import LevelProxy, Tracer, TracerLevel, as_seen_by_current_level
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using

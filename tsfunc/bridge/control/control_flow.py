@@ -14,7 +14,7 @@ that level (``control_flow_calls``). Its backward calls another node, the pullba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,15 +205,6 @@ class ControlFlow:
         numbers of this operator.
         """
         raise NotImplementedError
-
-
-def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """Yield the nodes of a graph, and those of the bodies in it."""
-    for node in graph.nodes:
-        yield node
-        if isinstance(node.target, ControlFlow):
-            for body in node.target.bodies:
-                yield from every_node(body.graph)
 
 
 def _draws(node: torch.fx.Node) -> bool:

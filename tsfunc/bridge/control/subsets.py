@@ -5,9 +5,9 @@ A branch or a loop's body runs only on the examples that take it. These examples
 their own: while the body runs, a :class:`SubsetLevel` replaces the vmap's level, at the same depth
 and with fewer examples. Each tensor of the whole batch that the body touches, passed in or closed
 over, is replaced by its ``index_select``: the function handler remaps the arguments of the body's
-calls before it does anything else (``remap_args``). One ``cat`` and one ``index_select`` merge the
-results of the subsets (``subset_maps``). A subset of a single example needs no batch: if nothing is
-recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
+calls before it does anything else (:class:`ArgRemapper`). One ``cat`` and one ``index_select``
+merge the results of the subsets (:class:`Merge`). A subset of a single example needs no batch: if
+nothing is recorded at the level, its tensors are plain, and its steps cost as much as without vmap.
 
 The autograd of outer levels records operations on physical values like any operator. At the vmap's
 own level, and at inner levels, whose tracers wrap the vmap's tracers, the remapping is a linear map
@@ -18,19 +18,28 @@ the vmap's, so that their kernels draw random numbers for the subset alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import is_
+from typing import Any, Final
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import StartAnew
-from tsfunc.bridge.control.remap_args import ArgRemapper
-from tsfunc.bridge.control.subset_maps import Select
-from tsfunc.bridge.grad.linear_maps import is_recorded, linear
+from tsfunc.bridge.grad.linear_maps import (
+    LinearMap,
+    at_level,
+    batched_value,
+    is_recorded,
+    linear,
+    rebuilt,
+)
+from tsfunc.bridge.tracers.attributes import OF_TYPES
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import (
     LevelProxy,
@@ -41,6 +50,8 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
+
+# --- the level of a subset
 
 
 class SubsetLevel(BatchLevel, LevelProxy):
@@ -263,3 +274,248 @@ def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args
     with in_subset(subset, what):
         taken = pytrees.tree_map(as_seen_by_current_level, args)
         return pytrees.tree_map(as_seen_by_current_level, func(*taken))
+
+
+# --- the remapping of a body's arguments by the function handler
+
+
+def is_remapped(func: Any) -> bool:
+    """Return True if a call made while a body runs belongs to the body and has arguments to remap.
+
+    The arguments of a kernel's call are remapped already. A query of a tensor's type has the same
+    answer inside and outside, and the code that runs a nested body makes such queries too.
+    """
+    if tls.state.running is not None or func == _REQUIRES_GRAD:
+        return False
+    return METHODS.get(func) not in OF_TYPES
+
+
+_REQUIRES_GRAD: Final = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+_WRITES = frozenset({torch.Tensor.__setitem__})
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, complex, type(None)})
+
+
+class ArgRemapper:
+    """Remaps the arguments of each call of a body that runs on a subset.
+
+    A tensor that the body closes over is remapped once. It stays unchanged while the body runs:
+    writes into it are refused.
+    """
+
+    __slots__ = ("subset", "taken", "what")
+
+    def __init__(self, subset: SubsetLevel, what: str) -> None:
+        self.subset, self.what = subset, what
+        self.taken: dict[int, tuple[Tracer, Any]] = {}
+
+    def anew(self) -> ArgRemapper:
+        return ArgRemapper(self.subset, self.what)
+
+    def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        subset = self.subset
+        known = self.taken
+        quick: list[Any] = []
+        for arg in args:
+            kind = type(arg)
+            if kind in _PLAIN or (kind is SlottedBatchTracer and arg.dispatch_level is subset):
+                quick.append(arg)
+            elif id(arg) in known:
+                quick.append(known[id(arg)][1])
+            else:
+                break
+        else:
+            if not kwargs:
+                if all(map(is_, quick, args)) or not is_remapped(func):
+                    return None
+                if quick[0] is args[0] or not _writes(func):
+                    return quick, kwargs
+        if not is_remapped(func):
+            return None
+        if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
+            shape = tuple(args[0].shape)
+            raise RuntimeError(refused_write(self.what, func.__name__, shape, subset.whole))
+        taken = [self._taken(arg) for arg in args]
+        named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
+        same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
+        return None if same else (taken, named)
+
+    def _taken(self, value: Any) -> Any:
+        if isinstance(value, Tracer):
+            if value.dispatch_level is self.subset:
+                return value
+            known = self.taken.get(id(value))
+            if known is None:
+                known = value, as_seen_by_current_level(value)
+                if known[1] is not value:
+                    self.taken[id(value)] = known
+            return known[1]
+        if type(value) in (list, tuple):
+            items = [self._taken(item) for item in value]
+            return value if all(map(is_, items, value)) else type(value)(items)
+        return value
+
+
+def refused_write(what: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
+    """Return the message for a write into a tensor that a body closes over.
+
+    Args:
+        what: the control flow operator.
+        by: the name of the function that writes.
+        shape: the shape of the tensor.
+        level: the vmap.
+    """
+    return (
+        f"{what}: the body writes in place ({by}) into a tensor that it closes over, of shape "
+        f"{shape}, which only some of the examples of {level.name} are to see. Pass it in as an "
+        f"operand, write into a clone of it, and return that."
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return (
+        func in _WRITES
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))
+    )
+
+
+# --- linear maps between a batch and its subsets
+
+
+class Select(LinearMap):
+    """Selects the subset's part of a tensor of the whole batch."""
+
+    def __init__(self, subset: SubsetLevel) -> None:
+        self.subset = subset
+        self.source: BatchLevel | None = None
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        subset = self.subset
+        level = value.dispatch_level
+        with level.restored():
+            if level.depth > subset.depth:
+                inner = value.value
+                if isinstance(inner, Tracer) and inner.dispatch_level.depth >= subset.depth:
+                    return rebuilt(value, linear(self, (inner,)))
+                self.source = subset.whole
+                return rebuilt(value, wrap(inner, None, subset))
+            self.source = level
+            return subset.physical(value.value, value.bdim, level)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        assert self.source is not None
+        return (scatter(cotangent, self.subset, self.source),)
+
+
+class _Scatter(LinearMap):
+    """Puts a tensor of the subset into the whole batch, with zeros for the other examples."""
+
+    def __init__(self, subset: SubsetLevel, target: BatchLevel) -> None:
+        self.subset, self.target = subset, target
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        subset, target = self.subset, self.target
+        level = value.dispatch_level
+        with level.restored():
+            if level.depth > subset.depth:
+                return rebuilt(value, linear(self, (at_level(value.value, subset),)))
+            inner, dim = batched_value(value, subset)
+            shape = list(inner.shape)
+            shape[dim] = target.batch_size
+            zeros = inner.new_zeros(shape)
+            return wrap(zeros.index_add(dim, subset.index_in(target), inner), dim, target)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (self.subset.remap(cotangent),)
+
+
+def scatter(value: Any, subset: SubsetLevel, target: BatchLevel) -> Any:
+    """Return a tensor of an ancestor: the subset's values, and zeros for other examples."""
+    return linear(_Scatter(subset, target), (at_level(value, subset),))
+
+
+class Merge(LinearMap):
+    """Merges tensors of subsets that partition the batch."""
+
+    def __init__(self, parts: Sequence[SubsetLevel], target: BatchLevel) -> None:
+        self.parts, self.target = parts, target
+
+    @functools.cached_property
+    def order(self) -> torch.Tensor:
+        """For each example of the whole batch, its position in the concatenated parts."""
+        return torch.cat([part.index_in(self.target) for part in self.parts]).argsort()
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return one tensor of the whole batch from a tensor of each part."""
+        lifted = [at_level(part.remap(v), part) for v, part in zip(values, self.parts, strict=True)]
+        inmost = max((v.dispatch_level for v in lifted), key=lambda level: level.depth)
+        if inmost.depth > self.target.depth:
+            lifted = [
+                v
+                if v.dispatch_level.depth == inmost.depth
+                else at_level(inmost.lift(v), self.target)
+                for v in lifted
+            ]
+        return linear(self, lifted)
+
+    def run(self, values: Sequence[Any]) -> Any:
+        level = max((v.dispatch_level for v in values), key=lambda level: level.depth)
+        with level.restored():
+            if level.depth > self.target.depth:
+                return self._inside(level, values)
+            pairs = [batched_value(v, part) for v, part in zip(values, self.parts, strict=True)]
+            dim = pairs[0][1]
+            inner = [v if at == dim else v.movedim(at, dim) for v, at in pairs]
+            return wrap(torch.cat(inner, dim).index_select(dim, self.order), dim, self.target)
+
+    def _inside(self, level: TracerLevel, values: Sequence[Any]) -> Any:
+        """Merge at a level inside of the subsets, by the values that its tracers wrap."""
+        lifted: list[Any] = [
+            v if v.dispatch_level.depth == level.depth else level.lift(v) for v in values
+        ]
+        batched = isinstance(level, BatchLevel) and any(v.bdim is not None for v in lifted)
+        if not batched:
+            inner = [v.value for v in lifted]
+        else:
+            assert isinstance(level, BatchLevel)
+            pairs = [batched_value(v, v.dispatch_level) for v in lifted]
+            inner = [v.movedim(at, 0) for v, at in pairs]
+        inner = [at_level(v, part) for v, part in zip(inner, self.parts, strict=True)]
+        merged = linear(self, inner)
+        if isinstance(level, BatchLevel):
+            return wrap(merged, 0 if batched else None, level)
+        return level.lift(merged)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return tuple(part.remap(cotangent) for part in self.parts)
+
+
+class _Relabel(LinearMap):
+    """Relabels a tensor as one of another level with the same number of examples."""
+
+    def __init__(self, source: BatchLevel, target: BatchLevel) -> None:
+        self.source, self.target = source, target
+
+    def run(self, values: Sequence[Any]) -> Any:
+        (value,) = values
+        level = value.dispatch_level
+        if level.depth > self.target.depth:
+            with level.restored():
+                return rebuilt(value, linear(self, (at_level(value.value, self.source),)))
+        return wrap(value.value, value.bdim, self.target)
+
+    def transpose(self, cotangent: Any) -> Sequence[Any]:
+        return (relabel(cotangent, self.target, self.source),)
+
+
+def relabel(value: Any, source: BatchLevel, target: BatchLevel) -> Any:
+    """Return a value of a guarded subset as one of the whole batch; they have equal sizes."""
+    if not isinstance(value, Tracer) or value.dispatch_level.depth < source.depth:
+        return value
+    return linear(_Relabel(source, target), (value,))

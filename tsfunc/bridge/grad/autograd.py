@@ -30,8 +30,8 @@ from torch.autograd import Variable, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
+from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
 from tsfunc.bridge.tracers.factories import prepare, watching_random
-from tsfunc.bridge.tracers.outermost import entered, leaves_dual_level
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels
@@ -97,7 +97,7 @@ def _not_inference(value: Any) -> Any:
 
 def differentiates_here() -> bool:
     """Return True if the running code is inside of a derivative by tsfunc, at any level."""
-    return entered.recording > 0 or entered.forward > 0
+    return outermost.recording > 0 or outermost.forward > 0
 
 
 # The contexts that every derivative enters are classes: a generator's costs three times as much.
@@ -107,10 +107,10 @@ class differentiating:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        entered.recording += 1
+        outermost.recording += 1
 
     def __exit__(self, *error: object) -> None:
-        entered.recording -= 1
+        outermost.recording -= 1
 
 
 class _Recorded:
@@ -161,10 +161,10 @@ class recording(_Recorded):
         if self._level is None:
             prepare()
         super().__enter__()
-        entered.recording += 1
+        outermost.recording += 1
 
     def __exit__(self, *error: object) -> None:
-        entered.recording -= 1
+        outermost.recording -= 1
         super().__exit__()
 
 
@@ -447,7 +447,7 @@ def tangents_here() -> bool:
 
     The jvp of another thread does not count, since it may exit the dual level at any moment.
     """
-    if entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
+    if outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
         return True
     return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
 
@@ -456,7 +456,7 @@ def forward_in_use(level: TracerLevel | None) -> bool:
     """Return True if tensors of this level may carry tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
-    return entered.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
+    return outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
 
 
 _formulas_loaded = False
@@ -502,7 +502,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         level.autograd += 1
     else:
         prepare()
-        entered.forward += 1
+        outermost.forward += 1
     try:
         # The caller may have switched tangents off, as the forward of an autograd.Function does.
         with forward_ad._set_fwd_grad_enabled(True):
@@ -512,7 +512,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             level.forward -= 1
             level.autograd -= 1
         else:
-            entered.forward -= 1
+            outermost.forward -= 1
         with _dual_lock:
             _dual_users -= 1
             if _dual_users == 0:
@@ -530,15 +530,15 @@ def no_duals(levels: Sequence[TracerLevel], enabled: bool) -> Iterator[None]:
         levels: the levels.
         enabled: True if operators propagate tangents in the block.
     """
-    plain, counts = entered.forward, [level.forward for level in levels]
-    entered.forward = 0
+    plain, counts = outermost.forward, [level.forward for level in levels]
+    outermost.forward = 0
     for level in levels:
         level.forward = 0
     try:
         with forward_ad._set_fwd_grad_enabled(enabled):
             yield
     finally:
-        entered.forward = plain
+        outermost.forward = plain
         for level, count in zip(levels, counts, strict=True):
             level.forward = count
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.sizes.size_forms import is_small, size_of_form
+from tsfunc.bridge.sizes.expressions import is_small, size_of_form
 
 _ARITHMETIC: dict[type, str] = {ast.Add: "+", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"}
 _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
@@ -72,7 +72,7 @@ def _size(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
 
 
 def _form(node: ast.expr) -> Any:
-    """Return a size as plain data, see ``size_forms``; raise _Untold if there is no such form."""
+    """Return a size as plain data, see ``expressions``; raise _Untold if there is no such form."""
     match node:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return value

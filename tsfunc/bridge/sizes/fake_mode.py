@@ -8,7 +8,7 @@ FakeTensorMode decides for each call which of its many rules applies, and its fi
 imports torch._dynamo and sympy, which takes a second. If all sizes are numbers and all tensors are
 on the CPU, :func:`results_of_fixed_sizes` does without it:
 
-1. Most operators are called on small tensors: NOTE [scaled-down calls] in ``scaled_down``.
+1. Most operators are called on small tensors: NOTE [scaled-down calls].
 2. Views, copies and factories run their kernel for ``meta`` tensors, as in FakeTensorMode. Other
    operators' kernels for ``meta`` tensors are Python functions of torch's, which ask a fake tensor
    for its device and import torch._dynamo.
@@ -23,13 +23,32 @@ Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor``
 FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
 ``torch._functorch.config`` has the settings of fake tensors; ``DisableTorchFunction`` and
 ``_DisableTorchDispatch`` disable modes and handlers.
+
+NOTE [scaled-down calls]
+The result shapes of most operators are made of the sizes of their arguments: each size of a sum, a
+product of matrices, a softmax or an embedding is a size of an argument, or 1. Which it is, and how
+the result lies in memory, depends on the order of the sizes and strides, on equality, and on sizes
+0 and 1, but on no other value. Such an operator is called on the CPU with small tensors, whose
+distinct sizes 2, 3, ... stand for the distinct sizes of the call in the same order. The result has
+the dtype, the order of strides and, after replacing the sizes, the shape of the call's result:
+those of the kernel itself, in microseconds, without torch's rules for fake tensors.
+
+:data:`_RULES` and :data:`_NAMES` list these operators. An operator whose result sizes are computed
+(``conv2d``, ``view``) or depend on data, or that draws random numbers, is not among them.
+
+Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` and
+``_DisableTorchDispatch`` disable modes and handlers, ``OpOverload._schema`` has the arguments of an
+operator, ``UntypedStorage._cdata`` is the address of a storage.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
@@ -40,12 +59,26 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from tsfunc.bridge.sizes.fake_views import count_write, remember_view
-from tsfunc.bridge.sizes.scaled_down import Metadata, scaled_down
+from tsfunc.bridge.sizes.write_counts import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_state import kept_keys, outside_functorch
 from tsfunc.dispatch import state
-from tsfunc.ops import find, identity, views
+from tsfunc.ops import (
+    attention,
+    contractions,
+    embedding,
+    feature_batched,
+    find,
+    fixed,
+    identity,
+    indexing,
+    losses,
+    n_dimensional,
+    reductions,
+    sorting,
+    tensor_iterator,
+    views,
+)
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -57,8 +90,8 @@ _ONLY_IN_THE_MODE: Final = frozenset({"aten::lift_fresh"})
 _RANGES: Final = frozenset({"aten::arange", "aten::arange.start", "aten::arange.start_step"})
 _MOST_ELEMENTS: Final = 1 << 16
 
-# The modules of the batching rules of views and copies.
-_MODULES: Final = frozenset({identity.__name__, views.__name__})
+# The families of views and copies.
+_FAMILIES: Final = (identity.COPIES, views.VIEWS)
 
 
 class LazyFakeMode(FakeTensorMode):
@@ -153,7 +186,7 @@ def results_of_fixed_sizes(
         results = _range(call, args, kwargs)
     if results is NotImplemented:
         return _on_meta(fake, call, args, kwargs)
-    return _as_fake(results, fake, {}, {})
+    return _as_fake(results, fake, {})
 
 
 def _range(call: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -199,10 +232,9 @@ def _on_meta(
             results = call(*plain[0], **plain[1])
         except Exception:
             return NotImplemented  # FakeTensorMode computes the results, or raises the error
-    sources = {x.untyped_storage()._cdata: x for x in fakes.values()}
     if call._schema.is_mutable:
         count_write(args[0])
-    return _as_fake(results, fake, fakes, sources)
+    return _as_fake(results, fake, fakes)
 
 
 def meta_of(x: torch.Tensor) -> torch.Tensor:
@@ -244,16 +276,13 @@ def _is_plain(value: Any, fake: FakeTensorMode) -> bool:
     return not isinstance(value, _SYMBOLIC)
 
 
-def _as_fake(
-    result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any], sources: Mapping[int, Any]
-) -> Any:
+def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any:
     """Return results as fake tensors.
 
     Args:
         result: the results.
         fake: the mode.
         fakes: the fake tensors of arguments, which results may be, by the meta tensor.
-        sources: the fake tensors of arguments by their storage, which results may have.
     """
     if isinstance(result, Metadata):
         return new_fake(fake, result.shape, result.strides, result.dtype, _CPU)
@@ -263,13 +292,9 @@ def _as_fake(
         given = fakes.get(id(result))
         if given is not None:
             return given
-        made = FakeTensor(fake, result, _CPU)
-        source = sources.get(result.untyped_storage()._cdata)
-        if source is not None:
-            remember_view(made, source)
-        return made
+        return FakeTensor(fake, result, _CPU)
     if isinstance(result, list | tuple):
-        return type(result)([_as_fake(each, fake, fakes, sources) for each in result])
+        return type(result)([_as_fake(each, fake, fakes) for each in result])
     return result
 
 
@@ -291,5 +316,243 @@ def _is_served(overload: OpOverload) -> bool:
     if not name.startswith("aten::") or torch.Tag.data_dependent_output in tags:
         return False
     row = find(name)
-    served = row is not None and getattr(row.rule, "__module__", "") in _MODULES
+    served = row is not None and row.family in _FAMILIES
     return served or _place_of_device(overload) is not None
+
+
+# --- errors of fake tensors
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Disable torch's log of operators that raise on fake tensors within a block.
+
+    The errors are still raised; only the extra traceback on stderr is suppressed.
+    """
+    before, _logger.disabled = _logger.disabled, True
+    try:
+        yield
+    finally:
+        _logger.disabled = before
+
+
+_logger = logging.getLogger(FakeTensorMode.__module__)
+
+
+# --- calls of operators on small tensors
+
+
+# The batching rules of operators whose result sizes are sizes of the arguments.
+_RULES: Final = frozenset(
+    (rule.__module__, rule.__qualname__)
+    for rule in (
+        attention.attention, attention.flash_cpu, attention.flash_cpu_backward,
+        contractions.einsum, embedding.embedding, embedding.embedding_dense_backward,
+        feature_batched.layer_norm, feature_batched.native_layer_norm,
+        feature_batched.native_layer_norm_backward, fixed.added_product,
+        fixed.added_product_inplace, fixed.addmm, fixed.addr, fixed.bmm, fixed.linear,
+        fixed.matmul, fixed.of_ranks, fixed.outer, indexing.gather, indexing.index_fill,
+        indexing.index_select, indexing.index_write, indexing.scatter,
+        losses.nll_loss_backward, losses.nll_loss_forward, losses.pointwise_loss,
+        losses.pointwise_loss_backward, n_dimensional.flip, n_dimensional.triangle,
+        n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along,
+        reductions.along_inplace, reductions.aminmax, reductions.arg_extreme,
+        reductions.count_nonzero, reductions.norm, reductions.over_all, reductions.prod,
+        reductions.reduction, reductions.variance, sorting.sort, tensor_iterator.clamp,
+        tensor_iterator.masked_fill, tensor_iterator.masked_fill_scalar_inplace,
+        tensor_iterator.masked_fill_tensor, tensor_iterator.masked_fill_tensor_inplace,
+        tensor_iterator.pointwise, tensor_iterator.pointwise_inplace,
+        tensor_iterator.pointwise_of_equal_shapes, tensor_iterator.where,
+    )
+)  # fmt: skip
+
+# Composite operators without such a rule.
+_NAMES: Final = frozenset({
+    "aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::rms_norm",
+    "aten::l1_loss", "aten::gelu", "aten::cat",
+})  # fmt: skip
+
+_CAT: Final = "aten::cat"  # the one with a result size that is a sum
+
+# Arguments that are ints: sizes, and those that do not determine a size (a dtype is an int too).
+_SIZES: Final = frozenset({"normalized_shape", "num_weights"})
+_OTHER_INTS: Final = frozenset({
+    "dim", "dims", "dtype", "input_dtype", "reduction", "ignore_index", "correction", "diagonal",
+    "padding_idx",
+})  # fmt: skip
+
+_MOST_SCALED: Final = 1 << 16
+
+
+class _Unserved(Exception):
+    """A call that a call on small tensors does not represent."""
+
+
+class Metadata(NamedTuple):
+    """The metadata of a strided tensor of fixed sizes on the CPU."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+
+def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the metadata of an operator's results: NOTE [scaled-down calls].
+
+    Args:
+        call: the operator's overload.
+        args, kwargs: its arguments, with strided tensors of fixed sizes on the CPU.
+
+    Returns:
+        A `Metadata` for each new tensor, an argument for a result that is an argument, in the
+        structure of the results; NotImplemented if the operator is not served.
+    """
+    names = _arguments(call)
+    if names is None:
+        return NotImplemented
+    try:
+        scale = _Scale(_all_sizes(names, args, kwargs))
+        small = [scale.argument(name, x) for name, x in zip(names, args, strict=False)]
+        named = {name: scale.argument(name, x) for name, x in kwargs.items()}
+        with (
+            torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad(),
+            _DisableTorchDispatch(), DisableTorchFunction(),
+        ):  # fmt: skip
+            found = call(*small, **named)
+            sums = _sum_of_sizes(found, *args, **kwargs) if call.name() == _CAT else {}
+            results = scale.result(found, sums)
+        if call._schema.is_mutable:
+            count_write(args[0])
+        return results
+    except Exception:
+        return NotImplemented  # torch's rule reports the error
+
+
+@functools.cache
+def _arguments(call: Any) -> Sequence[str] | None:
+    """Return the names of an operator's arguments; None if it is not served."""
+    schema = call._schema
+    if call.name() not in _NAMES and not _has_rule(call.name()):
+        return None
+    if torch.Tag.inplace_view in call.tags:
+        return None
+    # An operator with a dropout probability draws nothing if it is 0, which a call checks.
+    draws = torch.Tag.nondeterministic_seeded in call.tags
+    if draws and all(argument.name != "dropout_p" for argument in schema.arguments):
+        return None
+    for i, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write and (i > 0 or argument.kwarg_only):
+            return None
+        known = argument.name in _SIZES or argument.name in _OTHER_INTS
+        if not known and _is_int(str(argument.type)):
+            return None
+    return [argument.name for argument in schema.arguments]
+
+
+def _has_rule(name: str) -> bool:
+    row = find(name)
+    if row is None or row.rule is None:
+        return False
+    made_by = getattr(row.rule, "__qualname__", "").partition(".<locals>")[0]
+    return (row.rule.__module__, made_by) in _RULES
+
+
+def _is_int(type_: str) -> bool:
+    return "int" in type_.lower()
+
+
+def _all_sizes(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[int]:
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        if name == "dropout_p" and value:
+            raise _Unserved
+        if name in _SIZES:
+            yield from (value,) if isinstance(value, int) else value
+            continue
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, torch.Tensor):
+                yield from each.shape
+
+
+def _sum_of_sizes(found: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """Return the size of concatenated tensors by its dim; empty vectors count as nothing."""
+    dim %= found.dim()
+    return {dim: sum(x.shape[dim] for x in tensors if x.shape != (0,))}
+
+
+class _Scale:
+    """A map of the sizes of a call to small sizes in the same order, 0 to 0 and 1 to 1."""
+
+    def __init__(self, sizes: Iterator[int]) -> None:
+        found = sorted({0, 1, *sizes})
+        self._small = {size: i for i, size in enumerate(found)}
+        self._large = found
+        # By identity: an argument that occurs twice is one tensor.
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def argument(self, name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = value, self._tensor(value)
+            return self._tensors[id(value)][1]
+        if name in _SIZES:
+            return self._small[value] if isinstance(value, int) else [self._small[n] for n in value]
+        if isinstance(value, list | tuple):
+            return [self.argument("", each) for each in value]
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a small tensor with the order and the gaps of a tensor's strides."""
+        if value.is_conj() or value.is_neg():
+            raise _Unserved
+        shape, strides = value.shape, value.stride()
+        small, steps = [self._small[n] for n in shape], [0] * len(shape)
+        large_step, small_step = 1, 1
+        for dim in sorted(range(len(shape)), key=lambda d: (strides[d], shape[d])):
+            if strides[dim] == 0:
+                continue
+            if strides[dim] < large_step:
+                raise _Unserved  # the tensor overlaps itself, or a dim of size 1 is out of order
+            if strides[dim] > large_step:  # a gap
+                large_step, small_step = strides[dim], 2 * small_step
+            steps[dim] = small_step
+            large_step *= max(shape[dim], 1)
+            small_step *= max(small[dim], 1)
+        if small_step > _MOST_SCALED:
+            raise _Unserved
+        memory = torch.zeros(small_step, dtype=value.dtype)
+        return memory.as_strided(small, steps)
+
+    def result(self, value: Any, sums: Mapping[int, int] = MappingProxyType({})) -> Any:
+        """Return a result's metadata in the call; ``sums`` has dims with sizes of their own."""
+        if isinstance(value, list | tuple):
+            return type(value)([self.result(each, sums) for each in value])
+        if not isinstance(value, torch.Tensor):
+            raise _Unserved
+        for given, small in self._tensors.values():
+            if value is small:
+                return given
+            if value.untyped_storage()._cdata == small.untyped_storage()._cdata:
+                raise _Unserved  # a view
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            raise _Unserved
+        shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
+        return Metadata(shape, self._strides(value, shape), value.dtype)
+
+    def _strides(self, value: torch.Tensor, shape: Sequence[int]) -> Sequence[int]:
+        """Return the strides of a result: each step is the product of the sizes further in."""
+        steps = {1: 1}  # those of the call's result by those of the small one
+        small_step, large_step = 1, 1
+        strides = value.stride()
+        for dim in sorted(range(value.dim()), key=lambda d: strides[d]):
+            if value.shape[dim] > 1:
+                if strides[dim] != small_step:
+                    raise _Unserved  # a gap, or an expanded dim
+                small_step *= value.shape[dim]
+                large_step *= shape[dim]
+                steps[small_step] = large_step
+        if any(step not in steps for step in strides):
+            raise _Unserved
+        return [steps[step] for step in strides]

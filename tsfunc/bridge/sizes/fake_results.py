@@ -16,33 +16,76 @@ the same way (``shape_fitting``).
 
 Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which computes results, and its
 errors for data-dependent results; ``DisableTorchFunction``.
+
+NOTE [cached results]
+A model calls the same operators on tensors of the same metadata again and again, and torch's
+fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the metadata
+of the arguments (sizes, strides, dtype, device, and shared storages) to that of the results, and
+makes new fake tensors with this metadata. The guards on symbolic sizes from the first call remain,
+so they are not asked again.
+
+Nothing is cached for
+
+- operators that are not torch's own, whose rules may depend on anything, and those in ``UNKEPT``;
+- arguments that their metadata does not fully describe: a tensor that is not strided or has a
+  constant value, a generator;
+- sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
+  facts about them may hold only in a part of the trace;
+- results that are not tensors, or whose metadata or storage a new tensor cannot have.
+
+The storage offset of an argument is not part of the metadata, and the offset of a view is stored
+relative to its source; ``x[i]`` is cached as ``x[0]`` with a further offset. A loop over the rows
+of a tensor calls torch's rule once.
+
+The cache lives as long as the trace: newly registered kernels, and settings that are not in
+``settings``, do not invalidate it.
+
+Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
+``UntypedStorage._cdata`` is the address of a storage, also of a fake one; ``SymInt.node`` with its
+``expr`` and ``hint``; the functions of ``torch._C`` return the allowed attention backends and
+kernel libraries; ``DisableTorchFunction`` disables function modes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-from torch._C import DisableTorchFunction
+import torch
+from torch import SymBool, SymFloat, SymInt
+from torch._C import (
+    DisableTorchFunction,
+    _get_cudnn_enabled,
+    _get_cudnn_sdp_enabled,
+    _get_flash_sdp_enabled,
+    _get_math_sdp_enabled,
+    _get_mem_efficient_sdp_enabled,
+    _get_mkldnn_enabled,
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 
 from tsfunc.bridge.sizes import packed_rules as packed_rules  # registers its rules
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
-from tsfunc.bridge.sizes.fake_mode import results_of_fixed_sizes
-from tsfunc.bridge.sizes.fake_views import counting_writes
+from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake, results_of_fixed_sizes
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
-from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES
-from tsfunc.bridge.tracers.guard_suppression import defer_guards
-from tsfunc.bridge.tracers.torch_state import kept_keys
+from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
+from tsfunc.bridge.sizes.strides import check_view, kernel_strides
+from tsfunc.bridge.sizes.write_counts import count_write, counting_writes, update_versions
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import defer_guards, suppress_guards
+from tsfunc.bridge.tracers.torch_state import kept_keys, settings
 
 _Call = Callable[..., Any]
 
@@ -77,6 +120,7 @@ def results_of(
         results = results_of_fixed_sizes(fake, call, args, kwargs)
         if results is not NotImplemented:
             return results
+    update_versions(args)
     if name in SHAPE_RULES:
         with _kept(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)
@@ -121,3 +165,334 @@ def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
             yield
     finally:
         fake.cache_enabled = cached
+
+
+# --- the results that are known already
+
+
+# Types whose values are the same argument if they compare equal.
+_PLAIN: Final = frozenset({
+    int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+})  # fmt: skip
+
+_SYMBOLIC: Final = frozenset({SymInt, SymFloat, SymBool})
+
+# Settings besides ``settings`` that choose kernels, and with them strides.
+_LIBRARIES: Final = (
+    _get_cudnn_enabled, _get_mkldnn_enabled, _get_math_sdp_enabled, _get_flash_sdp_enabled,
+    _get_mem_efficient_sdp_enabled, _get_cudnn_sdp_enabled,
+)  # fmt: skip
+
+
+class UnknownError(Exception):
+    """A value has properties that its metadata does not describe."""
+
+
+class MetadataKey(NamedTuple):
+    """The metadata of a strided tensor; symbolic sizes are sympy expressions."""
+
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    is_conj: bool
+    is_neg: bool
+
+
+class _Result(NamedTuple):
+    """The description of a result.
+
+    Attributes:
+        source: the index of the tensor argument whose storage the result shares.
+        is_source: True if the result is that tensor itself.
+        shape, strides: those of the computed result.
+        offset: its storage offset; for a view, relative to the source.
+        elements: the number of elements of its own storage, at the sizes of the call.
+        symbolic: True if its sizes are symbolic.
+    """
+
+    source: int
+    is_source: bool
+    shape: Sequence[Any]
+    strides: Sequence[Any]
+    offset: Any
+    dtype: torch.dtype
+    device: torch.device
+    elements: int
+    symbolic: bool
+
+
+# Operators whose results depend on the storage offset of an argument.
+_OF_OFFSETS: Final = frozenset({
+    "aten::as_strided", "aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter",
+    "aten::_reshape_alias", "aten::storage_offset", "aten::sym_storage_offset",
+})  # fmt: skip
+
+_OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # special values of source
+
+
+class _CachedResults(NamedTuple):
+    """The results of a call: one, or a list or tuple of results, some of which may be None."""
+
+    container: type | None
+    results: tuple[_Result | None, ...]
+
+
+class TraceMetadata:
+    """The metadata of the fake tensors of one trace."""
+
+    def __init__(self) -> None:
+        self._of_data: dict[Any, bool] = {}
+
+    def of(self, value: Any) -> MetadataKey:
+        """Return the metadata of a fake tensor.
+
+        Raises:
+            UnknownError: the metadata would not describe the tensor fully.
+        """
+        if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
+            raise UnknownError
+        return MetadataKey(
+            tuple([x if type(x) is int else self.number(x) for x in value.shape]),
+            tuple([x if type(x) is int else self.number(x) for x in value.stride()]),
+            self.number(value.storage_offset()),
+            value.dtype, value.fake_device, value.is_conj(), value.is_neg(),
+        )  # fmt: skip
+
+    def number(self, value: Any) -> Any:
+        """Return a number, or the expression of a symbolic number.
+
+        Raises:
+            UnknownError: the number depends on data.
+        """
+        if type(value) is int:
+            return value
+        expr = getattr(value.node, "expr", None)
+        of_data = self._of_data.get(expr)
+        if of_data is None:
+            of_data = self._of_data[expr] = expr is None or is_of_data(value)
+        if of_data:
+            raise UnknownError
+        return expr
+
+
+class FakeCache:
+    """The cached results of operators on the fake tensors of one trace.
+
+    Args:
+        fake: the mode that computes results.
+    """
+
+    def __init__(self, fake: FakeTensorMode) -> None:
+        self.fake = fake
+        self.metadata = TraceMetadata()
+        self._kept: dict[Any, _CachedResults] = {}
+
+    def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of an operator on fake values: NOTE [cached results]."""
+        with DisableTorchFunction():
+            return self._of(op, args, kwargs)
+
+    def _of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        moved = _from_start(op, args, kwargs)
+        if moved is not None and self._is_plain(moved[0][0]):
+            first, further = moved
+            result = self._of(op, first, kwargs)
+            return self._like(self._further(result, first[0], further), first[:1])
+        tensors: list[Any] = []
+        try:
+            key = self._key(op, args, kwargs, tensors)
+        except UnknownError:
+            return self._worked_out(op, args, kwargs)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return self._made(op, kept, args, tensors)
+        results = self._worked_out(op, args, kwargs)
+        try:
+            if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
+                self._kept[key] = self._described(results, tensors)
+        except UnknownError:
+            pass
+        return results
+
+    def _is_plain(self, x: Any) -> bool:
+        """True if sizes, strides and dtype describe the views of a tensor fully."""
+        try:
+            metadata = self.metadata.of(x)
+        except UnknownError:
+            return False
+        own = x.fake_mode is self.fake and not x.requires_grad
+        return own and not metadata.is_conj and not metadata.is_neg
+
+    def _further(self, view: Any, source: Any, further: int) -> _Result:
+        """Describe a view like another view of the same tensor, further on in the storage."""
+        offset = view.storage_offset() - source.storage_offset() + further
+        return _Result(
+            0, False, view.shape, view.stride(), offset, view.dtype, view.fake_device, 0, False
+        )
+
+    def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
+        results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        check_view(op.name, args, results)
+        strides = kernel_strides(op, args, results)
+        if strides is None:
+            return results
+        return new_fake(self.fake, results.shape, strides, results.dtype, results.device)
+
+    # --- the keys of calls
+
+    def _key(
+        self, op: TorchOperator, args: Any, kwargs: Mapping[str, Any], tensors: list[Any]
+    ) -> tuple[Any, ...]:
+        """Return the key of a call, and append its tensors to ``tensors``."""
+        if op.overload.namespace != "aten" or op.name in UNKEPT:
+            raise UnknownError
+        if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
+            raise UnknownError
+        parts = [op, *settings(), *[allowed() for allowed in _LIBRARIES]]
+        self._take(op, args, parts, tensors)
+        for name, value in kwargs.items():
+            parts.append(name)
+            self._take(op, (value,), parts, tensors)
+        if not tensors:  # the arguments alone do not determine the result of a factory
+            raise UnknownError
+        return tuple(parts)
+
+    def _take(self, op: TorchOperator, values: Any, parts: list[Any], tensors: list[Any]) -> None:
+        parts.append(len(values))
+        for value in values:
+            kind = type(value)
+            if kind in _PLAIN:  # 1, 1.0 and True compare equal, but are different arguments
+                parts += (kind, value)
+            elif kind is FakeTensor and value.fake_mode is self.fake:
+                metadata = self.metadata.of(value)
+                # Few operators depend on the storage offset.
+                known = type(metadata.offset) is not int or op.name in _OF_OFFSETS
+                if not known:
+                    shape, strides, _, dtype, device, is_conj, is_neg = metadata
+                    metadata = MetadataKey(shape, strides, None, dtype, device, is_conj, is_neg)
+                parts.append(metadata)
+                # Record whether two arguments are the same tensor.
+                parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
+                tensors.append(value)
+            elif isinstance(value, list | tuple):
+                self._take(op, value, parts, tensors)
+            elif kind in _SYMBOLIC:
+                parts += (kind, self.metadata.number(value))
+            else:
+                raise UnknownError
+
+    # --- storing
+
+    def _described(self, results: Any, tensors: Sequence[Any]) -> _CachedResults:
+        memories = {_memory(value): i for i, value in reversed([*enumerate(tensors)])}
+        if type(results) not in (list, tuple):
+            return _CachedResults(None, (self._result(results, tensors, memories),))
+        found = []
+        for result in results:
+            found.append(None if result is None else self._result(result, tensors, memories))
+            if result is not None:
+                memories.setdefault(_memory(result), _ANOTHER_RESULT)
+        return _CachedResults(type(results), tuple(found))
+
+    def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
+        """Describe a result.
+
+        Raises:
+            UnknownError: sizes and strides over a storage do not describe the result fully.
+        """
+        if type(value) is not FakeTensor or value.fake_mode is not self.fake:
+            raise UnknownError
+        metadata = self.metadata.of(value)
+        same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
+        source = same if same >= 0 else memories.get(_memory(value), _OWN_MEMORY)
+        if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
+            raise UnknownError
+        if source >= 0:
+            given = self.metadata.of(tensors[source])
+            if given.dtype != metadata.dtype or given.is_conj or given.is_neg:
+                raise UnknownError
+        shape, strides, offset = value.shape, value.stride(), value.storage_offset()
+        if source >= 0:
+            offset = offset - tensors[source].storage_offset()
+        size = value.untyped_storage().nbytes()
+        size = size if isinstance(size, int) else size.node.hint
+        symbolic = any(type(x) is SymInt for x in (*shape, *strides, offset))
+        return _Result(
+            source, same >= 0, shape, strides, offset, metadata.dtype, metadata.device,
+            size // value.element_size(), symbolic,
+        )  # fmt: skip
+
+    # --- making
+
+    def _made(
+        self, op: TorchOperator, kept: _CachedResults, args: Any, tensors: Sequence[Any]
+    ) -> Any:
+        if op.writes:  # a mode's constants for a tensor depend on its version
+            for i in op.written:
+                count_write(args[i])
+        if kept.container is None:
+            return self._like(kept.results[0], tensors)
+        return kept.container([self._like(result, tensors) for result in kept.results])
+
+    def _like(self, result: _Result | None, tensors: Sequence[Any]) -> Any:
+        if result is None:
+            return None
+        if result.is_source:
+            return tensors[result.source]
+        with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
+            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
+
+
+def _from_start(
+    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], int] | None:
+    """Return an indexing call moved to begin at 0, and the storage offset that it was moved by.
+
+    None if the call begins at 0 already, or if it may begin outside of the tensor.
+    """
+    if op.name not in ("aten::select.int", "aten::slice.Tensor") or kwargs or len(args) < 3:
+        return None
+    x, dim, start = args[:3]
+    if type(x) is not FakeTensor or type(dim) is not int or type(start) is not int:
+        return None
+    if not -x.dim() <= dim < x.dim() or x.layout is not torch.strided:
+        return None
+    size, stride = x.shape[dim], x.stride()[dim]
+    if not type(size) is type(stride) is int or not 0 < start < size:
+        return None
+    if op.name == "aten::select.int":
+        return (x, dim, 0), start * stride
+    stop = args[3] if len(args) > 3 else None
+    stop = size if stop is None else stop
+    if type(stop) is not int or not start <= stop <= size:
+        return None
+    return (x, dim, 0, stop - start, *args[4:]), start * stride
+
+
+def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
+    """Return a meta tensor with the sizes and strides of a result.
+
+    A new storage has the size of the call, because torch is slow to compute a symbolic one.
+    """
+    shape, strides, offset = result.shape, result.strides, result.offset
+    if result.source >= 0:
+        source = tensors[result.source]
+        if not result.symbolic and not any(map(_is_symbolic, (*source.shape, *source.stride()))):
+            return meta_of(source).as_strided(shape, strides, source.storage_offset() + offset)
+        return torch.as_strided(source, shape, strides, source.storage_offset() + offset)
+    if not result.symbolic and not offset:
+        return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
+    memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device="meta")
+    return torch.as_strided(memory, shape, strides, offset)
+
+
+def _is_symbolic(size: Any) -> bool:
+    return type(size) is SymInt
+
+
+def _memory(value: torch.Tensor) -> int:
+    memory: int = value.untyped_storage()._cdata
+    return memory

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tsfunc.bridge.sizes.size_forms import form_of_expr
+from tsfunc.bridge.sizes.expressions import form_of_expr
 from tsfunc.types.sizes import SizeSum
 
 _MOST = 256  # combinations of remainders that are tried

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
-from tsfunc.bridge.tracers.guard_suppression import suppress_guards, suppress_guards_of
 from tsfunc.bridge.tracers.operators import overload_of
+from tsfunc.bridge.tracers.questions import suppress_guards, suppress_guards_of
 from tsfunc.ops.dims import wrap as wrap_dim
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.user_code import in_user_code
+from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 
@@ -191,8 +191,9 @@ def _asking_frame(answering: FrameType | None) -> tuple[FrameType | None, set[Co
 # ``equalities`` handles.
 _CHECKS = {
     check.__code__
-    for name, check in vars(torch).items()
-    if name.startswith("_check") and isinstance(check, FunctionType)
+    for name, each in vars(torch).items()
+    if name.startswith("_check") and isinstance(each, FunctionType)
+    for check in (each, inspect.unwrap(each))
 } | {torch._assert.__code__}
 
 

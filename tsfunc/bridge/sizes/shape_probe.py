@@ -10,11 +10,9 @@ Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -23,28 +21,13 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
+from tsfunc.bridge.sizes.fake_mode import unlogged
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # the number of accepted other sizes at which results are compared
 ENOUGH = 2  # the least number of accepted sizes that a comparison needs
 _SMALL = 2**22  # elements
 _Call = Callable[..., Any]
-
-
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Disable torch's log of operators that raise on fake tensors within a block.
-
-    The errors are still raised; only the extra traceback on stderr is suppressed.
-    """
-    before, _logger.disabled = _logger.disabled, True
-    try:
-        yield
-    finally:
-        _logger.disabled = before
-
-
-_logger = logging.getLogger(FakeTensorMode.__module__)
 
 
 def symbols_among(values: Any) -> set[Any]:

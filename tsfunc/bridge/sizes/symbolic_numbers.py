@@ -1,17 +1,39 @@
-"""Symbolic sizes and numbers without guards: their kind, their text, and known equality.
+"""Symbolic sizes and numbers: their kind, their text, known equality, and their nodes.
 
-No function here asks a size for its value, because that would add a guard to the trace.
+The functions that compare sizes do not ask for values, because that would add a guard to the trace.
 
 Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr`` and ``shape_env``;
 ``statically_known_true`` tells whether a fact follows from the bounds of the symbols.
+
+NOTE [symbolic ints as plain ints]
+Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
+offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser asks a symbolic int for
+its value there, which adds a guard on the value. The operator is therefore called without the
+parser, and its result follows from NOTE [guards of operators] in ``fake_results``. If that
+fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
+schema, and becomes ``torch.full``.
+
+Private names used here (torch 2.11 to 2.13): the kind of an argument's ``real_type`` in an
+overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
+the call; ``torch.return_types`` has the named tuples of functions with several results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.fx
+from torch._ops import OpOverload, OpOverloadPacket
+
+from tsfunc.bridge.tracers.operators import operator_of, overload_for
+from tsfunc.bridge.tracers.questions import in_user_code
+from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
+from tsfunc.dispatch import current_levels
+from tsfunc.types.sizes import DimExpr, solved_for
 
 KINDS: dict[type, Callable[[Any], Any]] = {
     torch.SymInt: int,
@@ -78,3 +100,228 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
         elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
             found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
     return found
+
+
+# --- symbolic ints as arguments that schemas declare as plain ints
+
+
+_NUMBERS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
+_LISTS = frozenset({list, tuple, torch.Size})
+
+
+def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if there is a symbolic number among the arguments, or in a list of them."""
+    return _any(args) or (bool(kwargs) and _any(kwargs.values()))
+
+
+def _any(values: Any) -> bool:
+    for value in values:
+        kind = type(value)  # isinstance would read the property __class__ of a tracer
+        if kind in _NUMBERS or (kind in _LISTS and _any(value)):
+            return True
+    return False
+
+
+def call_past_parser(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call an operator with symbolic numbers, or return NotImplemented."""
+    if func in (torch.tensor, torch.as_tensor):
+        return _tensor(*args, **kwargs) if kwargs.keys() <= {"dtype", "device"} else NotImplemented
+    packet = func if isinstance(func, OpOverloadPacket) else _packet(func)
+    if packet is None:
+        return NotImplemented
+    overload = overload_for(packet, _hinted(args), {k: _hinted([v])[0] for k, v in kwargs.items()})
+    if overload is None:
+        return NotImplemented
+    if packet is not func and not _takes_plain_int(overload, args, kwargs):
+        return NotImplemented
+    try:
+        return _called(overload, _as_lists(args), {k: _as_lists([v])[0] for k, v in kwargs.items()})
+    except Exception:  # the parser reports the error, if there is one
+        return NotImplemented
+
+
+def _called(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    op = operator_of(overload)
+    level = innermost_level((*args, *kwargs.values()))
+    if level is not None and (level.autograd or _any_hooked((*args, *kwargs.values()))):
+        return NotImplemented  # autograd and the hooks of tracers need the usual path
+    if level is not None:
+        out = op.call(tuple(args), kwargs, True)
+        made = getattr(torch.return_types, overload._schema.name.removeprefix("aten::"), None)
+        return out if made is None else made(out)
+    name = overload._schema.name.removeprefix("aten::")
+    for each in reversed(current_levels()):
+        if isinstance(each, TracerLevel) and each.sees_factory(name, op.random):
+            return op.run_at(each, tuple(args), kwargs)
+    return NotImplemented
+
+
+def _as_lists(values: Sequence[Any]) -> list[Any]:
+    """Return arguments as the parser passes them on, with shapes as lists of sizes."""
+    return [list(value) if isinstance(value, torch.Size) else value for value in values]
+
+
+def _any_hooked(values: Sequence[Any]) -> bool:
+    items = (x for value in values for x in (value if type(value) in (list, tuple) else (value,)))
+    return any(type(x) in HOOKED for x in items)
+
+
+@functools.cache
+def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
+    """Return the aten operator packet of a torch function with the same name, or None."""
+    owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
+    if type(func) not in _C_FUNCTIONS or owner is None:
+        return None
+    found = getattr(torch.ops.aten, func.__name__, None)
+    return found if isinstance(found, OpOverloadPacket) else None
+
+
+# The types of torch's functions and methods that are written in C++.
+_C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
+
+
+def _hinted(values: Sequence[Any]) -> list[Any]:
+    """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
+    return [
+        type(value)(_hinted(value)) if type(value) in _LISTS
+        else _hint(value) if type(value) in _NUMBERS
+        else value
+        for value in values
+    ]  # fmt: skip
+
+
+def _hint(value: Any) -> Any:
+    hint = value.node.hint
+    return _STANDS_FOR_DATA[type(value)] if hint is None else hint
+
+
+_STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
+
+
+def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if a symbolic int is given for a plain int argument."""
+    return any(
+        _any([args[i] if i < len(args) else kwargs.get(name)]) for i, name in _plain_ints(overload)
+    )
+
+
+@functools.cache
+def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
+    """Return the position and name of each argument that is a plain int, or a list of them."""
+    found = []
+    for i, argument in enumerate(overload._schema.arguments):
+        kind = argument.real_type
+        while kind.kind() in ("OptionalType", "ListType"):
+            kind = kind.getElementType()
+        if kind.kind() == "IntType":
+            found.append((i, argument.name))
+    return found
+
+
+def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
+    """Return ``torch.tensor`` of symbolic numbers, or of lists of them."""
+    if type(data) in _LISTS:
+        if dtype is None and _has_floats(data):
+            dtype = torch.get_default_dtype()
+        parts = [_tensor(part, dtype, device) for part in data]
+        return NotImplemented if NotImplemented in parts else torch.stack(parts)
+    if dtype is None:
+        if type(data) not in _NUMBERS and not isinstance(data, bool | int | float):
+            return NotImplemented
+        dtype = _dtype_of(data)
+    return torch.full((), data, dtype=dtype, device=device)
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    """Return the dtype that ``torch.tensor`` gives a number."""
+    if isinstance(number, bool | torch.SymBool):
+        return torch.bool
+    return torch.get_default_dtype() if _has_floats([number]) else torch.int64
+
+
+def _has_floats(values: Sequence[Any]) -> bool:
+    return any(
+        _has_floats(value) if type(value) in _LISTS
+        else isinstance(value, float | torch.SymFloat)
+        for value in values
+    )  # fmt: skip
+
+
+# --- nodes of sizes, and Python's functions of symbolic numbers
+
+
+def divided(node: torch.fx.Node, step: int) -> torch.fx.Node:
+    """Return the node of a number divided by a step, rounded down."""
+    if step == 1:
+        return node
+    return node.graph.call_function(operator.floordiv, (node, step))
+
+
+def solved_node(
+    graph: torch.fx.Graph,
+    size: torch.fx.Node,
+    expression: str,
+    name: str,
+    nodes: Mapping[str, torch.fx.Node],
+) -> torch.fx.Node:
+    """Return the node of a dim name, by solving an expression that equals a size for the name."""
+    factors = solved_for(expression, name)
+    assert factors is not None
+    slope, rest = factors
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
+    found: Any = torch.fx.Proxy(size, tracer)
+    if rest != "0":
+        found = found - DimExpr(rest).evaluate(known)
+    if slope != "1":
+        found = found // DimExpr(slope).evaluate(known)
+    node: torch.fx.Node = found.node
+    return node
+
+
+def size_node(graph: torch.fx.Graph, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
+    """Return the node for a size of a tensor."""
+    return graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+
+
+def shape_node(graph: torch.fx.Graph, sizes: Sequence[Any]) -> torch.fx.Node:
+    """Return the node for a ``torch.Size`` of numbers and nodes."""
+    return graph.call_function(torch.Size, (list(sizes),))
+
+
+def _divmod(number: Any, by: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
+    return number // by, number % by
+
+
+def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
+    """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
+
+    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
+    reads the text of the number, which is a question for its value.
+    """
+    own = kind.__repr__
+
+    @functools.wraps(own)
+    def text(number: Any) -> str:
+        symbols = getattr(getattr(number.node, "shape_env", None), "symbols", None)
+        if symbols is None or not in_user_code() or not symbols.reads_as_number(number):
+            return str(own(number))
+        return repr(int(number) if isinstance(number, torch.SymInt) else float(number))
+
+    return text
+
+
+for _kind in (torch.SymInt, torch.SymFloat):
+    _kind.__repr__ = _texts_of_numbers(_kind)  # type: ignore[method-assign]
+
+
+# torch's symbolic ints have // and %, but not divmod, which Python does not derive from these.
+for _name, _function in (("__divmod__", _divmod), ("__rdivmod__", _rdivmod)):
+    if not hasattr(torch.SymInt, _name):
+        setattr(torch.SymInt, _name, _function)

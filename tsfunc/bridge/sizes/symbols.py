@@ -9,7 +9,7 @@ NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
 branches as in the call. The questions about the symbol (:meth:`Symbols.needs`) determine whether
 another size would take another branch. Operators treat sizes 0 and 1 specially, so another hint
-replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/program``.
+replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
@@ -35,12 +35,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
+from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
-from tsfunc.bridge.sizes.number_nodes import divided, number_node
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
-from tsfunc.bridge.sizes.size_texts import code_text, exact, has_name, python_text
-from tsfunc.bridge.sizes.symbolic_numbers import KINDS
+from tsfunc.bridge.sizes.symbolic_numbers import KINDS, divided
 from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim

@@ -44,7 +44,8 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
             if name not in _KEPT:
                 bound = isinstance(member, classmethod | staticmethod)
                 members[name] = staticmethod(getattr(cls, name)) if bound else member
-    own = cls.__torch_function__.__func__  # type: ignore[attr-defined]
+    # A class with a __torch_dispatch__ alone has a C function in this place.
+    own = getattr(getattr(cls, "__torch_function__"), "__func__", None)  # noqa: B009 - of any class
     if own is torch.Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
         members["__torch_function__"] = classmethod(_function_of_members)
     members |= {"__slots__": (), USERS_CLASS: cls}

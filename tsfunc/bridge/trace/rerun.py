@@ -14,8 +14,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.sizes.assumptions import assume
+from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.fake_results import results_of
-from tsfunc.bridge.sizes.shape_probe import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import same_size, size_text
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of

@@ -31,11 +31,13 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
+from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import of_the_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
-from tsfunc.bridge.tracers.user_code import in_user_code
 from tsfunc.dispatch.places import called_by_user, users_place
 from tsfunc.errors import TypeCheckError
 
@@ -582,3 +584,33 @@ def attribute(self: Any, name: str) -> Any:
         if guards.ask(argument, f"hasattr({{}}, {name!r})"):
             return guards.attribute_of(argument, name)
     raise AttributeError(f"{self.describe()} has no attribute {name!r}")
+
+
+# --- one C++ call that compares many tensors with the examples of a program
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return a function that is True only for tensors with the same properties as the examples.
+
+    The function may be False for tensors that do match: tensors of another class, or one tensor in
+    two places. Such tensors need a full check.
+
+    Args:
+        examples: tensors with their sizes and strides.
+
+    Returns:
+        The function, which takes as many tensors as there are examples; None without examples, or
+        if an example is not a plain strided tensor.
+    """
+    if not examples or any(type(x) not in _PLAIN or x.layout != torch.strided for x in examples):
+        return None
+    # torch's annotation is one list for all tensors; the function takes a list of lists.
+    sizes: Any = [list(x.shape) for x in examples]
+    strides: Any = [list(x.stride()) for x in examples]
+    with torch_state.outside_all_levels():
+        guards = TensorChecks(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check

@@ -18,8 +18,8 @@ import torch
 from torch._C import DisableTorchFunction, _DisableTorchDispatch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.fake_cache import MetadataKey, TraceMetadata, UnknownError
-from tsfunc.bridge.tracers.guard_suppression import suppress_guards
+from tsfunc.bridge.sizes.fake_results import MetadataKey, TraceMetadata, UnknownError
+from tsfunc.bridge.tracers.questions import suppress_guards
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 

@@ -30,21 +30,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from tsfunc.bridge.sizes.fake_cache import FakeCache
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import results_of
-from tsfunc.bridge.sizes.number_nodes import shape_node, size_node
+from tsfunc.bridge.sizes.fake_results import FakeCache, results_of
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
-from tsfunc.bridge.sizes.symbolic_numbers import symbols_in
+from tsfunc.bridge.sizes.symbolic_numbers import (
+    call_past_parser,
+    has_symbols,
+    shape_node,
+    size_node,
+    symbols_in,
+)
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.sizes.symint_parser import call_past_parser, has_symbols
-from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
-    VERSION,
     TensorGuards,
     answer_from_guards,
-    asked_by_user,
     attribute,
     attributes_of,
     class_of,
@@ -52,19 +52,18 @@ from tsfunc.bridge.trace.tensor_guards import (
     hashed,
     offset,
     offset_outside,
-    refuse_version,
     set_class,
     stride,
 )
 from tsfunc.bridge.trace.tracer_cache import TracerCache
-from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.function_registry import METHODS, FunctionRules, Stage
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
-from tsfunc.bridge.tracers.guard_suppression import defer_guards
-from tsfunc.bridge.tracers.methods import refuse_storage
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import defer_guards
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
@@ -75,8 +74,6 @@ from tsfunc.bridge.tracers.tracer import (
     metadata,
     written,
 )
-from tsfunc.bridge.tracers.user_code import UserCode, caller_of_handlers
-from tsfunc.bridge.tracers.watching import Lines
 from tsfunc.dispatch import (
     DispatchKey,
     Operator,
@@ -86,7 +83,6 @@ from tsfunc.dispatch import (
     running_level,
 )
 from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.dispatch.refusals import refused_value
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -122,7 +118,7 @@ class TraceLevel(TracerLevel):
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
         records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
-            in programs] in ``backward_passes``.
+            in programs] in ``outside_tensors``.
         passes: the backward passes of the function that reach these tensors.
         failing: functions that are called with the error if no program is made.
     """
@@ -170,7 +166,8 @@ class TraceLevel(TracerLevel):
         self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
     ) -> torch.Tensor:
         """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
-        self.of_dtensors = self.of_dtensors or is_dtensor(example)
+        if type(example) is not torch.Tensor and is_dtensor(example):
+            self.of_dtensors = True
         with DisableTorchFunction(), without_factory_keys():
             made = new_fake(self.fake, shape, strides, example.dtype, example.device)
             if not (example.is_conj() or example.is_neg()):
@@ -309,7 +306,7 @@ class TraceTracer(Tracer):
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
         if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_value(caller_of_handlers())
+            refused = refused_outcome(catchable=False)
             if refused is not None:
                 return self._assume(not refused)
             answer = self.dispatch_level.tensor_guards.answer(self.node)
@@ -589,71 +586,6 @@ def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: 
 
 def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
     return level.graph.call_function(operator.getitem, (node, i))
-
-
-# Calls that read only metadata, or that concern the tensor from outside itself.
-_LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
-
-
-_GRAD = vars(torch.Tensor.__base__)["grad"]
-_SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
-
-
-class Lifting(UserCode):
-    """A function mode that also records the function's own calls on tensors from outside.
-
-    Without the mode, results of such tensors alone would be computed at trace time, and be stale
-    once the tensors change.
-
-    Args:
-        level: the level that records the calls.
-    """
-
-    def __init__(self, level: TraceLevel) -> None:
-        super().__init__()
-        self.level = level
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs, given = kwargs or {}, args
-        if OpaqueValue in types:
-            return OpaqueValue.__torch_function__(func, types, args, kwargs)
-        if func is torch._assert and isinstance(args[0], torch.SymBool):
-            with self:  # the function's code asks, not the code of an operator
-                return torch._check_with(AssertionError, args[0], lambda: args[1])
-        passes = self.level.passes
-        if passes is not None and not is_traced(args[0] if args else None):
-            if func == _GRAD.__get__:
-                return passes.get(args[0])
-            if func in _SET_GRAD:
-                return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
-        if func == VERSION and not is_traced(args[0]) and asked_by_user():
-            refuse_version(self.level.tensor_guards)
-        if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
-            args = tuple([self._lifted(arg) for arg in args])
-            kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
-        if has_symbols(args, kwargs):
-            out = call_past_parser(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        out = func(*args, **kwargs)
-        # The result of an in-place write is the given tensor: `self.w += 1` assigns the module's
-        # own parameter again.
-        return given[0] if given and out is args[0] else out
-
-    def _lifted(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self.level.lifted_here(value)
-        if type(value) in (list, tuple):
-            return type(value)(self._lifted(item) for item in value)
-        if type(value) is dict:
-            return {key: self._lifted(item) for key, item in value.items()}
-        return value
 
 
 _ENDED = -2  # the depth of wrappers of ended transforms, such as cotangents in pullbacks

@@ -1,4 +1,4 @@
-"""Batched tensors: the level of a vmap, and its tracers; ``fast_handlers`` adds the handlers.
+"""Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage; ``_current_graph_task_id`` as in ``torch_state``.
@@ -6,19 +6,19 @@ without storage; ``_current_graph_task_id`` as in ``torch_state``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.generators import GeneratorStates
-from tsfunc.bridge.tracers.guard_suppression import environment_of, suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
 from tsfunc.bridge.tracers.replay import may_be_replayed
 from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
-from tsfunc.bridge.tracers.user_code import passes_call_on
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError
@@ -214,7 +214,7 @@ class BatchTracer(Tracer):
         return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
 
 
-def wrap(
+def wrap_in_python(
     value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any = None
 ) -> BatchTracer:
     """Return the tracer of a physical value at storage offset ``offset`` (None: 0)."""
@@ -243,6 +243,11 @@ def wrap(
     tracer.bdim = bdim
     tracer.value = value
     return tracer  # type: ignore[no-any-return]
+
+
+_handlers = compiled.load()
+# The compiled handlers make tracers too; ``batch_handlers`` sets them up before there are levels.
+wrap: Callable[..., BatchTracer] = wrap_in_python if _handlers is None else _handlers.wrap
 
 
 def _wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, offset: Any) -> Any:
@@ -287,10 +292,19 @@ def _symbolic_wrapper(value: torch.Tensor, bdim: int | None, level: BatchLevel, 
         )  # fmt: skip
 
 
+# Return the outcome of a test that raises for the other one (``checks``), None for other tests.
+outcomes_of_checks: list[Callable[[BatchTracer], bool | None]] = []
+
+
 def read(tracer: BatchTracer, name: str) -> Any:
     """Return the Python value of a data read (``item``) for a batched tracer."""
     level = tracer.dispatch_level
     if level.splitter is None:
+        if name in ("__bool__", "is_nonzero") and tracer.numel() == 1:
+            for outcome_of in outcomes_of_checks:
+                outcome = outcome_of(tracer)
+                if outcome is not None:
+                    return outcome
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
         raise DataDependentError(messages.read_of_nothing(name, level))
@@ -309,7 +323,7 @@ def read(tracer: BatchTracer, name: str) -> Any:
 
 _SEQUENCES = frozenset({list, tuple, torch.Size})
 _INT = frozenset({int})
-_NO_TENSORS = frozenset({int, float, bool, slice, type(None), type(Ellipsis)})
+NO_TENSORS = frozenset({int, float, bool, slice, type(None), type(Ellipsis)})
 
 # The classes of batched tensors whose attributes are read without a hook (``tracer_hooks``).
 TRACERS: set[type] = set()
@@ -355,7 +369,7 @@ def unwrap_args(args: Sequence[Any], at: BatchLevel | None = None) -> Unwrapped:
                 refuse_escaped("an operator", own)
         elif kind in _SEQUENCES or (at is not None and isinstance(arg, list | tuple)):
             items = set(map(type, arg))
-            if not items <= _NO_TENSORS:
+            if not items <= NO_TENSORS:
                 inner = unwrap_args(arg, at)
                 if not inner[2]:  # one level replaces another
                     return inner

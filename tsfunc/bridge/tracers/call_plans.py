@@ -3,8 +3,8 @@
 NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
 None of this depends on the data, so it is decided at the first such call and kept as a
-:class:`Plan`. Later calls with the same key run the plan (``fast_handlers``); what has no plan goes
-to the dispatch table. Plans are the only fast path.
+:class:`Plan`. Later calls with the same key run the plan (``batch_handlers``), and a call without
+a plan goes to the dispatch table. Plans are the only fast path.
 
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
@@ -34,6 +34,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.ops.registry import Rule
+from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise
 
 # Classes of arguments that a plan passes on as they are. A call with any other class has no plan.
@@ -48,12 +49,13 @@ _NUMBERS: Final = frozenset({int, float})
 _MOST_PLANS: Final = 512
 
 
-class Step(enum.Enum):
+class PlanStep(enum.Enum):
     """The step of a plan that makes its results."""
 
     TABLE = "table"  # the call has no plan
     DIRECT = "direct"  # call the function on the values
     ALIKE = "alike"  # the same for two operands of one rank; a batching rule takes others
+    BESIDE = "beside"  # the same for an operand beside an unbatched one that broadcasts to it
     RULE = "rule"  # call a batching rule
     ONCE = "once"  # call the function on the values, which are the same for all examples
     DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
@@ -66,25 +68,28 @@ class Plan:
     Attributes:
         step: how the results are made.
         function: the callable that is called on values, or the decomposition.
-        rule: the batching rule; also of an ``ALIKE`` plan, for operands of different ranks.
+        rule: the batching rule; also of an ``ALIKE`` or ``BESIDE`` plan, for other operands.
         target: the callable that the rule gets.
         operator: the operator, or None for a rule of a Python function.
         dims: the batch dims of the arguments, as the rule takes them; None if an argument is a
             list of tensors, whose length is not in the key.
-        dim: the batch dim of the result of a ``DIRECT`` or ``ALIKE`` plan.
+        dim: the batch dim of the result of a plan that calls the function on the values.
+        first: for a ``BESIDE`` plan, True if the batched operand is the first.
+        shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
+            for compiled handlers; None if the rule has to run.
         unrecorded: the positions of plain tensors that must not require gradients.
         form: the conversion of the arguments to an operator's schema, or None.
         view: True if a result may have a storage offset, as a view has.
     """
 
     __slots__ = (
-        "dim", "dims", "form", "function", "operator", "rule", "step", "target",
+        "dim", "dims", "first", "form", "function", "operator", "rule", "shifts", "step", "target",
         "unrecorded", "view",
     )  # fmt: skip
 
     def __init__(
         self,
-        step: Step,
+        step: PlanStep,
         function: Any = None,
         rule: Rule | None = None,
         operator: TorchOperator | None = None,
@@ -98,14 +103,16 @@ class Plan:
         self.dims: list[Any] | None = None
         self.unrecorded: tuple[int, ...] = ()
         self.form: Form | None = None
+        self.first = True
+        self.shifts: tuple[int, ...] | None = None
         self.view = operator is not None
 
     def __repr__(self) -> str:
         return f"Plan({self.step.value}, {self.function!r})"
 
 
-TABLE: Final = Plan(Step.TABLE)
-RECORDED: Final = Plan(Step.RECORDED)
+TABLE: Final = Plan(PlanStep.TABLE)
+RECORDED: Final = Plan(PlanStep.RECORDED)
 
 
 class Plans:
@@ -222,7 +229,8 @@ def _function_plan(
         direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
         if direct is not None:
             return direct
-        plan = Plan(Step.RULE, function, rule.rule)
+        plan = Plan(PlanStep.RULE, function, rule.rule)
+        plan.shifts = _shifts(rule.rule, kinds)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
         return plan
     if not known.parsed:
@@ -236,9 +244,10 @@ def _function_plan(
     op = form.op
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
-        plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+        plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
+        plan.shifts = _shifts(op.direct_rule, kinds)
     elif decomposition is not None:
-        plan = Plan(Step.DECOMPOSED, decomposition, None, op)
+        plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
         return TABLE
     dims = _dims_of_kinds(kinds)
@@ -287,7 +296,7 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
             plain.append(place)
     if not plain:
         return RECORDED
-    plan = Plan(Step.RECORDED)
+    plan = Plan(PlanStep.RECORDED)
     plan.unrecorded = tuple(plain)
     return plan
 
@@ -316,7 +325,8 @@ def _direct_plan(
 ) -> Plan | None:
     """Return the plan of a pointwise call whose operands need no alignment, or None.
 
-    These are one tracer, or two tracers of one batch dim, and arguments that are not tensors.
+    These are one tracer, two tracers of one batch dim, or a tracer and an unbatched tensor, and
+    arguments that are not tensors.
 
     Args:
         function: the callable.
@@ -327,15 +337,24 @@ def _direct_plan(
     """
     tracers = [place for place, kind in enumerate(kinds) if type(kind) is int]
     others = [kind for kind in kinds if type(kind) is not int]
-    if not tracers or not _no_tensors(others) or len({kinds[place] for place in tracers}) > 1:
+    if not tracers or len({kinds[place] for place in tracers}) > 1:
         return None
-    if len(tracers) > 2 or (len(kinds) > 2 and tracers != list(range(len(tracers)))):
-        return None
-    if operator is not None and (len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)):
-        return None
-    step = Step.DIRECT if len(tracers) == 1 else Step.ALIKE
+    if len(kinds) > 1 and tracers in ([0], [1]) and _is_tensor(kinds[1 - tracers[0]]):
+        if not _no_tensors(kinds[2:]) or (operator is not None and len(kinds) > 2):
+            return None
+        step = PlanStep.BESIDE
+    else:
+        if not _no_tensors(others):
+            return None
+        if len(tracers) > 2 or (len(kinds) > 2 and tracers != list(range(len(tracers)))):
+            return None
+        if operator is not None and (
+            len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)
+        ):
+            return None
+        step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.ALIKE
     plan = Plan(step, function, pointwise, operator)
-    plan.dim = kinds[tracers[0]]
+    plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
     plan.dims = _dims_of_kinds(kinds[:count])
     return plan
 
@@ -350,16 +369,46 @@ def _operator_plan(
     if not _has_batched(kinds):
         if op.ruled:
             return TABLE
-        plan = Plan(Step.ONCE, op.overload, None, op)
+        plan = Plan(PlanStep.ONCE, op.overload, None, op)
         plan.dims = []
         return plan
     if op.function is not None and not kwargs:
         direct = _direct_plan(op.function, kinds, len(args), op)
         if direct is not None:
             return direct
-    plan = Plan(Step.RULE, op.overload, op.direct_rule, op)
+    plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
+    plan.shifts = _shifts(op.direct_rule, kinds)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
+
+
+def _shifts(rule: Rule, kinds: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the changes that a rule declares, if the batch dims of all tracers are the first."""
+    found = shifts_of(rule)
+    return None if found is None or any(map(_is_moved, kinds)) else found
+
+
+def _is_moved(kind: Any) -> bool:
+    """True if a kind has a batch dim other than the first."""
+    if type(kind) is tuple:
+        return type(kind[1]) is not frozenset and any(map(_is_moved, kind[1:]))
+    return type(kind) is int and kind != 0
+
+
+def _is_tensor(kind: Any) -> bool:
+    """True for the kind of a tensor that is not batched, or not at the level."""
+    return kind is None or kind in _TENSORS or kind in TRACERS
+
+
+def fits(plan: Plan, values: Sequence[Any]) -> bool:
+    """True if the operands of an ``ALIKE`` or ``BESIDE`` plan need no alignment."""
+    x, y = values[:2]
+    if plan.step is PlanStep.ALIKE:
+        return bool(x.dim() == y.dim())
+    if not plan.first:
+        x, y = y, x
+    # The unbatched operand has no dim to the left of the batch dim.
+    return bool(1 < x.dim() > y.dim() + plan.dim)
 
 
 def _has_batched(kinds: Sequence[Any]) -> bool:

@@ -14,8 +14,8 @@ import optree
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.questions import passes_call_on
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, written
-from tsfunc.bridge.tracers.user_code import passes_call_on
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 

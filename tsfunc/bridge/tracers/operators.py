@@ -6,14 +6,16 @@ have only private names (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the 
 schema accepts given arguments, as a call of the packet does. ``_maybe_get_opdef`` finds the
 definition of a ``torch.library.custom_op``, which has the rule of ``register_vmap`` as
 ``_vmap_fn``.
+
+Private names used here (torch 2.11 to 2.13): ``OpOverload._schema``.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import (
@@ -25,13 +27,11 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Operator, register
-from tsfunc.dispatch.arguments import keys_of_arguments
-from tsfunc.dispatch.keys import backend_of
+from tsfunc.dispatch.keys import backend_of, keys_of_arguments
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
-from tsfunc.ops.catalogue.reader import install
 from tsfunc.ops.registry import Rule, on_declare
 from tsfunc.ops.tensor_iterator import pointwise
 
@@ -205,16 +205,6 @@ operators_by_id: dict[int, TorchOperator] = {}  # by the ids of their overloads
 _lock = threading.RLock()
 
 
-def _reader() -> Any:
-    # The catalogue is loaded on first use.
-    from tsfunc.bridge.tracers.schemas import READER
-
-    return READER
-
-
-install(_reader)
-
-
 def operator_of(overload: OpOverload) -> TorchOperator:
     """Return the row of an overload, made at the first call."""
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
@@ -373,3 +363,62 @@ def _place_of(overload: OpOverload, name: str) -> int | None:
 
 # Python functions of these names differ from the operators of the same names.
 _OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})
+
+
+# --- the arguments of operators, as their schemas declare them
+
+
+class OperatorArgument(NamedTuple):
+    """One argument of an operator.
+
+    Attributes:
+        name: the keyword.
+        type: the type in the schema: ``Tensor``, ``Optional[int]``, ``List[Tensor]``.
+        shares: True if a result may share its memory.
+        written: True if the operator writes to it.
+        has_default: True if it may be omitted.
+    """
+
+    name: str
+    type: str
+    shares: bool
+    written: bool
+    has_default: bool
+
+
+@functools.cache
+def _arguments(overload: OpOverload) -> tuple[OperatorArgument, ...]:
+    return tuple(
+        OperatorArgument(
+            a.name,
+            str(a.type),
+            a.alias_info is not None,
+            a.alias_info is not None and a.alias_info.is_write,
+            a.has_default_value(),
+        )
+        for a in overload._schema.arguments
+    )
+
+
+def arguments_of(op: TorchOperator) -> tuple[OperatorArgument, ...]:
+    """Return an operator's arguments, in order."""
+    return _arguments(op.overload)
+
+
+def matched(
+    op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[OperatorArgument, Any]]:
+    """Yield the arguments of a call, each with its value.
+
+    Raises:
+        TypeError: there are too many arguments, or an unknown keyword.
+    """
+    declared = arguments_of(op)
+    if len(args) > len(declared):
+        raise TypeError(f"{op.name} takes {len(declared)} arguments, got {len(args)}")
+    yield from zip(declared, args, strict=False)
+    names = {argument.name: argument for argument in declared}
+    for name, value in kwargs.items():
+        if name not in names:
+            raise TypeError(f"{op.name} has no argument {name}")
+        yield names[name], value

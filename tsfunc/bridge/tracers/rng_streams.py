@@ -20,16 +20,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
-
-if TYPE_CHECKING:
-    from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 
 
 class RngStream:
@@ -119,24 +116,42 @@ RngStreams = dict[torch.Generator | None, RngStream]
 RngStreamStates = dict[torch.Generator | None, RngStreamState]
 
 
-def vmaps_here() -> list[BatchLevel]:
+class DrawingLevel(Protocol):
+    """The part of a vmap level that its draws depend on; ``BatchLevel`` has its description."""
+
+    depth: int
+    batch_size: int
+    rng_streams: RngStreams | None
+
+    @property
+    def call_size(self) -> int: ...
+
+    @property
+    def whole(self) -> DrawingLevel: ...
+
+    def places(self) -> torch.Tensor: ...
+
+    def with_batch(self, value: torch.Tensor, /) -> torch.Tensor: ...
+
+
+def vmaps_here() -> list[DrawingLevel]:
     """Return the active vmap levels, including those with some of their examples."""
     found: list[Any] = [level for level in tls.state.levels if level.key is DispatchKey.Batch]
     return found
 
 
-def outside_of(level: BatchLevel) -> list[BatchLevel]:
+def outside_of(level: DrawingLevel) -> list[DrawingLevel]:
     """Return the active vmap levels outside of a level."""
     return [outer for outer in vmaps_here() if outer.depth < level.depth]
 
 
-def stream_for(level: BatchLevel) -> RngStream:
+def stream_for(level: DrawingLevel) -> RngStream:
     """Return a new stream for the examples of a call."""
     rows = math.prod(outer.whole.call_size for outer in outside_of(level))
     return RngStream(rows, level.call_size)
 
 
-def keys_in(stream: RngStream, level: BatchLevel, nonce: torch.Tensor) -> torch.Tensor:
+def keys_in(stream: RngStream, level: DrawingLevel, nonce: torch.Tensor) -> torch.Tensor:
     """Return one key per example of a level, or one for all, from a nonce from outside it."""
     outer = outside_of(level)
     nonces = _laid_out(nonce, outer)
@@ -161,7 +176,7 @@ def keys_in(stream: RngStream, level: BatchLevel, nonce: torch.Tensor) -> torch.
     return keys
 
 
-def _laid_out(value: Any, levels: Sequence[BatchLevel]) -> torch.Tensor | None:
+def _laid_out(value: Any, levels: Sequence[Any]) -> torch.Tensor | None:
     """Return the physical value with one front dim per level; None if it has no data."""
     for level in reversed(levels):
         dim = None

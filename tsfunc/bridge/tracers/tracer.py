@@ -35,9 +35,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 from torch.overrides import resolve_name
 
+from tsfunc import pytrees
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
-from tsfunc.bridge.tracers.guard_suppression import suppress_guards_of
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import suppress_guards_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -227,6 +228,12 @@ def sync(value: Any) -> None:
     """Update a tracer by its hook, before a use other than a call."""
     if type(value) in HOOKED and value.dispatch_level.alive:
         value.hook.sync()
+
+
+def sync_all(tree: Any) -> None:
+    """Sync the tensors of a pytree."""
+    for leaf in pytrees.leaves_of(tree):
+        sync(leaf)
 
 
 class _Both:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.fast_handlers import call_by_plan
+from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
 from tsfunc.bridge.writing.promotion import memory_of, physical

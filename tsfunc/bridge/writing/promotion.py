@@ -43,8 +43,7 @@ from torch._C import (
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.creation_tracking import created_in, take_place
-from tsfunc.bridge.writing.live_objects import live_objects
+from tsfunc.bridge.writing.creation_tracking import created_in, live_objects, take_place
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
@@ -103,7 +102,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     """Return the tensors that must become tracers of the level together with the subject.
 
     Raises:
-        BornOutside: one of them is known outside of the level.
+        CreatedOutside: one of them is known outside of the level.
     """
     plain = physical(subject)
     memory = None if plain is None else memory_of(plain)
@@ -164,7 +163,7 @@ def relatives_of(
     """Return the live tensors created inside the level, by id, and those with the given memory.
 
     Raises:
-        BornOutside: a tensor with this memory may be known outside of the level.
+        CreatedOutside: a tensor with this memory may be known outside of the level.
     """
     bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
     while True:
@@ -290,7 +289,7 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Non
         batched: whether each example gets its own copy.
 
     Raises:
-        Scattered: the tensors overlap, and none of them covers the memory of all.
+        NoCommonBase: the tensors overlap, and none of them covers the memory of all.
     """
     # The tensors date from before the write: record the copies even if the write is under no_grad.
     inference = all(_physical(tensor).is_inference() for tensor in aliases.tensors)

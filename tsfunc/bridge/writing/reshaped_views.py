@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
-from tsfunc.bridge.sizes.view_strides import has_view
+from tsfunc.bridge.sizes.strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage

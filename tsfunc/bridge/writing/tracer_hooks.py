@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tsfunc import pytrees
+from tsfunc.bridge.tracers.batch_handlers import PromotedBatchTracer, SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS
-from tsfunc.bridge.tracers.fast_handlers import PromotedBatchTracer, SlottedBatchTracer
-from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler, sync
+from tsfunc.bridge.tracers.tracer import HOOKED, NO_KWARGS, function_handler
 
 
 class TracerHook:
@@ -57,12 +56,6 @@ def detach_hook(tracer: Any) -> TracerHook | None:
 def hook_of(value: Any) -> Any:
     """Return the hook of a tracer, or None."""
     return value.hook if type(value) in HOOKED else None
-
-
-def sync_all(tree: Any) -> None:
-    """Sync the tensors of a pytree."""
-    for leaf in pytrees.leaves_of(tree):
-        sync(leaf)
 
 
 def _class_for(kind: type) -> type:

@@ -146,11 +146,11 @@ def _own_to_draw(target: Any, level: TracerLevel) -> None:
 
     If this is impossible, the batching rule refuses the draw.
     """
-    if not isinstance(level, BatchLevel) or type(target) not in _PLAIN:
+    if not isinstance(level, BatchLevel) or _is_of(target, level):
         return
     if level.randomness in ("different", "split"):
-        with suppress(CreatedOutside, NoCommonBase):
-            promote(aliases_of(target, level), level, batched=True)
+        with suppress(InplaceRefused):
+            adopt("a random operator", target, level, batched=True)
 
 
 before_drawing.append(_own_to_draw)

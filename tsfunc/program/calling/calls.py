@@ -12,19 +12,23 @@ into an argument, since the function would write again.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
+import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
 
 from tsfunc import rage
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.outermost import protected
-from tsfunc.bridge.tracers.settings import settings
-from tsfunc.dispatch import current_levels
+from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
@@ -32,25 +36,35 @@ from tsfunc.program.calling.cache import (
     UNSEEN,
     Cache,
     CachedProgram,
+    Target,
     facts_of_call,
     passed_text,
     reason_for,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture
-from tsfunc.program.calling.reporting import log_program, progress
-from tsfunc.program.calling.target import Target, described, places_of, spelled
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
-from tsfunc.program.closure.guard_codegen import key_orders, opening_lines
+from tsfunc.program.closure.guard_codegen import (
+    Guards,
+    SettingsAre,
+    Source,
+    key_orders,
+    opening_lines,
+)
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.read_guards import Guards, SettingsAre, Source
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
-from tsfunc.program.graphs.program import Program, same_program
-from tsfunc.program.guarding.call_spec import form_of_call
-from tsfunc.program.guarding.guards import guard_lines, guards_on_arguments
+from tsfunc.program.graphs.comparison import same_program
+from tsfunc.program.guarding.call_spec import (
+    described,
+    form_of_call,
+    guard_lines,
+    guards_on_arguments,
+    places_of,
+    spelled,
+)
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
@@ -61,8 +75,9 @@ from tsfunc.program.guarding.inputs import (
     with_sizes_fixed,
 )
 from tsfunc.program.passes.effects import writes
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.checker import place_text
+from tsfunc.types.descriptors import place_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -113,10 +128,10 @@ class FirstCall:
         self.outside_inputs: Mapping[str, Varying] = {}
 
     @protected
-    def program(self, cache: Cache, reason: str | None = None) -> tuple[Program, Sequence[Any]]:
-        """Return a program for the call, and the values that it reads of objects in the arguments.
+    def program(self, cache: Cache, reason: str | None = None) -> Made:
+        """Return an entry for the call, and the values that it reads of objects in the arguments.
 
-        The program is kept in the cache.
+        The entry is kept in the cache.
 
         Args:
             cache: the cache of the function.
@@ -160,12 +175,12 @@ class FirstCall:
         cache.records = held.records
         entry, reached = made
         cache.keep(entry)
-        return entry.program, reached
+        return entry, reached
 
     def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
-        See NOTE [sizes 0 and 1] in ``program/graphs/program``, and NOTE [small sizes] in
+        See NOTE [sizes 0 and 1] in ``program/graphs/comparison``, and NOTE [small sizes] in
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
@@ -440,7 +455,7 @@ def raise_user_assertion(
     Raises:
         FailedCheckError: a check of a size of data failed, and the function gives the reason.
     """
-    if current_levels() or not _is_own(program, str(error)):
+    if current_trace() is not None or not _is_own(program, str(error)):
         return
     try:
         func(*args, **kwargs)
@@ -459,3 +474,70 @@ def _is_own(program: Program, message: str) -> bool:
         if isinstance(check, str) and check in message:
             return True
     return False
+
+
+# --- reports of programs
+
+
+_SECONDS = 1.0  # a trace or compilation that takes less shows nothing
+
+_retraces = logging.getLogger("tsfunc.retraces")
+_guards = logging.getLogger("tsfunc.guards")
+_code = logging.getLogger("tsfunc.code")
+
+
+def log_program(
+    program: Program, reason: str, seconds: float, backend: str, arguments: str
+) -> None:
+    """Log a new program: what was made, why, and how long it took."""
+    _retraces.info(
+        "specialize(%s): a new program for (%s) took %.2f s with the backend %s. Reason: %s",
+        program.name, arguments, seconds, backend, reason,
+    )  # fmt: skip
+    _guards.info("specialize(%s): the guards of the new program:\n%s", program.name, program.guards)
+    if _code.isEnabledFor(logging.INFO):
+        _code.info("specialize(%s): the code of the new program:\n%s", program.name, program)
+
+
+@contextlib.contextmanager
+def progress(name: str, reason: str) -> Iterator[None]:
+    """Show on stderr that a program is being made, if it takes long and stderr is a terminal."""
+    if not _in_a_terminal() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    line = _ProgressLine(f"specialize({name}): making a program ({reason})")
+    timer = threading.Timer(_SECONDS, line.show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        line.hide()
+
+
+class _ProgressLine:
+    """A line with a spinner. ``show`` and ``hide`` run on different threads."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self._hidden = False
+
+    def show(self) -> None:
+        from rich.console import Console
+
+        console = Console(stderr=True)
+        with self._lock:
+            if not self._hidden:
+                self._stack.enter_context(console.status(self._text))
+
+    def hide(self) -> None:
+        with self._lock:
+            self._hidden = True
+            self._stack.close()
+
+
+def _in_a_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()

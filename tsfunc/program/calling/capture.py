@@ -1,6 +1,6 @@
 """Capture: run a function once on traced tensors, and record its operators.
 
-See NOTE [backward passes in programs] in ``bridge/trace/backward_passes.py``.
+See NOTE [backward passes in programs] in ``bridge/trace/outside_tensors.py``.
 
 NOTE [collections while tracing]
 A trace makes hundreds of objects per operator and keeps most of them. Python's collector reacts by
@@ -11,6 +11,7 @@ new objects only.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import threading
@@ -24,137 +25,50 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees, rage
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.number_nodes import size_node, solved_node
-from tsfunc.bridge.sizes.shape_probe import unlogged
+from tsfunc.bridge.sizes.fake_mode import unlogged
+from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.backward_passes import BackwardPasses
 from tsfunc.bridge.trace.class_members import give_members
-from tsfunc.bridge.trace.compiling import is_compiling
-from tsfunc.bridge.trace.modes import outside_modes
 from tsfunc.bridge.trace.opaque import without_opaque_values
-from tsfunc.bridge.trace.seeding import no_seeding
+from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
-from tsfunc.bridge.trace.tracing import Lifting, TraceLevel, TraceTracer, node_of_output
+from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.factories import watching_factories, watching_random
-from tsfunc.bridge.tracers.outermost import protected
-from tsfunc.bridge.writing.tracer_hooks import sync_all
+from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import place_of, users_place
+from tsfunc.dispatch.places import place_of
 from tsfunc.dispatch.refusals import starts_trace
-from tsfunc.errors import DataDependentError, TsfuncError, TypeCheckError
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace, settle
-from tsfunc.program.calling.counters import Counters
+from tsfunc.program.calling.counters import answer_of_counters
 from tsfunc.program.closure.guard_builder import Varying
-from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject, Source
-from tsfunc.program.closure.refusals import (
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.instances import Gradients, Instances
+from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject
+from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
+from tsfunc.program.closure.side_effects import (
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
     explain_sizes,
 )
-from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
-from tsfunc.program.closure.side_effects import SideEffect
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.guards import Groups, as_one, groups_of, variables_of
+from tsfunc.program.guarding.call_spec import as_one, groups_of
+from tsfunc.program.guarding.guards import Groups, variables_of
 from tsfunc.program.guarding.inputs import Hide, InputSpec, ScalarSpec, sizes_of_call, solving_order
 from tsfunc.program.guarding.layouts import layout_of, strides_with
+from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.simplify import simplify
+from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
-
-# --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
-
-
-class Gradients:
-    """The ``.grad`` of tensors from outside, for one trace.
-
-    Args:
-        level: the trace.
-        instances: the objects that it watches.
-        read_at: called with the user's spelling of each ``.grad`` that is read.
-        record: has the function traced again, with autograd recording.
-    """
-
-    def __init__(
-        self,
-        level: TraceLevel,
-        instances: Instances,
-        read_at: Callable[[str], None],
-        record: Callable[[], NoReturn],
-    ) -> None:
-        self._level, self._instances, self._builder = level, instances, instances.builder
-        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
-        instances.assigned_grads = self._changes
-        self._checked: set[int] = set()
-        self._read_at = read_at
-
-    def _source(self, tensor: torch.Tensor) -> Source:
-        """Return the source of a tensor: an argument, or a tensor that the trace has read."""
-        for _, argument in self._level.tensor_guards.arguments:
-            if argument.example is tensor:
-                name = argument.name
-                return Source.of_argument(argument.position, name)
-        known = self._builder.source_of(tensor)
-        return known or Source.of_object(tensor, "a tensor")
-
-    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        source = self._source(tensor)
-        self._read_at(f"{source.text}.grad")
-        with self._instances.paused():
-            return self._builder.grad_of(tensor, source)
-
-    def _check(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor that a backward pass can't add a gradient to.
-
-        Raises:
-            TypeCheckError: the tensor has a graph or hooks from outside, which a program does not
-                run.
-        """
-        if id(tensor) in self._checked:
-            return
-        self._checked.add(id(tensor))
-        source = self._source(tensor)
-        problem = None
-        if not tensor.is_leaf:
-            problem = (
-                "was computed before the call, by operations that a program does not have",
-                ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
-            )
-        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            problem = (
-                "has hooks, which a program does not call",
-                ("Remove them, or do in the function what they do"),
-            )
-        if problem is not None:
-            why, mend = problem
-            raise TypeCheckError(
-                f"{self._level.name}: backward() at {users_place()} would add to "
-                f"{source.text}.grad, but {source.text} {why}. {mend}."
-            )
-        self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
-
-    def _changes(self) -> Iterator[SideEffect]:
-        """Yield the ``.grad`` that the function has replaced."""
-        for slot in self.passes.changed():
-            source = self._source(slot.owner)
-            yield SideEffect(
-                f"{source.text}.grad", source, slot.owner, "{}.grad", slot.owner.grad, slot.now,
-                undo=lambda: None,
-            )  # fmt: skip
-
-
-def _is_plain_leaf(tensor: torch.Tensor) -> bool:
-    """Return True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
-    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    return tensor.is_leaf and not hooks
-
 
 # --- garbage collection while a function is traced
 
@@ -309,15 +223,16 @@ class _Trace:
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
-        axes = MeshAxes()
+        axes = MeshAxes().bound if tls.state.levels else nullcontext
         with (
             torch_state.outside_all_levels(),
             state.outside_all_levels(),
-            axes.bound(),
+            axes(),
             outside_modes(),
         ):
             self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
-            self.symbols.asks = Counters(self.level, self.instances.builder).answer
+            answer = functools.partial(answer_of_counters, self.level, self.instances.builder)
+            self.symbols.asks = self.level.tensor_guards.answer = answer
             self.gradients = Gradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
@@ -344,8 +259,9 @@ class _Trace:
             fixed = all(isinstance(dim, int) for dim in spec.dims)
             argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
             level.tensor_guards.add(tracer, argument)
-            for name in give_members(tracer, type(spec.example)):
-                self._attribute_of(argument, f"__class__.{name}")
+            if type(spec.example) is not torch.Tensor:
+                for name in give_members(tracer, type(spec.example)):
+                    self._attribute_of(argument, f"__class__.{name}")
         numbers = {spec.name: _number(level, spec, symbols) for spec in request.scalars}
         sizes = _size_nodes(level, request.inputs, tracers, request.bounds)
         for name, node in sizes.items():
@@ -461,8 +377,9 @@ class _Trace:
             run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
-        raised = check_needs(
-            request.name, symbols.needs(), request.bounds, sizes_of_call(request.inputs),
+        needs = symbols.needs()
+        raised = {} if not needs else check_needs(
+            request.name, needs, request.bounds, sizes_of_call(request.inputs),
             request.described, self._undescribed(), self.assumptions,
         )  # fmt: skip
         first = len(request.flat)

@@ -19,53 +19,49 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.trace.modes import outside_modes
+from tsfunc.bridge.trace.torch_settings import outside_modes
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import GuardBuilder
-from tsfunc.program.closure.read_guards import AnswerIs, Source
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.read_guards import AnswerIs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
 
 
-class Counters:
-    """Answers questions of a trace about tensors of one number from outside.
+def answer_of_counters(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node) -> Any:
+    """Answer a question of a trace about tensors of one number from outside.
 
     Args:
         level: the trace.
         builder: the values that it has read.
+        node: the node whose value is asked for.
+
+    Returns:
+        The value of the node as a Python number, which is guarded; None if it is not known.
     """
+    graph = level.graph
+    sources = dict(_counters(level))
+    known = _computable(graph, sources)
+    if node.graph is not graph or node not in known:
+        return None
+    nodes = _leading_to(node, known)
+    roots = [each for each in nodes if each in sources]
+    compute = NodeFunction(node, nodes, roots)
+    counters = [sources[each] for each in roots]
+    answer = compute(*counters)
+    given = [builder.source_of(x) or Source.of_object(x, "a tensor") for x in counters]
+    builder.guards_of(True).add(AnswerIs(compute, tuple(given), answer))
+    return answer
 
-    def __init__(self, level: TraceLevel, builder: GuardBuilder) -> None:
-        self._level, self._builder = level, builder
-        level.tensor_guards.answer = self.answer
 
-    def answer(self, node: torch.fx.Node) -> Any:
-        """Return the value of a node as a Python number, and guard it; None if it is not known."""
-        graph = self._level.graph
-        sources = dict(self._sources())
-        known = _computable(graph, sources)
-        if node.graph is not graph or node not in known:
-            return None
-        nodes = _leading_to(node, known)
-        roots = [each for each in nodes if each in sources]
-        compute = NodeFunction(node, nodes, roots)
-        answer = compute(*(sources[each] for each in roots))
-        given = tuple(self._source(sources[each]) for each in roots)
-        self._builder.guards_of(True).add(AnswerIs(compute, given, answer))
-        return answer
-
-    def _sources(self) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
-        """Yield the tensors of one number from outside that the trace has read, by their nodes."""
-        for tensor, tracer in self._level.lifted.values():
-            is_counter = tensor.numel() == 1 and tensor.device.type == "cpu"
-            if is_counter and not tensor.requires_grad and type(tensor) is torch.Tensor:
-                yield tracer.node, tensor
-
-    def _source(self, tensor: torch.Tensor) -> Source:
-        known = self._builder.source_of(tensor)
-        return known or Source.of_object(tensor, "a tensor")
+def _counters(level: TraceLevel) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
+    """Yield the tensors of one number from outside that the trace has read, by their nodes."""
+    for tensor, tracer in level.lifted.values():
+        is_counter = tensor.numel() == 1 and tensor.device.type == "cpu"
+        if is_counter and not tensor.requires_grad and type(tensor) is torch.Tensor:
+            yield tracer.node, tensor
 
 
 class NodeFunction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,12 +15,8 @@ from tsfunc.program.calling.cache import (
     reason_for,
 )
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.calling.target import places_of
-from tsfunc.program.closure.read_guards import Guards, Names, SettingsAre
-from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import guards_on_arguments
+from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_of_form
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
-from tsfunc.types.checker import place_text
 
 _MOST_LISTED = 12
 
@@ -50,11 +45,6 @@ def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     return f"{unlike}. It has programs for:\n{listed}"
 
 
-def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
-    """Return the guards of a program that was read from a file, for people."""
-    return Guards.of([*form.guards(), SettingsAre(form.ambient)], _names(form, signature))
-
-
 def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the facts of a program's calls; a fact that may vary is taken from the call.
 
@@ -69,18 +59,10 @@ def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
     found = facts_of_call(
-        guards_on_arguments(leaves, form.inputs), _names(form, call.target.signature),
+        guards_on_arguments(leaves, form.inputs), names_of_form(form, call.target.signature),
         form.ambient, form.orders, passed_text(len(args), kwargs),
     )  # fmt: skip
     if not any(spec.any_grad for spec in form.inputs):
         return found
     return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
             for name, value in found.items()}  # fmt: skip
-
-
-def _names(form: CallSpec, signature: inspect.Signature) -> Names:
-    """Return a function from the positions of a form's leaves to the user's spelling."""
-    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
-    places = places_of(signature, len(form.leaves), form.tree)
-    arguments = signature.bind(*args, **kwargs).arguments
-    return lambda position: place_text(places[position], arguments)

@@ -38,15 +38,13 @@ import torch
 
 from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, differing
-from tsfunc.program.calling.target import Target
+from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Target, differing
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.checker import place_text
 from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at
+from tsfunc.types.descriptors import child_at, place_text
 from tsfunc.types.grammar import (
     Descriptor,
     TSFields,

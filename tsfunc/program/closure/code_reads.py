@@ -44,9 +44,10 @@ from typing import Any, Literal
 import torch
 
 from tsfunc.errors import ReadOnceWarning
+from tsfunc.program.closure.followed import is_library
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.packages import is_library
-from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Source
+from tsfunc.program.closure.read_guards import AnswerIs, MemberIs
 from tsfunc.program.closure.side_effects import CODE, MISSING
 
 # --- variables that a piece of code may read from outside, and the attributes read from them

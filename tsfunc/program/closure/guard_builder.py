@@ -60,6 +60,8 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
+from tsfunc.program.closure.followed import can_watch
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
     EqualValue,
     KeysAre,
@@ -68,11 +70,9 @@ from tsfunc.program.closure.read_guards import (
     ReadNumber,
     SameObject,
     SamePlace,
-    Source,
     TypeOf,
 )
 from tsfunc.program.closure.results import OutsideRef
-from tsfunc.program.closure.watching import can_watch
 from tsfunc.types.values import same_value
 
 # --- numbers that vary

@@ -1,4 +1,4 @@
-"""Generated Python: guards, arguments to inputs, and outputs to results.
+"""Guards as objects, and their generated Python, from arguments to inputs and to results.
 
 If the arguments contain only tuples, lists and dicts, as most do, the generated Python of the
 guard flattens them itself, without a pytree library.
@@ -19,13 +19,17 @@ returns the tensors among these values that are inputs of the program, or None i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import optree
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.torch_state import SETTINGS, settings_condition
+from tsfunc.types import Dim
 
 # --- conversion of a call's arguments to a program's inputs, and of its outputs to the results
 
@@ -245,3 +249,178 @@ def compiled(
         return made[0](*args)
 
     return closure_guard
+
+
+# --- a guard: its source, its code and its text
+
+
+Names = Callable[[int], str]
+"""From the position of a flattened argument to the user's spelling of it."""
+
+
+_NO_KEY: Any = object()
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """The path to a value: from an argument or an object, through attributes and elements.
+
+    Attributes:
+        base: the source of the value that the path goes on from; None for its beginning.
+        step: the Python of the last step, with ``{}`` for the value that it starts from.
+        key: the key of an element, or the object that the path begins at; it has no spelling.
+        text: the user's spelling of the place, from a parameter: ``model.layers[0].weight``.
+        owner: the name of the place in errors, from its owner's class: ``Model.layers[0]``.
+        own: whether the value belongs to the function itself, and not to an argument.
+    """
+
+    base: Source | None
+    step: str
+    key: Any
+    text: str
+    owner: str
+    own: bool
+
+    @staticmethod
+    def of_object(value: Any, text: str = "", owner: str = "", own: bool = True) -> Source:
+        """Return the source of an object that the code knows itself."""
+        return Source(None, "", value, text, owner or text, own)
+
+    @staticmethod
+    def of_argument(position: int, text: str = "", owner: str = "") -> Source:
+        """Return the source of a flattened argument."""
+        return Source(None, f"args[{position}]", _NO_KEY, text, owner or text, False)
+
+    def at(self, step: str, text: str | None = None, owner: str | None = None) -> Source:
+        """Return the source of a value one step on, such as ``{}.weight``."""
+        text = self.text if text is None else text
+        return Source(self, step, _NO_KEY, text, text if owner is None else owner, self.own)
+
+    def attribute(self, name: str, text: str | None = None, owner: str | None = None) -> Source:
+        """Return the source of an attribute."""
+        return self.at(f"{{}}.{name}", text, owner)
+
+    def item(self, key: Any, text: str, owner: str | None = None) -> Source:
+        """Return the source of an element."""
+        found = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
+        return found if type(key) in (int, str) else replace(found, key=key)
+
+    @cached_property
+    def path(self) -> tuple[Any, ...]:
+        """The steps of the path; equal for two sources of one place."""
+        last = self.step, None if self.key is _NO_KEY else id(self.key)
+        return (last,) if self.base is None else (*self.base.path, last)
+
+
+class GuardCode:
+    """The Python of some guards, while it is generated.
+
+    Attributes:
+        bounds: the named dims.
+        count: the number of flattened arguments.
+        scope: the objects that the code refers to by name.
+        bound: the named dims that have a variable.
+        lines: the lines, those that bind the values on paths to variables included.
+    """
+
+    def __init__(self, bounds: Mapping[str, Dim] = MappingProxyType({}), count: int = 0) -> None:
+        self.bounds, self.count = bounds, count
+        self.scope: dict[str, Any] = {}
+        self.bound: set[str] = set()
+        self.lines: list[str] = []
+        self._variables: dict[tuple[Any, ...], str] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        """Return a name for an object."""
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"v{len(self._names)}"
+            self.scope[name] = value
+        return name
+
+    def spell(self, key: Any) -> str:
+        """Return the Python expression of a container's key."""
+        return repr(key) if type(key) in (int, str) else self.name(key)
+
+    def variable(self, source: Source) -> str:
+        """Return the variable of a value; its binding is added to the lines."""
+        known = self._variables.get(source.path)
+        if known is None and source.base is None and source.key is not _NO_KEY:
+            known = self._variables[source.path] = self.name(source.key)
+        elif known is None:
+            base = "" if source.base is None else self.variable(source.base)
+            item = "" if source.key is _NO_KEY else f"[{self.name(source.key)}]"
+            known = self._variables[source.path] = f"p{len(self._variables)}"
+            self.lines.append(f"{known} = {source.step.replace('{}', base, 1)}{item}")
+        return known
+
+    def add(self, guards: Sequence[Guard]) -> None:
+        """Add the lines of guards of one class."""
+        if guards:
+            for line in type(guards[0]).lines_of_many(guards, self):
+                self.lines.append(line)
+
+
+class Guard:
+    """A fact that holds for every call that a program answers."""
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        """Return lines of Python over the list ``args`` that return None if the guard fails."""
+        return ()
+
+    def texts(self, name: Names) -> Iterable[str]:
+        """Return the fact in the user's names."""
+        return ()
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[Any], code: GuardCode) -> Iterable[str]:
+        """Return the lines of all guards of the class."""
+        return (line for guard in guards for line in guard.lines(code))
+
+
+class Texts(tuple[str, ...]):
+    """Lines, each of which states a fact about every call that a program answers."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self)
+
+
+class Guards(tuple[Guard, ...]):
+    """The guards of a program; printed, one line for each fact in the user's names.
+
+    Attributes:
+        texts: these lines.
+    """
+
+    texts: Texts = Texts()
+
+    @classmethod
+    def of(cls, guards: Iterable[Guard], name: Names) -> Guards:
+        """Return guards with their texts.
+
+        Args:
+            guards: the guards.
+            name: returns the user's spelling of an argument.
+        """
+        made = cls(guards)
+        made.texts = Texts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
+        return made
+
+    def __str__(self) -> str:
+        return str(self.texts)
+
+
+@dataclass(frozen=True, eq=False)
+class SettingsAre(Guard):
+    """torch's settings."""
+
+    values: Sequence[Any]
+
+    def lines(self, code: GuardCode) -> Iterable[str]:
+        return (f"if {settings_condition(tuple(self.values), code.scope)}: return None",)
+
+    def texts(self, name: Names) -> Iterable[str]:
+        return [f"{s.name} is {x}" for s, x in zip(SETTINGS, self.values, strict=True)]

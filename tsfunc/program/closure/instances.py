@@ -11,19 +11,27 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.fx
 
 from tsfunc.bridge.trace.opaque import OpaqueValue
+from tsfunc.bridge.trace.outside_tensors import BackwardPasses
 from tsfunc.bridge.trace.scaling import REPLACED
-from tsfunc.bridge.trace.tracing import is_traced
-from tsfunc.bridge.tracers.settings import hooks_of_all_modules
+from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
+from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.guard_builder import Closure, Earlier, GuardBuilder, is_instance
-from tsfunc.program.closure.packages import is_installed
+from tsfunc.program.closure.followed import Watching, is_installed
+from tsfunc.program.closure.guard_builder import (
+    Closure,
+    Earlier,
+    GuardBuilder,
+    is_instance,
+)
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
     AnswerIs,
     Distinct,
@@ -33,12 +41,18 @@ from tsfunc.program.closure.read_guards import (
     ReadGuards,
     SameContents,
     SameObject,
-    Source,
 )
-from tsfunc.program.closure.refusals import TracedGenerators
-from tsfunc.program.closure.results import Updates, has_tensor
-from tsfunc.program.closure.side_effects import MISSING, SideEffect, changed_containers, updates_of
-from tsfunc.program.closure.watching import Watching
+from tsfunc.program.closure.results import (
+    Updates,
+    has_tensor,
+)
+from tsfunc.program.closure.side_effects import (
+    MISSING,
+    SideEffect,
+    TracedGenerators,
+    changed_containers,
+    updates_of,
+)
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
 
@@ -505,3 +519,90 @@ def _is_data_descriptor(found: Any) -> bool:
 def _is_slot(found: Any) -> bool:
     """Return True if a descriptor reads a field of the object itself."""
     return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)
+
+
+# --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
+
+
+class Gradients:
+    """The ``.grad`` of tensors from outside, for one trace.
+
+    Args:
+        level: the trace.
+        instances: the objects that it watches.
+        read_at: called with the user's spelling of each ``.grad`` that is read.
+        record: has the function traced again, with autograd recording.
+    """
+
+    def __init__(
+        self,
+        level: TraceLevel,
+        instances: Instances,
+        read_at: Callable[[str], None],
+        record: Callable[[], NoReturn],
+    ) -> None:
+        self._level, self._instances, self._builder = level, instances, instances.builder
+        self.passes = level.passes = BackwardPasses(level, self._read, self._check, record)
+        instances.assigned_grads = self._changes
+        self._checked: set[int] = set()
+        self._read_at = read_at
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        """Return the source of a tensor: an argument, or a tensor that the trace has read."""
+        for _, argument in self._level.tensor_guards.arguments:
+            if argument.example is tensor:
+                name = argument.name
+                return Source.of_argument(argument.position, name)
+        known = self._builder.source_of(tensor)
+        return known or Source.of_object(tensor, "a tensor")
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        source = self._source(tensor)
+        self._read_at(f"{source.text}.grad")
+        with self._instances.paused():
+            return self._builder.grad_of(tensor, source)
+
+    def _check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor that a backward pass can't add a gradient to.
+
+        Raises:
+            TypeCheckError: the tensor has a graph or hooks from outside, which a program does not
+                run.
+        """
+        if id(tensor) in self._checked:
+            return
+        self._checked.add(id(tensor))
+        source = self._source(tensor)
+        problem = None
+        if not tensor.is_leaf:
+            problem = (
+                "was computed before the call, by operations that a program does not have",
+                ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
+            )
+        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            problem = (
+                "has hooks, which a program does not call",
+                ("Remove them, or do in the function what they do"),
+            )
+        if problem is not None:
+            why, mend = problem
+            raise TypeCheckError(
+                f"{self._level.name}: backward() at {users_place()} would add to "
+                f"{source.text}.grad, but {source.text} {why}. {mend}."
+            )
+        self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
+
+    def _changes(self) -> Iterator[SideEffect]:
+        """Yield the ``.grad`` that the function has replaced."""
+        for slot in self.passes.changed():
+            source = self._source(slot.owner)
+            yield SideEffect(
+                f"{source.text}.grad", source, slot.owner, "{}.grad", slot.owner.grad, slot.now,
+                undo=lambda: None,
+            )  # fmt: skip
+
+
+def _is_plain_leaf(tensor: torch.Tensor) -> bool:
+    """Return True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
+    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+    return tensor.is_leaf and not hooks

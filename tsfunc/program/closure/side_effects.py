@@ -1,27 +1,50 @@
 """Side effects of a traced function on variables, containers and objects.
 
 See NOTE [updates] in ``results.py``.
+
+NOTE [random numbers from outside]
+A draw of ``torch.rand`` is an operator of the program, which draws anew at every call. Numbers of
+``random`` and ``numpy.random`` are Python values, which the trace would record as constants. A
+generator that is seeded while the function is traced is not seeded when its program runs. Both
+cases are detected by comparing the states of the generators before and after the trace: the trace
+itself does not change them. The global generators are shared by all threads, so a change of their
+state counts only if the function's code refers to their modules. Calls of functions of
+``torch.random`` that seed, or read a state, are handled in ``bridge/trace/torch_settings.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tsfunc.bridge.trace.tracing import TraceTracer
+import optree
+import torch
+import torch.fx
+
+from tsfunc import pytrees
+from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.errors import EscapedTracerError, TypeCheckError
+from tsfunc.dispatch.places import condition_of, place_of, source_of
+from tsfunc.errors import (
+    ClosureError,
+    DataDependentError,
+    EscapedTracerError,
+    TypeCheckError,
+)
+from tsfunc.program.closure.followed import is_installed, is_library
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
     changed,
     is_namespace,
     put_back,
 )
-from tsfunc.program.closure.packages import is_installed, is_library
-from tsfunc.program.closure.read_guards import Source
+from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
     NotKept,
     Update,
@@ -30,6 +53,8 @@ from tsfunc.program.closure.results import (
     replaced,
     unchanged,
 )
+from tsfunc.program.passes.effects import writes, written
+from tsfunc.types.signatures import signature_of
 
 # --- changes that a trace has made outside of itself, and the updates that its program ends with
 
@@ -239,3 +264,235 @@ def is_followed(owner: Any, name: str) -> bool:
     if name.startswith("__") and name.endswith("__"):
         return isinstance(owner, types.ModuleType)
     return not (isinstance(vars(owner).get(name), CODE) and is_installed(owner))
+
+
+# --- refusals of what a program can't do again
+
+
+# --- random numbers that a trace can't record: those of Python and NumPy, and seeding
+
+
+_SHARED = ("random", "numpy.random")
+_State = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+class TracedGenerators:
+    """The generators that a traced function may draw from, and their states before the trace.
+
+    Args:
+        what: the name of the trace in errors.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._before: dict[int, tuple[str, _State, Any]] = {}
+        self._known: list[Any] = []  # keeps the objects alive, so that ids stay unique
+        self._lines: dict[str, list[str]] = {}
+        self._moved: list[str] = []
+
+    def start(self) -> None:
+        """Record the states of the global generators, which any code can draw from."""
+        self._watch("random", random, (random.getstate, random.setstate))
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            state = numpy.get_state, numpy.set_state
+            self._watch("numpy.random", numpy, state)
+
+    def add(self, text: str, value: Any) -> None:
+        """Record the state of a value that the function reads, if it is a generator."""
+        if isinstance(value, random.SystemRandom):  # it has no state
+            return
+        if isinstance(value, random.Random):
+            self._watch(text, value, (value.getstate, value.setstate))
+        elif isinstance(value, torch.Generator) and value is not torch.default_generator:
+            self._watch(text, value, (value.get_state, value.set_state))
+        elif type(value).__module__.startswith("numpy.random"):
+            bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", value)
+            if hasattr(bits, "state"):
+                self._watch(text, value, (lambda: bits.state, lambda s: setattr(bits, "state", s)))
+
+    def mentioned(self, value: Any, line: str) -> None:
+        """Record that some code refers to a function or module of random numbers at a line."""
+        owner = getattr(value, "__self__", value)
+        module = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
+        module = module.removesuffix(".mtrand")
+        if module in _SHARED:
+            self._lines.setdefault(module, []).append(line)
+
+    def put_back(self) -> None:
+        """Restore the states of generators that have changed."""
+        for text, (get, put), before in self._before.values():
+            shared = text in _SHARED and text not in self._lines
+            if not shared and not _same(get(), before):
+                put(before)
+                self._moved.append(text)
+
+    def refuse_moved(self) -> None:
+        """Raise an error if generators had another state at the end of the trace.
+
+        Raises:
+            TypeCheckError: the function drew from a generator or seeded it.
+        """
+        if self._moved:
+            places = [line for text in self._moved for line in self._lines.get(text, ())]
+            where = f"Random numbers are used at {'; '.join(places)}. " if places else ""
+            raise TypeCheckError(
+                f"{self._what}: the function draws from {' and '.join(self._moved)}, or seeds it, "
+                f"and a program would keep what its first call got. {where}Draw numbers before the "
+                f"call and pass them, draw tensors (torch.rand), or seed before the call."
+            )
+
+    def _watch(self, text: str, value: Any, state: _State) -> None:
+        if id(value) not in self._before:
+            self._known.append(value)
+            self._before[id(value)] = text, state, state[0]()
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return all(map(_same, a, b))
+    return bool((a == b).all()) if hasattr(a, "__array__") else bool(a == b)
+
+
+# --- checks for the things that a traced function may not do, with their errors
+
+
+def check_texts(
+    what: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
+) -> None:
+    """Refuse a string result, or a key, that contains the text of a traced value.
+
+    Raises:
+        DataDependentError: there is such a string.
+    """
+    keys = (entry for path in tree.paths() for entry in path)
+    for text in (*leaves, *keys):
+        if not isinstance(text, str):
+            continue
+        spelled = "a tensor" if _TRACER in text else symbols.spelled_in(text)
+        if spelled is not None:
+            raise DataDependentError(
+                f"{what}: the function returns the text {text!r}, in which {spelled} is spelled as "
+                f"the trace has it, and not as this call does. Return the number or the tensor "
+                f"itself, and write the text outside of the function; or make it one number with "
+                f"int(...), where the descriptors leave it open or fix it."
+            )
+
+
+def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
+    """Refuse values of control-flow bodies that leave the body other than as its results.
+
+    Raises:
+        TypeCheckError: there is such a value.
+    """
+    assigned = {slot.index: each.text for each in updates.updates for slot in each.slots()}
+    texts = [*(["the function's result"] * len(leaves)), *map(assigned.get, range(len(assigned)))]
+    for text, value in zip(texts, (*leaves, *updates.tensors), strict=True):
+        if not isinstance(value, TraceTracer) or value.dispatch_level is level:
+            continue
+        if value.node.graph is not level.graph and not value.dispatch_level.alive:
+            place = value.node.meta.get("place")
+            at = "" if place is None else f" (at {place}{source_of(place, ': ')})"
+            raise TypeCheckError(
+                f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
+                f"of which a program has the body's results alone. Return it from the body, and "
+                f"assign or return what comes back."
+            )
+
+
+_TRACER = "TraceTracer(%"  # the text of a tensor in a trace
+
+# Errors of torch about symbolic numbers, and the unsupported use that each is about.
+_NO_SYMBOLS = {
+    "unhashable type: non-nested Sym": (
+        "can't be a key of a dict, an element of a set or an argument of lru_cache"
+    ),
+    "unsupported format string passed to Sym": "has no digits to write",
+}
+
+
+def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
+    """Rewrite torch's error about sizes in the user's names.
+
+    Raises:
+        DataDependentError: a size that depends on data was used as a Python value.
+    """
+    text, about_data = symbols.explained(error)
+    if about_data:
+        place = place_of(error)
+        asked = condition_of(place)
+        raise DataDependentError(
+            f"{what}: {asked or text} depends on data, which a trace does not have, and is asked "
+            f"at {place}{source_of(place, ': ')}\nIf it always holds say so before, with "
+            f"torch._check({asked or '...'}): the program then checks it when it runs. {ways_out()}"
+        ) from None
+    for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
+        if theirs in text:
+            place = place_of(error)
+            text = (
+                f"{what}: a named dim, or a number that stays open, {ours} "
+                f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
+                f"to one number: describe the size as None, or the number by its value."
+            )
+    # The text of a KeyError is the repr of its key; the key stays unchanged.
+    if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
+        error.args = (text,)
+
+
+def check_containers(
+    what: str,
+    func: Callable[..., Any],
+    given: tuple[Sequence[Any], Mapping[str, Any]],
+    leaves: Sequence[Any],
+    tree: optree.PyTreeSpec,
+) -> None:
+    """Refuse a function that changes a list or dict among its arguments.
+
+    Raises:
+        TypeCheckError: the function did so.
+    """
+    now, structure = pytrees.flatten(given)
+    if structure == tree and all(a is b for a, b in zip(now, leaves, strict=True)):
+        return
+    args, kwargs = given
+    args_before, kwargs_before = pytrees.unflatten(tree, leaves)
+    pairs = [(str(i), args_before[i], each) for i, each in enumerate(args)]
+    pairs += [(name, kwargs_before[name], each) for name, each in kwargs.items()]
+    names = list(signature_of(func).parameters)
+    for name, before, after in pairs:
+        (some, one), (others, other) = pytrees.flatten(before), pytrees.flatten(after)
+        if one != other or any(a is not b for a, b in zip(some, others, strict=True)):
+            at = int(name) if name.isdigit() else -1
+            name = names[at] if 0 <= at < len(names) else name
+            raise TypeCheckError(
+                f"{what}: the function changes the {type(after).__name__} that it is given as "
+                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
+                f"change the caller's: return what is new, or change a copy."
+            )
+
+
+def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> None:
+    """Refuse a program that writes into tensors that it holds as constants.
+
+    Raises:
+        ClosureError: the program writes into such a tensor.
+    """
+    memory = {
+        tracer.value.untyped_storage()._cdata
+        for tensor, tracer in level.lifted.values()
+        if id(tensor) not in reached
+    }
+    for node in level.graph.nodes:
+        for target in written(node) if writes(node) else ():
+            value = target.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
+                called = node.meta.get("op", node.target)
+                raise ClosureError(
+                    f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
+                    f"that is not an argument, and becomes a constant. Make it an argument, or use "
+                    f'closure="guard".'
+                )

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger
-from tsfunc.bridge.sizes.size_texts import python_text
+from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import ConstraintViolation

@@ -17,7 +17,7 @@ from tsfunc.bridge.sizes.bounds import (
     smallest,
     with_larger,
 )
-from tsfunc.bridge.sizes.size_texts import divisions, moduli, python_text
+from tsfunc.bridge.sizes.expressions import divisions, moduli, python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr

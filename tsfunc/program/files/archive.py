@@ -200,7 +200,7 @@ class Archive:
         return FileFormatError(f"{self.what}: entry {shown!r} {what}.")
 
 
-def replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write a file; an existing file stays intact until the new one is complete."""
     beside = path.with_name(f".{path.name}.part")
     try:

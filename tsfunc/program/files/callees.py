@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.program.fields import Field
 from tsfunc.program.files.operators import NUMBER, TENSOR
 from tsfunc.program.files.values import NoFileForm, printable
 from tsfunc.program.graphs.codegen import generate
+from tsfunc.program.passes.effects import every_node
 from tsfunc.types import Dim
 
 _DEEPEST = 32  # the maximum depth of calls of functions by functions

@@ -15,15 +15,14 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+import optree
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError, FileFormatError
-from tsfunc.program.calling.no_match import guards_of_form
-from tsfunc.program.calling.target import described, places_of
 from tsfunc.program.fields import Field
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.operators import NUMBER
@@ -32,21 +31,17 @@ from tsfunc.program.files.programs import (
     decode_program,
     encode_form,
     encode_program,
+    storable,
     what_it_does,
 )
 from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
-from tsfunc.program.files.values import (
-    NoFileForm,
-    TensorReader,
-    TensorWriter,
-    ValueReader,
-    encode,
-    printable,
-)
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.guarding.call_spec import CallSpec, described, guards_of_form, places_of
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
+from tsfunc.types.values import class_name
 
 KIND, VERSION = "tsfunc program", 1
 _KINDS = {
@@ -66,7 +61,7 @@ _LONGEST_TEXT = 20_000
 class SavedProgram:
     """A program of a function, and a kind of call that it answers."""
 
-    program: Program
+    program: ProgramData
     form: CallSpec
     reason: str
 
@@ -96,6 +91,53 @@ class SavedFunction:
 
 class Unsaved(ValueError):
     """A function has a value that a file can't hold; the message names the value and a way out."""
+
+
+# --- selection of the parts of a program that go into a file
+
+
+def program_to_save(program: ProgramData) -> SavedFunction:
+    """Return a single program in the form of a file: a function of any arguments.
+
+    Raises:
+        ValueError: the program was made from a graph, and not for calls.
+    """
+    if program.form is None:
+        raise ValueError(
+            f"save({program.name}): the program was made by make_graph, and not for calls. Save "
+            f"the program of a specialized function."
+        )
+    kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
+    refuse_attributes(program.name, [program])
+    answer = SavedProgram(program, storable(program.form), "the program itself")
+    return SavedFunction(program.name, signature, (), 1, (answer,))
+
+
+def refuse_attributes(name: str, programs: Sequence[ProgramData]) -> None:
+    """Refuse programs that read attributes of tensors, or numbers that vary outside."""
+    for program in programs:
+        for attribute in program.attributes:
+            raise ValueError(
+                f"save({name}): the function reads {attribute}, and a file has no place for "
+                f"attributes of tensors and for numbers that vary outside. Pass what it is as an "
+                f"argument."
+            )
+
+
+def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
+    """Return the bytes of a file, and the classes that it names."""
+    trees = [answer.program.out_tree for answer in function.answers]
+    trees += [answer.form.tree for answer in function.answers]
+    classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
+    return function_bytes(function), classes
+
+
+def _classes_of(tree: optree.PyTreeSpec) -> Iterator[type]:
+    if tree.type is not None and tree.type.__module__ not in ("builtins", "collections"):
+        yield tree.type
+    for child in tree.children():
+        yield from _classes_of(child)
 
 
 # --- writing
@@ -152,9 +194,9 @@ def _write_programs(
     tensors: TensorWriter,
     state: StateWriter,
     entries: dict[str, bytes],
-) -> dict[Program, int]:
+) -> dict[ProgramData, int]:
     """Write the programs, equal programs once; return the number of each program."""
-    numbers: dict[Program, int] = {}
+    numbers: dict[ProgramData, int] = {}
     written: dict[bytes, int] = {}
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
@@ -327,8 +369,8 @@ def _read_answers(
 
 
 def _of_form(
-    field: Field, program: Program, form: CallSpec, signature: inspect.Signature
-) -> Program:
+    field: Field, program: ProgramData, form: CallSpec, signature: inspect.Signature
+) -> ProgramData:
     try:
         return dataclasses.replace(
             program,
@@ -351,7 +393,7 @@ def _open(form: CallSpec) -> list[Any]:
     return leaves
 
 
-def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> SavedProgram:
+def _answer(field: Field, program: ProgramData, form: CallSpec, reason: str) -> SavedProgram:
     count = len(form.leaves)
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)
@@ -368,7 +410,7 @@ def _answer(field: Field, program: Program, form: CallSpec, reason: str) -> Save
     return SavedProgram(program, form, reason)
 
 
-def _reads(program: Program) -> int:
+def _reads(program: ProgramData) -> int:
     """Return the number of a program's inputs that it reads from its state."""
     return (
         len(program.read_guards.values) - bool(program.updates)

@@ -26,7 +26,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
-from tsfunc.bridge.sizes.size_forms import form_of_size
+from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
@@ -48,7 +48,8 @@ from tsfunc.program.files.operators import (
     misfit,
     operator_named,
 )
-from tsfunc.program.files.values import NoFileForm, TensorReader, ValueReader, encode, printable
+from tsfunc.program.files.tensors import TensorReader
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.codegen import line_of
 
 # --- control flow in files: the kinds of control flow, and the JSON of each

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.sizes.expressions import OPERATORS, form_of_size, is_small, size_of_form
 from tsfunc.bridge.sizes.fake_mode import new_fake_input
-from tsfunc.bridge.sizes.size_forms import OPERATORS, form_of_size, is_small, size_of_form
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.sizes.size_forms import step_of, symbol_of
+from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.settings import SETTINGS, settings
+from tsfunc.bridge.tracers.torch_state import SETTINGS, settings
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.results import OutsideRef as FromOutside
 from tsfunc.program.fields import Field
@@ -26,9 +26,9 @@ from tsfunc.program.files.callees import CalleeGraph, CalleeReader, CalleeWriter
 from tsfunc.program.files.graphs import GraphReader, OutsideValues, encode_graph
 from tsfunc.program.files.operators import NodeTypes
 from tsfunc.program.files.state import FileContext, ProgramState, StateWriter
+from tsfunc.program.files.tensors import TensorWriter
 from tsfunc.program.files.values import (
     NoFileForm,
-    TensorWriter,
     Trees,
     ValueReader,
     encode,
@@ -36,8 +36,8 @@ from tsfunc.program.files.values import (
     printable,
 )
 from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.program import Program
-from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments
 from tsfunc.program.guarding.guards import (
     Aliasing,
     AnyNumber,
@@ -48,7 +48,6 @@ from tsfunc.program.guarding.guards import (
     TensorMeta,
     TypeIs,
     ValueIs,
-    guards_on_arguments,
     read_scalar,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
@@ -198,7 +197,7 @@ def _items(field: Field | None) -> Sequence[Field]:
 
 
 def encode_program(
-    program: Program,
+    program: ProgramData,
     tensors: TensorWriter,
     state: StateWriter,
     described: Mapping[str, Descriptor] | None,
@@ -323,7 +322,7 @@ def _dims_in(names: Mapping[Any, Any]) -> list[str]:
     return [form if isinstance(form, str) else form[1] for form in names.values()]
 
 
-def decode_program(field: Field, context: FileContext, form: CallSpec) -> Program:
+def decode_program(field: Field, context: FileContext, form: CallSpec) -> ProgramData:
     """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
@@ -366,7 +365,7 @@ def decode_program(field: Field, context: FileContext, form: CallSpec) -> Progra
     known = frozenset(each.text() for each in constants.items())
     if not known <= reader.lifted.keys():
         constants.fail("there are others than tensors of the program")
-    return Program(
+    return ProgramData(
         name, graph, inputs, reader.lifted, tree, source, run, known, state.updates,
         read_guards=state.read_guards,
     )  # fmt: skip

@@ -18,19 +18,14 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.tracers.settings import settings
-from tsfunc.program.closure.read_guards import ReadGuards, Source
+from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.program.closure.guard_codegen import Source
+from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ResultSlot, Update
 from tsfunc.program.fields import Field
-from tsfunc.program.files.values import (
-    NoFileForm,
-    TensorReader,
-    TensorWriter,
-    ValueReader,
-    encode,
-    printable,
-)
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.files.tensors import TensorReader, TensorWriter
+from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.guards import Watched
 
 # --- state in files: the values that programs assign to, of which each loaded function has its own
@@ -40,7 +35,7 @@ Path = tuple[Any, ...]
 _MOST_CELLS = 1 << 20
 
 
-def reached(program: Program) -> tuple[Any, ...] | None:
+def reached(program: ProgramData) -> tuple[Any, ...] | None:
     """Return the current values that a program reads and assigns to beyond its arguments.
 
     Returns:
@@ -51,7 +46,7 @@ def reached(program: Program) -> tuple[Any, ...] | None:
     return program.read_guards.function(settings())(program.form.leaves)
 
 
-def is_current(program: Program) -> bool:
+def is_current(program: ProgramData) -> bool:
     """Return True if the guards on the values that a program read from outside still hold."""
     form = program.form
     of_objects = form is not None and any(isinstance(leaf, Watched) for leaf in form.leaves)
@@ -61,7 +56,7 @@ def is_current(program: Program) -> bool:
 class StateWriter:
     """The cells of some programs."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[ProgramData]) -> None:
         self._cells: dict[tuple[int, str], int] = {}
         self._owners: list[Any] = []  # keeps the owners alive, so that ids stay unique
         self._values: list[tuple[str, Any]] = []
@@ -75,7 +70,7 @@ class StateWriter:
     def __len__(self) -> int:
         return len(self._values)
 
-    def _collect(self, program: Program) -> None:
+    def _collect(self, program: ProgramData) -> None:
         found = reached(program)
         for update in program.updates:
             if found is None:
@@ -113,7 +108,7 @@ class StateWriter:
         """Return True if a tensor is in a cell."""
         return id(tensor) in self._places
 
-    def of_program(self, program: Program, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:
+    def of_program(self, program: ProgramData, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:
         """Return a program's reads of the cells and assignments to them, as JSON.
 
         Args:
@@ -143,7 +138,7 @@ class StateWriter:
         return {"state": {"arguments": count, "reads": reads, "updates": updates}}
 
 
-def _count(program: Program) -> int:
+def _count(program: ProgramData) -> int:
     """Return the number of flattened arguments of a program."""
     return len(program.form.leaves) if program.form is not None else 0
 

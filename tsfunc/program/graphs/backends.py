@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import every_node
 from tsfunc.bridge.mesh.agreement import agree_on_program
 from tsfunc.bridge.mesh.lowering import DECOMPOSITIONS
 from tsfunc.bridge.mesh.operators import MAP
@@ -49,7 +48,7 @@ from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
 from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.graphs.codegen import generate
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.torch_operators import (
     graph_module,
     in_torch_operators,
@@ -57,21 +56,19 @@ from tsfunc.program.graphs.torch_operators import (
     no_operator,
 )
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.passes.effects import Aliases, is_random, writes
+from tsfunc.program.passes.effects import Aliases, every_node, is_random, writes
 from tsfunc.types import Dim
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def resolve(backend: object) -> Backend | None:
-    """Return the backend that a user has passed; None for generated Python.
+def resolve(backend: object) -> Backend:
+    """Return the backend that a user has passed.
 
     Raises:
         TypeError: it is not a name or a function.
         ValueError: there is no backend of this name.
     """
-    if backend == "python":
-        return None
     if backend == "inductor":
         return functools.partial(inductor, decompositions=DECOMPOSITIONS)
     if isinstance(backend, str):
@@ -103,7 +100,7 @@ class Compiled:
     """
 
     def __init__(
-        self, program: Program, backend: Backend, name: str, values: Sequence[Any]
+        self, program: ProgramData, backend: Backend, name: str, values: Sequence[Any]
     ) -> None:
         self._program, self._backend, self._name = program, backend, name
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
@@ -221,7 +218,7 @@ class _ResultIndex:
 
 
 def _check(
-    program: Program, name: str, module: torch.fx.GraphModule, tensors: Sequence[torch.Tensor]
+    program: ProgramData, name: str, module: torch.fx.GraphModule, tensors: Sequence[torch.Tensor]
 ) -> None:
     for operator, reason in left_over(module):
         raise ExportError(
@@ -241,7 +238,7 @@ def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return [node for node in graph.nodes if node.op == "get_attr"]
 
 
-def _module(program: Program) -> tuple[torch.fx.GraphModule, list[Any]]:
+def _module(program: ProgramData) -> tuple[torch.fx.GraphModule, list[Any]]:
     """Return the graph as a module that returns only tensors and sizes, and all results."""
     module = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True)
@@ -266,7 +263,7 @@ def _keep_computed(module: torch.fx.GraphModule) -> list[Any]:
     return outputs
 
 
-def _assignments(program: Program, count: int) -> Callable[[Sequence[Any]], Any] | None:
+def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], Any] | None:
     """Return a function that makes a program's assignments; None if there are none.
 
     Its argument is the list of the program's ``count`` values, followed by the assigned tensors.
@@ -291,7 +288,7 @@ def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
 
 
 def _examples(
-    program: Program, given: Sequence[torch.Tensor], symbols: Symbols
+    program: ProgramData, given: Sequence[torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
     """Return example inputs, with symbols as the sizes of named dims."""
     form = program.form

@@ -23,10 +23,10 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_exporting import exported_by_torch
-from tsfunc.bridge.tracers.settings import is_persistent
+from tsfunc.bridge.tracers.torch_state import is_persistent
 from tsfunc.errors import ExportError
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.lowering import sizes_for
-from tsfunc.program.graphs.program import Program
 from tsfunc.program.graphs.torch_operators import (
     graph_module,
     in_torch_operators,
@@ -45,7 +45,7 @@ _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _PLAIN = (int, float, bool, str, type(None))
 
 
-def exported(program: Program) -> torch.export.ExportedProgram:
+def exported(program: ProgramData) -> torch.export.ExportedProgram:
     """Return the program as a torch.export program; see ``Program.to_exported_program``."""
     form = program.form
     if form is None:
@@ -81,7 +81,7 @@ def exported(program: Program) -> torch.export.ExportedProgram:
     ) from failed
 
 
-def _problems(program: Program, form: CallSpec, graph: torch.fx.GraphModule) -> Iterator[str]:
+def _problems(program: ProgramData, form: CallSpec, graph: torch.fx.GraphModule) -> Iterator[str]:
     inputs = set(program.inputs)
     for i, leaf in enumerate(form.leaves):
         if i not in inputs and not isinstance(leaf, _PLAIN):
@@ -121,7 +121,11 @@ def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
 
 
 def _shapes(
-    program: Program, form: CallSpec, names: Sequence[str], given: bool, least: Mapping[str, int]
+    program: ProgramData,
+    form: CallSpec,
+    names: Sequence[str],
+    given: bool,
+    least: Mapping[str, int],
 ) -> dict[str, Any]:
     """Return the dynamic dims, and dynamic ints, in the form of torch.export.
 
@@ -202,7 +206,7 @@ def _line(dim: DimExpr) -> tuple[str, int, int] | None:
     return (name, factor, start) if straight and factor > 0 else None
 
 
-def _parameters(program: Program, form: CallSpec, count: int) -> list[str]:
+def _parameters(program: ProgramData, form: CallSpec, count: int) -> list[str]:
     """Return names for the positional arguments: the function's parameters if possible."""
     numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
     names = []
@@ -218,7 +222,7 @@ def _parameters(program: Program, form: CallSpec, count: int) -> list[str]:
 
 
 def _module(
-    program: Program, graph: torch.fx.GraphModule, names: Sequence[str], keywords: Sequence[str]
+    program: ProgramData, graph: torch.fx.GraphModule, names: Sequence[str], keywords: Sequence[str]
 ) -> torch.nn.Module:
     """Return a module with the function's parameters and state that computes the program."""
 
@@ -266,7 +270,7 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
             like.register_buffer(name, buffer, persistent=is_persistent(each, name))
 
 
-def _places_of_lifted(program: Program, root: torch.nn.Module) -> list[str]:
+def _places_of_lifted(program: ProgramData, root: torch.nn.Module) -> list[str]:
     """Return the path in the module of each tensor that the program reads from outside.
 
     A tensor that is not in the traced module's state is added to the module. It becomes a constant
@@ -326,7 +330,7 @@ def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
 
 
 def _assign(
-    root: torch.nn.Module, program: Program, results: list[Any], values: Sequence[Any]
+    root: torch.nn.Module, program: ProgramData, results: list[Any], values: Sequence[Any]
 ) -> None:
     """Write the values that the program assigns to buffers into the buffers.
 

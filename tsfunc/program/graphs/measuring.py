@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.graphs.data import ProgramData
 
 
-def node_times(program: Program, flat: Sequence[Any], repeats: int = 5) -> dict[str, float]:
+def node_times(program: ProgramData, flat: Sequence[Any], repeats: int = 5) -> dict[str, float]:
     """Run a program node by node, and return the least time of each node in seconds.
 
     The sum is more than the time of the program, which runs without the measurement. Updates of
@@ -31,7 +31,7 @@ def node_times(program: Program, flat: Sequence[Any], repeats: int = 5) -> dict[
     return best
 
 
-def _run(program: Program, flat: Sequence[Any]) -> dict[str, float]:
+def _run(program: ProgramData, flat: Sequence[Any]) -> dict[str, float]:
     values: dict[torch.fx.Node, Any] = {}
     places = iter(program.inputs)
     times: dict[str, float] = {}

@@ -19,7 +19,7 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.program.graphs.codegen import line_of, names_of, statements
-from tsfunc.program.graphs.program import Program
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.properties import draw, properties_of
 
 Facts = dict[str, dict[str, dict[str, Any]]]
@@ -61,7 +61,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], slow: Sequence[
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def program_page(program: Program, times: Mapping[str, float] | None = None) -> str:
+def program_page(program: ProgramData, times: Mapping[str, float] | None = None) -> str:
     """Return the page of a program.
 
     Args:
@@ -72,7 +72,7 @@ def program_page(program: Program, times: Mapping[str, float] | None = None) -> 
 
 
 def programs_page(
-    title: str, programs: Sequence[Program], times: Mapping[Program, Mapping[str, float]]
+    title: str, programs: Sequence[ProgramData], times: Mapping[Any, Mapping[str, float]]
 ) -> str:
     """Return the page of several programs of one function."""
     facts: Facts = {}
@@ -80,7 +80,7 @@ def programs_page(
     body = ""
     for i, program in enumerate(programs):
         seconds = times.get(program, {})
-        head = f"Program {i + 1} of {len(programs)}: " if len(programs) > 1 else ""
+        head = f"ProgramData {i + 1} of {len(programs)}: " if len(programs) > 1 else ""
         descriptors = [[name, repr(each)] for name, each in program.descriptors.items()]
         body += (
             f"<section><h2>{escape(head + program.name)}</h2>"
@@ -93,7 +93,7 @@ def programs_page(
 
 
 def _graph(
-    name: str, graph: torch.fx.Graph, program: Program | None, times: Mapping[str, float],
+    name: str, graph: torch.fx.Graph, program: ProgramData | None, times: Mapping[str, float],
     facts: Facts, numbers: Iterator[int], inputs: Sequence[int] = (),
 ) -> Iterator[str]:  # fmt: skip
     """Yield a graph with its code, and the bodies in it."""

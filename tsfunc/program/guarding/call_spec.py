@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,28 +13,42 @@ from typing import Any
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard
+from tsfunc.bridge.trace.tensor_guards import (
+    PropertyGuard,
+)
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance
-from tsfunc.program.closure.guard_codegen import key_orders
-from tsfunc.program.closure.read_guards import Guard
+from tsfunc.program.closure.guard_codegen import (
+    Guard,
+    GuardCode,
+    Guards,
+    Names,
+    SettingsAre,
+    key_orders,
+)
 from tsfunc.program.guarding.guards import (
+    KINDS,
     Aliasing,
+    AnyNumber,
     ArgumentGuard,
     DimIs,
     Groups,
     Holds,
     Property,
     SizesAre,
+    TensorMeta,
+    TypeIs,
+    ValueIs,
     Watched,
-    guards_on_arguments,
     variables_of,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
-from tsfunc.types import Dim
+from tsfunc.types import Dim, MetaTensorType
+from tsfunc.types.descriptors import place_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,3 +195,136 @@ def placeholder(
         with torch_state.outside_all_levels(), state.outside_all_levels():
             strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
     return new_fake_input(Symbols({}).fake, shape, strides, dtype, device)
+
+
+# --- places of the flattened arguments of a call among its parameters, and their descriptors
+
+
+def described(
+    leaves: Sequence[Any],
+    inputs: Sequence[InputSpec],
+    tree: optree.PyTreeSpec,
+    parameters: inspect.Signature,
+) -> dict[str, Any]:
+    """Return descriptors of flattened arguments by parameter, with the inputs' tensor types."""
+    flat = list(leaves)
+    for spec in inputs:
+        flat[spec.position] = MetaTensorType(
+            list(spec.dims),
+            dtype=spec.example.dtype,
+            device=spec.example.device,
+            requires_grad=None if spec.any_grad else spec.example.requires_grad,
+            layout=spec.example.layout,
+        )
+    args, kwargs = optree.tree_unflatten(tree, flat)
+    return dict(parameters.bind(*args, **kwargs).arguments)
+
+
+def places_of(
+    signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
+) -> dict[int, tuple[Any, ...]]:
+    """Return the path of each flattened argument from a parameter."""
+    numbers = [_Place(i) for i in range(count)]
+    args, kwargs = optree.tree_unflatten(tree, numbers)
+    places: dict[int, tuple[Any, ...]] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        paths, leaves, _ = optree.tree_flatten_with_path(
+            value, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, leaf in zip(paths, leaves, strict=True):
+            places[leaf.index] = (name, *path)
+    return places
+
+
+def spelled(path: Sequence[Any]) -> str:
+    """Return the path of an argument in the user's spelling."""
+    return str(path[0]) + "".join(f"[{entry!r}]" for entry in path[1:])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stand-in for a flattened argument whose path is looked up."""
+
+    index: int
+
+
+def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
+    """Return the guards of a program that was read from a file, for people."""
+    return Guards.of([*form.guards(), SettingsAre(form.ambient)], names_of_form(form, signature))
+
+
+def names_of_form(form: CallSpec, signature: inspect.Signature) -> Names:
+    """Return a function from the positions of a form's leaves to the user's spelling."""
+    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
+    places = places_of(signature, len(form.leaves), form.tree)
+    arguments = signature.bind(*args, **kwargs).arguments
+    return lambda position: place_text(places[position], arguments)
+
+
+# --- the guards of a call, and arguments that are the same tensor
+
+
+def guards_on_arguments(
+    flat: Sequence[Any], inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec] = ()
+) -> list[ArgumentGuard]:
+    """Return a guard for each flattened argument.
+
+    Args:
+        flat: the flattened arguments, or the leaves of a ``CallSpec``.
+        inputs: the tensors among them.
+        scalars: the numbers among them that are inputs.
+    """
+    specs = {spec.position: spec for spec in inputs}
+    numbers = {spec.position: spec for spec in scalars}
+    found: list[ArgumentGuard] = []
+    for i, value in enumerate(flat):
+        if i in specs:
+            found.append(TensorMeta(i, specs[i]))
+        elif i in numbers:
+            found.append(AnyNumber(i, numbers[i], value))
+        elif isinstance(value, Watched) or is_instance(value):
+            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+        else:
+            found.append(ValueIs(i, value))
+    return found
+
+
+def guard_lines(
+    guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Return lines that return None if a guard fails, and the objects that they refer to by name.
+
+    Args:
+        guards: the guards.
+        bounds: the named dims.
+        count: the number of flattened arguments.
+    """
+    code = GuardCode(bounds, count)
+    for kind in KINDS:
+        code.add([guard for guard in guards if type(guard) is kind])
+    return code.lines, code.scope
+
+
+def as_one(
+    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
+) -> list[Any]:
+    """Return the values that the function gets for its tensors: one object for each tensor.
+
+    Args:
+        inputs: the tensors among the arguments.
+        tracers: their tracers.
+        own: tensors that the function has from elsewhere, by id.
+    """
+    first: dict[int, Any] = dict(own)
+    return [
+        first.setdefault(id(spec.example), tracer)
+        for spec, tracer in zip(inputs, tracers, strict=True)
+    ]
+
+
+def groups_of(inputs: Sequence[InputSpec]) -> Groups:
+    """Return the positions of the tensors among the arguments, grouped by identity."""
+    found: dict[int, list[int]] = {}
+    for spec in inputs:
+        found.setdefault(id(spec.example), []).append(spec.position)
+    return tuple(tuple(group) for group in found.values())

@@ -32,11 +32,17 @@ from typing import Any, Protocol
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.quick_checks import quick_check
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard, is_tensor_of, reader_of, users_class
+from tsfunc.bridge.trace.tensor_guards import (
+    PropertyGuard,
+    is_tensor_of,
+    quick_check,
+    reader_of,
+    users_class,
+)
 from tsfunc.errors import DescriptorError
-from tsfunc.program.closure.guard_builder import has_contents, has_value, is_instance, viewed_state
-from tsfunc.program.closure.read_guards import Guard, GuardCode, Names, same_float
+from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
+from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names
+from tsfunc.program.closure.read_guards import same_float
 from tsfunc.program.fields import Field
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, solving_order
 from tsfunc.program.guarding.layouts import layout_of
@@ -44,8 +50,7 @@ from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.sizes import fact_code, solved_for
-from tsfunc.types.tensor_text import tensor_text
-from tsfunc.types.values import describe, same_value
+from tsfunc.types.values import describe, same_value, tensor_text
 
 Facts = Mapping[str, Any]
 Encode = Callable[[Any], Any]
@@ -420,47 +425,6 @@ KINDS: tuple[type[Guard], ...] = (
 """The kinds of guards, in the order of their code: a size is bound before a condition uses it."""
 
 
-def guards_on_arguments(
-    flat: Sequence[Any], inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec] = ()
-) -> list[ArgumentGuard]:
-    """Return a guard for each flattened argument.
-
-    Args:
-        flat: the flattened arguments, or the leaves of a ``CallSpec``.
-        inputs: the tensors among them.
-        scalars: the numbers among them that are inputs.
-    """
-    specs = {spec.position: spec for spec in inputs}
-    numbers = {spec.position: spec for spec in scalars}
-    found: list[ArgumentGuard] = []
-    for i, value in enumerate(flat):
-        if i in specs:
-            found.append(TensorMeta(i, specs[i]))
-        elif i in numbers:
-            found.append(AnyNumber(i, numbers[i], value))
-        elif isinstance(value, Watched) or is_instance(value):
-            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
-        else:
-            found.append(ValueIs(i, value))
-    return found
-
-
-def guard_lines(
-    guards: Sequence[Guard], bounds: Mapping[str, Dim], count: int
-) -> tuple[list[str], dict[str, Any]]:
-    """Return lines that return None if a guard fails, and the objects that they refer to by name.
-
-    Args:
-        guards: the guards.
-        bounds: the named dims.
-        count: the number of flattened arguments.
-    """
-    code = GuardCode(bounds, count)
-    for kind in KINDS:
-        code.add([guard for guard in guards if type(guard) is kind])
-    return code.lines, code.scope
-
-
 # --- parts of guards in files
 
 
@@ -643,31 +607,3 @@ def _static_key(value: Any) -> Any:
     if has_contents(value):
         return object()  # the contents may have changed
     return id(value)
-
-
-# --- arguments that are the same tensor, or a tensor that the function also has from elsewhere
-
-
-def as_one(
-    inputs: Sequence[InputSpec], tracers: Sequence[Any], own: Mapping[int, torch.Tensor]
-) -> list[Any]:
-    """Return the values that the function gets for its tensors: one object for each tensor.
-
-    Args:
-        inputs: the tensors among the arguments.
-        tracers: their tracers.
-        own: tensors that the function has from elsewhere, by id.
-    """
-    first: dict[int, Any] = dict(own)
-    return [
-        first.setdefault(id(spec.example), tracer)
-        for spec, tracer in zip(inputs, tracers, strict=True)
-    ]
-
-
-def groups_of(inputs: Sequence[InputSpec]) -> Groups:
-    """Return the positions of the tensors among the arguments, grouped by identity."""
-    found: dict[int, list[int]] = {}
-    for spec in inputs:
-        found.setdefault(id(spec.example), []).append(spec.position)
-    return tuple(tuple(group) for group in found.values())

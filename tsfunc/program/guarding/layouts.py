@@ -3,9 +3,9 @@
 NOTE [layouts of open sizes]
 A program for named dims serves tensors whose strides differ from those of its example. torch's code
 decides by strides: ``reshape`` is a view or a copy, ``contiguous`` returns its argument or a copy,
-the result of a pointwise operator has the order of its arguments. A :class:`Layout` has what these
-decisions depend on. A program is traced with strides that have the layout of the example for all
-sizes, and a guard compares the layouts of other tensors with it.
+the result of a pointwise operator has the order of its arguments. A :class:`MemoryLayout` has what
+these decisions depend on. A program is traced with strides that have the layout of the example for
+all sizes, and a guard compares the layouts of other tensors with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """A tensor's layout.
 
     Attributes:
@@ -31,16 +31,16 @@ class Layout(NamedTuple):
     expanded: tuple[int, ...]
 
 
-def layout_of(shape: Sequence[int], strides: Sequence[int]) -> Layout:
+def layout_of(shape: Sequence[int], strides: Sequence[int]) -> MemoryLayout:
     """Return the layout of a tensor with these sizes and strides."""
     dims = [k for k, size in enumerate(shape) if size != 1]
     order = sorted((k for k in dims if strides[k]), key=lambda k: (strides[k], -k))
     adjacent = tuple(strides[b] == strides[a] * shape[a] for a, b in itertools.pairwise(order))
     unit = not order or strides[order[0]] == 1
-    return Layout(tuple(order), unit, adjacent, tuple(k for k in dims if not strides[k]))
+    return MemoryLayout(tuple(order), unit, adjacent, tuple(k for k in dims if not strides[k]))
 
 
-def strides_with(layout: Layout, shape: Sequence[Any]) -> list[Any]:
+def strides_with(layout: MemoryLayout, shape: Sequence[Any]) -> list[Any]:
     """Return strides that have the layout for all sizes; the sizes may be symbolic."""
     found: list[Any] = [0 if k in layout.expanded else 1 for k in range(len(shape))]
     step: Any = 1 if layout.unit else 2

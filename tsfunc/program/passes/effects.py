@@ -11,8 +11,25 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.arguments import arguments_of, matched
-from tsfunc.bridge.tracers.operators import STATISTICS, TorchOperator, updates_statistics
+from tsfunc.bridge.tracers.operators import (
+    STATISTICS,
+    TorchOperator,
+    arguments_of,
+    matched,
+    updates_statistics,
+)
+
+# --- the nodes of a graph
+
+
+def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Yield the nodes of a graph, and those of the bodies in it."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, ControlFlow):
+            for body in node.target.bodies:
+                yield from every_node(body.graph)
+
 
 # --- effects of a graph's nodes: writes, random numbers, checks and communication
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow, every_node
+from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.bridge.mesh.operators import INDEX, MAP, transposed
-from tsfunc.program.passes.effects import Aliases, communicates, is_pure
+from tsfunc.program.passes.effects import Aliases, communicates, every_node, is_pure
 
 _NONE: Axes = frozenset()
 # The kinds of exchange after which all ranks have the same value. Their transposes add up the

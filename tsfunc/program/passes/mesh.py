@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.control.control_flow import ControlFlow, every_node
+from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.places import source_of
 from tsfunc.errors import MeshError
+from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.equal_values import FromParts, MayDiffer
 
 

@@ -19,6 +19,7 @@ A pass changes the graph in place and keeps it well formed; ``simplify`` runs al
 from __future__ import annotations
 
 import operator
+import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
@@ -29,20 +30,20 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.sizes.symbolic_numbers import same_size
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.arguments import matched
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
 from tsfunc.dispatch import state
-from tsfunc.program.passes import verify
 from tsfunc.program.passes.effects import (
     Aliases,
     checks,
     communicates,
+    every_node,
     is_pure,
     is_random,
     writes,
     written,
 )
 from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
+from tsfunc.program.passes.verify import verify
 
 # --- dead code: nodes whose results are not used
 
@@ -479,6 +480,11 @@ def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
 # --- the order of the passes
 
 
+def verification_is_on() -> bool:
+    """Return True if the environment asks for the verification of every graph."""
+    return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
+
+
 def simplify(
     name: str,
     graph: torch.fx.Graph,
@@ -498,21 +504,23 @@ def simplify(
 
     Raises:
         MalformedProgramError: a pass has broken the graph, and verification is on
-            (``verify.asked_for``).
+            (``verification_is_on``).
     """
     constants: dict[str, torch.Tensor] = {}
 
     def run(step: Callable[..., dict[str, torch.Tensor] | None]) -> None:
-        before = list(graph.nodes) if verify.asked_for() else None
+        before = list(graph.nodes) if verification_is_on() else None
         also = (frozen,) if step is fold_constants else ()
         constants.update(step(graph, *also) or {})
         if before is not None and before != list(graph.nodes):
-            verify.verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
+            verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
 
-    if verify.asked_for():
-        verify.verify(graph, lifted, f"{name} as traced")
+    if verification_is_on():
+        verify(graph, lifted, f"{name} as traced")
+    exchanges = any(communicates(node) for node in every_node(graph))
     for step in _PASSES:
-        run(step)
+        if exchanges or step not in _OF_EXCHANGES:
+            run(step)
     return constants
 
 
@@ -528,3 +536,6 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     remove_dead,
     mark_exchanges,
 )
+
+# Passes over exchanges between ranks, which most programs do not have.
+_OF_EXCHANGES = (share_equal_values, mark_exchanges)

@@ -10,7 +10,6 @@ project's own tests, every graph is verified after the trace and after each pass
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -19,14 +18,8 @@ import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.trace.rerun import Rerun, difference
-from tsfunc.bridge.tracers.arguments import OperatorArgument, arguments_of, matched
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import OperatorArgument, TorchOperator, arguments_of, matched
 from tsfunc.errors import MalformedProgramError
-
-
-def asked_for() -> bool:
-    """Return True if the environment asks for the verification of every graph."""
-    return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
 
 
 def verify(

@@ -10,8 +10,8 @@ import torch
 
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.fast_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level

@@ -19,18 +19,19 @@ import torch
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.subset_maps import Merge, relabel
 from tsfunc.bridge.control.subsets import (
+    Merge,
     SubsetLevel,
     guarded_subset,
     in_subset,
+    relabel,
     run_in_subset,
     subset_of,
 )
 from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch

@@ -15,8 +15,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.tracebacks import boundary
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable

@@ -13,8 +13,7 @@ from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, unwrap_all
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
-from tsfunc.bridge.control.remap_args import refused_write
-from tsfunc.bridge.control.subsets import SubsetLevel
+from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.tracing import TraceLevel

@@ -1,0 +1,39 @@
+"""Functions with checks. pytest rewrites the assertions of test modules, and leaves these alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch import distributions as D
+
+
+def with_assert(x: Tensor) -> Tensor:
+    assert x > 0, "expected a positive number"
+    return x.sqrt()
+
+
+def with_raise(x: Tensor) -> Tensor:
+    if (x <= 0).any():
+        raise ValueError("expected a positive number")
+    return x.sqrt()
+
+
+def with_torch_check(x: Tensor) -> Tensor:
+    torch._check(bool(x > 0) if type(x) is Tensor else x > 0, lambda: "expected a positive number")
+    return x.sqrt()
+
+
+def with_check_of_all(x: Tensor) -> Tensor:
+    torch._check_tensor_all(x > 0, lambda: "expected a positive number")
+    return x.sqrt()
+
+
+def with_distribution(x: Tensor) -> Tensor:
+    density: Tensor = D.Exponential(x).log_prob(torch.ones(())).exp()
+    return density
+
+
+def with_covariance(x: Tensor) -> Tensor:
+    covariance = torch.eye(2) * x
+    density: Tensor = D.MultivariateNormal(torch.zeros(2), covariance).log_prob(torch.ones(2)).exp()
+    return density

@@ -1,0 +1,189 @@
+"""Strides of the results of pointwise operators and of views.
+
+torch computes these results with its TensorIterator, which orders the dims by the strides of the
+operands. The rules of its fake tensors differ from the kernels for some operands with dims of
+size 1, with fewer dims than the result, or with a number as an operand: a program made with such
+strides would take views that the kernels' results do not have. Here the order is that of the
+kernels.
+
+Source: ``TensorIteratorBase::fast_set_up`` and ``reorder_dimensions`` in torch.
+
+torch's rule for fake tensors accepts some views that the kernel refuses: those that join dims
+across a dim of size 1. A program with such a view would fail, or read the wrong elements.
+
+Source: ``computeStride`` in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.ops.tensor_iterator import clamp, pointwise, where
+
+# --- the strides of pointwise operators
+
+
+_RULES = frozenset({clamp, pointwise, where})
+# Operators whose kernel writes into a contiguous result.
+_CONTIGUOUS = frozenset(
+    {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
+)
+# Operators for whose kernel a number is a tensor without dims, beside those of overload "Tensor".
+_WRAPPING = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
+_CAPTURING = frozenset({"aten::lerp.Scalar"})
+
+
+def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[int] | None:
+    """Return the strides of a pointwise operator's result, if torch's rule has found others.
+
+    None as well for other operators, and for symbolic sizes.
+    """
+    contiguous = op.name in _CONTIGUOUS
+    if op.row is None or (op.row.rule not in _RULES and not contiguous):
+        return None
+    operands = [x for x in args if isinstance(x, torch.Tensor)]
+    if not isinstance(result, torch.Tensor) or not operands:
+        return None
+    shape = result.shape
+    sizes = [*shape, *(n for x in operands for n in (*x.shape, *x.stride()))]
+    if not all(type(n) is int for n in sizes) or 0 in shape:  # a comparison would be a guard
+        return None
+    if contiguous:
+        strides: list[int] | None = _dense_strides(shape, [*reversed(range(len(shape)))])
+        return None if strides == list(result.stride()) else strides
+    broadcasts = any(x.shape != shape for x in operands) or bool(shape and _wraps_number(op, args))
+    strides = None if broadcasts else _common_strides(operands)
+    if strides is None:
+        strides = _strides(shape, [_broadcast_strides(x, shape) for x in operands])
+    return None if strides == list(result.stride()) else strides
+
+
+def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
+    """Return True if a number is an operand: a tensor without dims for the kernel."""
+    if not any(isinstance(x, int | float | complex) for x in args):
+        return False
+    if op.name.partition(".")[2] in _WRAPPING:
+        return op.name not in _CAPTURING
+    types = [argument.type.kind() for argument in op.overload._schema.arguments]
+    pairs = zip(args, types, strict=False)
+    return any(kind == "TensorType" and not isinstance(x, torch.Tensor) for x, kind in pairs)
+
+
+def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return the strides of the result of operands that are laid out alike, without gaps."""
+    first = operands[0]
+    for order in (torch.contiguous_format, torch.channels_last):
+        if (order is torch.contiguous_format or first.dim() == 4) and all(
+            x.is_contiguous(memory_format=order) for x in operands
+        ):
+            dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
+            return _dense_strides(first.shape, [*reversed(dims)])
+    alike = all(x.stride() == first.stride() for x in operands)
+    return list(first.stride()) if alike and _is_dense(first) else None
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Return True if the tensor has no gaps and does not overlap itself."""
+    expected = 1
+    for step, n in sorted((step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _broadcast_strides(x: torch.Tensor, shape: torch.Size) -> list[int]:
+    """Return an operand's strides in the dims of the result, 0 in those that it lacks."""
+    missing = len(shape) - x.dim()
+    pairs = zip(x.shape, x.stride(), shape[missing:], strict=True)
+    return [0] * missing + [0 if n == 1 and size != 1 else step for n, step, size in pairs]
+
+
+def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
+    order = [*reversed(range(len(shape)))]  # the dims from the innermost outwards
+
+    def compare(a: int, b: int) -> int:
+        """Return 1 if dim ``b`` belongs inside of dim ``a``, -1 if outside, 0 if it is open."""
+        for steps in operands:
+            if steps[a] == 0 or steps[b] == 0:
+                continue
+            if steps[a] != steps[b]:
+                return 1 if steps[a] > steps[b] else -1
+            if shape[a] > shape[b]:
+                return 1
+        return 0
+
+    for i in range(1, len(order)):
+        at = i
+        for k in reversed(range(i)):
+            found = compare(order[k], order[at])
+            if found > 0:
+                order[k], order[at] = order[at], order[k]
+                at = k
+            elif found < 0:
+                break
+    return _dense_strides(shape, order)
+
+
+def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Return the strides of a tensor without gaps, whose innermost dims come first in the order."""
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return strides
+
+
+# --- the strides of views
+
+
+def check_view(name: str, args: Sequence[Any], result: Any) -> None:
+    """Raise the error of torch's kernel if a tensor has no such view.
+
+    Args:
+        name: the name of the operator; other operators than ``aten::view`` are not checked.
+        args: the arguments, of which the first is the tensor.
+        result: the view by torch's rule for fake tensors.
+
+    Raises:
+        RuntimeError: the tensor has no such view.
+    """
+    if name != "aten::view" or not isinstance(result, torch.Tensor):
+        return
+    x = args[0]
+    sizes = (*x.shape, *x.stride(), *result.shape)
+    if not all(type(n) is int for n in sizes) or 0 in result.shape:
+        return  # a comparison would be a guard
+    if not has_view(x.shape, x.stride(), result.shape):
+        raise RuntimeError(
+            "view size is not compatible with input tensor's size and stride (at least one "
+            "dimension spans across two contiguous subspaces). Use .reshape(...) instead."
+        )
+
+
+def has_view(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Return True if a tensor of these sizes and strides has a view of the wanted sizes.
+
+    Both have the same number of elements, which is not 0.
+    """
+    if not shape:
+        return True
+    at = len(wanted) - 1
+    elements, viewed = 1, 1
+    step = strides[-1]  # of the innermost dim of a run that one dim can view
+    for dim in reversed(range(len(shape))):
+        elements *= shape[dim]
+        if dim > 0 and (shape[dim - 1] == 1 or strides[dim - 1] == elements * step):
+            continue
+        while at >= 0 and (viewed < elements or wanted[at] == 1):
+            viewed *= wanted[at]
+            at -= 1
+        if viewed != elements:
+            return False
+        if dim > 0:
+            elements, viewed, step = 1, 1, strides[dim - 1]
+    return at == -1

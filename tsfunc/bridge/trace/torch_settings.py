@@ -1,0 +1,215 @@
+"""The state of torch in which a function is traced: without modes, compiling, with no seeds set.
+
+The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the run of the program. A mode that
+saw the trace too would act twice, and the program would keep its effects for calls without the
+mode.
+
+Private names used here (torch 2.11 to 2.13): in ``_C`` ``_len_torch_function_stack``,
+``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
+modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
+``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe.
+
+Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator`` is the generator
+that its functions seed; ``torch._compile`` and ``torch._dynamo.eval_frame`` wrap these functions,
+so their frames are between the functions and the caller.
+
+Libraries call this function before they look at a tensor's data, or cache a value across calls.
+
+NOTE [is_compiling on one thread]
+torch keeps one flag for all threads, and torch.compile on one thread may save and restore the flag
+while another thread traces. While any trace runs, the flag is therefore an object that is true on
+the tracing threads and false on the others. If torch saves it and restores it later, it is false
+on all threads. If torch already compiles or exports, the flag stays True.
+
+Private names used here (torch 2.13 and 2.14): ``torch.compiler._is_compiling_flag`` is the result
+of ``torch.compiler.is_compiling``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch._C import (
+    _len_torch_function_stack,
+    _pop_torch_dispatch_stack,
+    _pop_torch_function_stack,
+    _push_on_torch_dispatch_stack,
+    _push_on_torch_function_stack,
+)
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from tsfunc.dispatch.keys import DispatchKey
+from tsfunc.dispatch.places import is_users, users_place
+from tsfunc.dispatch.state import tls
+from tsfunc.errors import TypeCheckError
+
+# --- modes
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Deactivate the user's modes on this thread within a block."""
+    functions = [_pop_torch_function_stack() for _ in range(_len_torch_function_stack())]
+    kept = [mode for mode in functions if isinstance(mode, DeviceContext)]
+    for mode in reversed(kept):
+        _push_on_torch_function_stack(mode)
+    dispatchers: list[Any] = []
+    while _ends_with_users(_get_current_dispatch_mode_stack()):
+        dispatchers.append(_pop_torch_dispatch_stack(None))
+    try:
+        yield
+    finally:
+        for mode in reversed(dispatchers):
+            _push_on_torch_dispatch_stack(mode)
+        for _ in kept:
+            _pop_torch_function_stack()
+        for mode in reversed(functions):
+            _push_on_torch_function_stack(mode)
+
+
+def _ends_with_users(stack: Any) -> bool:
+    """True if the innermost dispatch mode is the user's, not one of torch's own tools."""
+    return bool(stack) and getattr(stack[-1], "_mode_key", None) is None
+
+
+# --- seeds
+
+
+class _WatchedGenerator:
+    """A replacement of the default generator while some thread traces."""
+
+    def __init__(self) -> None:
+        self.traces: list[tuple[int, str]] = []  # thread id and name of each trace
+        self.lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        thread = threading.get_ident()
+        what = next((what for of, what in reversed(self.traces) if of == thread), None)
+        if what is not None and _asked_by_user():
+            raise TypeCheckError(
+                f"{what}: the seed or the state of torch's random numbers is set or read at "
+                f"{users_place()} (.{name} of the default generator), which a program does not do "
+                f"again. Do it before the call, or use a torch.Generator that is seeded before."
+            )
+        return getattr(torch.default_generator, name)
+
+
+_watched = _WatchedGenerator()
+
+
+@contextlib.contextmanager
+def no_seeding(what: str) -> Iterator[None]:
+    """Context manager that stops the user's code from seeding or reading the default generator.
+
+    Args:
+        what: the name of the trace in errors.
+    """
+    module: Any = torch.random
+    trace = threading.get_ident(), what
+    with _watched.lock:
+        _watched.traces.append(trace)
+        module.default_generator = _watched
+    try:
+        yield
+    finally:
+        with _watched.lock:
+            _watched.traces.remove(trace)
+            if not _watched.traces:
+                module.default_generator = torch.default_generator
+
+
+# The modules that call the generator for the caller of a function of ``torch.random``.
+_BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
+
+
+def _asked_by_user() -> bool:
+    """True if code outside of torch and this package calls a function of ``torch.random``."""
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and is_users(frame)
+
+
+# --- the flag of torch.compiler.is_compiling
+
+
+class _Here(threading.local):
+    """The active blocks of :func:`as_if_compiling` on this thread."""
+
+    blocks = 0
+
+
+_here: Final = _Here()
+
+
+class _TrueOnTracingThreads:
+    """A flag that is true on tracing threads, and combines with other values like a bool."""
+
+    __slots__ = ()
+
+    def __bool__(self) -> bool:
+        return _here.blocks > 0 or any(level.key is DispatchKey.Trace for level in tls.state.levels)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))
+
+    def __and__(self, other: Any) -> Any:
+        return bool(self) & other
+
+    def __or__(self, other: Any) -> Any:
+        return bool(self) | other
+
+    def __xor__(self, other: Any) -> Any:
+        return bool(self) ^ other
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __int__(self) -> int:
+        return int(bool(self))
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+_FLAG: Final = _TrueOnTracingThreads()
+_changing = threading.Lock()
+_blocks = 0  # active blocks of all threads
+
+
+@contextmanager
+def is_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` True inside this thread's traces, in a block."""
+    global _blocks
+    with _changing:
+        _blocks += 1
+        if not torch.compiler._is_compiling_flag:
+            torch.compiler._is_compiling_flag = _FLAG  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        with _changing:
+            _blocks -= 1
+            if not _blocks and torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
+                torch.compiler._is_compiling_flag = False
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` True on this thread, in a block without a trace."""
+    _here.blocks += 1
+    try:
+        with is_compiling():
+            yield
+    finally:
+        _here.blocks -= 1

@@ -1,0 +1,398 @@
+"""The handlers of batched tensors: they run a call by its plan, or leave it to the table.
+
+Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
+``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
+inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _ForceDispatchKeyGuard,
+    _functorch,
+    _set_grad_enabled,
+)
+from torch._ops import OpOverload
+
+from tsfunc.bridge import compiled
+from tsfunc.bridge.tracers.batch_tracer import (
+    NO_TENSORS,
+    TRACERS,
+    BatchLevel,
+    BatchTracer,
+    rewrap,
+    unwrap_args,
+    wrap,
+    wrap_in_python,
+)
+from tsfunc.bridge.tracers.call_plans import (
+    FUNCTION_PLANS,
+    Plan,
+    Plans,
+    PlanStep,
+    arguments_of,
+    dims_at_call,
+    fits,
+    plans_of_function,
+    plans_of_operator,
+)
+from tsfunc.bridge.tracers.decompositions import is_outside, lifting_factories
+from tsfunc.bridge.tracers.operators import (
+    TorchOperator,
+    add_rule_listener,
+    operator_of,
+    operators_by_id,
+)
+from tsfunc.bridge.tracers.parsing import Form
+from tsfunc.bridge.tracers.torch_state import (
+    TorchState,
+    any_autocast,
+    below_autograd,
+    is_casting,
+)
+from tsfunc.bridge.tracers.tracer import (
+    NO_KWARGS,
+    SlottedTracer,
+    call_below_function,
+    function_handler,
+    lift_where,
+)
+from tsfunc.dispatch.state import State, tls
+from tsfunc.ops.splitting import BatchChanged
+
+maybe_functorch_level = _functorch.maybe_current_level
+is_grad_enabled = torch.is_grad_enabled
+is_inference_mode_enabled = torch.is_inference_mode_enabled
+_Tensor = torch.Tensor
+_strided = torch.strided
+_shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_INT = frozenset({int})
+
+_UNKNOWN: Any = object()
+_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED = (
+    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
+    PlanStep.DECOMPOSED,
+)  # fmt: skip
+
+
+def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
+    """Return True if an error is the user's, and must be raised at once.
+
+    A second attempt would call hooks again. Empty batches (NOTE [no examples]) and sparse batches
+    have their own rules, and are tried again.
+    """
+    return level.batch_size != 0 and not any(
+        isinstance(value, _Tensor) and value.layout is not _strided for value in values
+    )
+
+
+def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> Plans | None:
+    """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
+    op = operator_of(overload)
+    if op.direct_rule is None or op.written or below_autograd():
+        return None  # a written tensor becomes a tracer first (``writes``)
+    return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
+
+
+def call_by_plan(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a call of the function handler by its plan; NotImplemented leaves it to the table."""
+    overload = type(func) is OpOverload
+    known: Any = (
+        _plans_of_overload(func, kwargs) if overload else FUNCTION_PLANS.get(func, _UNKNOWN)
+    )
+    if known is _UNKNOWN:
+        known = plans_of_function(func)
+    if known is None:
+        return NotImplemented
+    values: Sequence[Any]
+    if kwargs:
+        level, values, kinds = unwrap_args((*args, *kwargs.values()))
+        key = (*kinds, *kwargs)
+    else:
+        level, values, kinds = unwrap_args(args)
+        key = tuple(kinds)
+    if level is None or not level.alive or level._restores or maybe_functorch_level() is not None:
+        return NotImplemented
+    state = tls.state
+    if overload and not state.mask & level.bits:
+        return NotImplemented  # the level's own kernel calls outwards
+    if level.autograd:
+        plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
+        if plan.step is _TABLE or state.remap_args is not None or is_inference_mode_enabled():
+            return NotImplemented
+        for place in plan.unrecorded:
+            if level.forward or values[place].requires_grad:
+                return NotImplemented  # NOTE [operands of outer levels]
+        return call_below_function(func, types, args, kwargs)
+    if not state.plain:
+        return NotImplemented
+    plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
+    step = plan.step
+    if state.remap_args is not None and step is not _TABLE:
+        remapped = state.remap_args(func, args, kwargs)
+        if remapped is not None:
+            out = call_by_plan(func, types, *remapped)
+            return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
+    direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
+    if not direct:
+        if step is _TABLE or step is _ONCE or any_autocast():
+            return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
+        if step is _DECOMPOSED:
+            return _decomposed(plan, level, args, kwargs)
+        dims = plan.dims
+        if dims is None:
+            dims = dims_at_call(plan, kinds, values, len(args))
+    if kwargs or plan.form is not None:
+        found = arguments_of(plan, values, len(args), kwargs)
+        if found is None:
+            return NotImplemented
+        values, kwargs = found
+    tls.state = level.outer
+    try:
+        if direct:
+            out = plan.function(*values, **kwargs) if kwargs else plan.function(*values)
+        else:
+            # A form omits trailing arguments that equal the defaults.
+            out = plan.rule(plan.target, level, dims[: len(values)], values, kwargs)
+    except BatchChanged:
+        return NotImplemented  # C++ brings the tracers here again
+    except Exception:
+        if _is_users_error(level, values):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+    if direct:
+        return wrap(out, plan.dim, level)
+    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
+
+
+def _wrapped(
+    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> Any:
+    """Wrap the results of a batching rule."""
+    found, dims = out
+    if plan.operator is None or type(found) is _Tensor:  # no plan writes
+        return wrap(found, dims, level, found.storage_offset() if plan.view else None)
+    made = rewrap(plan.operator, level, args, kwargs, found, dims)
+    return made if plan.form is None else plan.form.result_of(made)
+
+
+def _decomposed(
+    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
+    form = plan.form
+    assert form is not None
+    found = form.arguments(args, kwargs)
+    if found is None or not level.batch_size or tls.state.remap_args is not None:
+        return NotImplemented
+    try:
+        with level.at_own_level(), lifting_factories(level):
+            lifted = [lift_where(arg, level, is_outside) for arg in found[0]]
+            return form.result_of(plan.function(*lifted, **found[1]))
+    except BatchChanged:
+        return NotImplemented
+
+
+# NOTE [plans of operators]
+# ``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
+# belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered
+# for the operator, then this is the kernel of the Batch column, which runs a batching rule. The
+# plan runs the rule without the steps between, under the state that the level captured.
+def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a call of the dispatch handler by its plan; NotImplemented leaves it to the table."""
+    values: Sequence[Any]
+    if kwargs:
+        level, values, kinds = unwrap_args((*args, *kwargs.values()))
+        key = (*kinds, *kwargs)
+        values = values[: len(args)]
+    else:
+        level, values, kinds = unwrap_args(args)
+        key = tuple(kinds)
+    if level is None or not level.alive or level._restores:
+        return NotImplemented
+    if op.composite and is_casting():
+        return NotImplemented  # the guard of the level handles it: NOTE [autocast and rules]
+    state = tls.state
+    if not state.plain or not state.mask & level.bits:
+        return NotImplemented
+    grad = is_grad_enabled()
+    if not grad and is_inference_mode_enabled():
+        return NotImplemented  # the guard of the level handles it
+    captured = level.torch_state
+    if captured.in_modes:
+        return NotImplemented  # the guard of the level handles modes
+    known = op.plans or plans_of_operator(op)
+    plan = known.plans.get(key) or known.make(op.overload, args, kwargs, kinds, key)
+    step = plan.step
+    if step is _TABLE:
+        return NotImplemented
+    dims = plan.dims
+    if dims is None:
+        dims = dims_at_call(plan, kinds[: len(args)], values, len(args))
+    guards = captured.guards  # free guards; other threads may pop them meanwhile
+    try:
+        guard = guards.pop()
+    except IndexError:
+        guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
+    guard.__enter__()
+    want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
+    if want is not grad:
+        _set_grad_enabled(want)
+    tls.state = level.kernel_state(level.bit)
+    try:
+        direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
+        if direct:
+            out = plan.function(*values)
+        elif step is _ONCE:
+            out = plan.function(*values, **kwargs), None
+        else:
+            out = plan.rule(plan.target, level, dims[: len(args)], values, kwargs)  # type: ignore[misc]
+    except BatchChanged:
+        return NotImplemented  # the table brings the tracers to the same rule again
+    except Exception:
+        if _is_users_error(level, values):
+            raise
+        return NotImplemented
+    finally:
+        tls.state = state
+        if want is not grad:
+            _set_grad_enabled(grad)
+        guard.__exit__(None, None, None)
+        guards.append(guard)
+    if direct:
+        return wrap(out, plan.dim, level)
+    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
+
+
+# NOTE [queries of autograd]
+# Each step of forward mode asks whether tangents have the sizes of their primals, and makes
+# aliases of both. Tracers answer these calls directly: the sizes are in the tracer, and an alias
+# at a level is another tracer of the same value.
+def _sizes(x: Any) -> Any:
+    shape = _shape_of(x)
+    return shape if _INT.issuperset(map(type, shape)) else None
+
+
+def _is_same_size(args: Sequence[Any]) -> Any:
+    if not tls.state.plain:
+        return NotImplemented
+    with DisableTorchFunctionSubclass():
+        mine, other = _sizes(args[0]), _sizes(args[1])
+    return NotImplemented if mine is None or other is None else mine == other
+
+
+def _has_same_storage_numel(args: Sequence[Any]) -> Any:
+    return True if tls.state.plain else NotImplemented
+
+
+def _alias(args: Sequence[Any]) -> Any:
+    x, state = args[0], tls.state
+    if type(x) is not SlottedBatchTracer or not state.plain:
+        return NotImplemented
+    level = x.dispatch_level
+    if not level.alive or level._restores or not state.mask & level.bits:
+        return NotImplemented
+    return x.aliased_here()
+
+
+for _name, _answer in (
+    ("is_same_size", _is_same_size),
+    ("_has_same_storage_numel", _has_same_storage_numel),
+    ("alias", _alias),
+    ("detach", _alias),
+):
+    operator_of(getattr(torch.ops.aten, _name).default).by_tracers = _answer
+
+
+class FastBatchTracer(BatchTracer):
+    """A batched tensor whose handlers run call plans."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or NO_KWARGS
+        out = call_by_plan(func, types, args, kwargs)
+        return function_handler(func, types, args, kwargs) if out is NotImplemented else out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        op = operator_of(func)
+        if op.by_tracers is not None:
+            out = op.by_tracers(args)
+            if out is not NotImplemented:
+                return out
+        kwargs = kwargs or NO_KWARGS
+        if op.direct_rule is not None:
+            out = dispatch_by_plan(op, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return op.call(args, kwargs, True)
+
+
+class SlottedBatchTracer(SlottedTracer, FastBatchTracer):
+    """The tracer class that :func:`wrap` makes."""
+
+    __slots__ = ()
+
+
+class PromotedBatchTracer(FastBatchTracer):
+    """A user's tensor that became a tracer (``writes``), with the layout of a plain tensor."""
+
+    __slots__ = ()
+
+
+BatchTracer.layouts = PromotedBatchTracer, SlottedBatchTracer
+# Messages show one name for all of these classes.
+SlottedBatchTracer.__name__ = PromotedBatchTracer.__name__ = BatchTracer.__name__
+TRACERS.update((SlottedBatchTracer, PromotedBatchTracer))
+
+
+def _use_compiled() -> None:
+    """Let the compiled handlers, if they are built, take calls before the Python ones."""
+    handlers = compiled.load()
+    if handlers is None:
+        return
+    # C class methods that replace those SlottedBatchTracer inherits.
+    functions, dispatch = handlers.setup({
+        "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
+        "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
+        "plan": Plan, "form": Form, "tls": tls, "size": torch.Size,
+        "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
+        "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
+        "overload_type": OpOverload, "operators": operators_by_id,
+        "function_plans": FUNCTION_PLANS, "call_below": call_below_function,
+        "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
+        "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
+        "batch_changed": BatchChanged, "arguments_of": arguments_of, "dims_at_call": dims_at_call,
+        "wrapped": _wrapped,
+        **{f"step_{step.value}": step for step in PlanStep},
+    })  # fmt: skip
+    SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
+    SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    add_rule_listener(lambda op: handlers.install(op.name, op))
+
+
+_use_compiled()

@@ -1,0 +1,473 @@
+"""The boundary of a transform: the thread's state, and the user's frames in tracebacks.
+
+NOTE [folded tracebacks]
+The traceback of an error that leaves the outermost transform is rewritten: frames of this package
+and of torch are dropped, and a frame of a generated program becomes the user's line at which the
+operator was traced. A note (PEP 678) names the transforms and describes the arguments of the
+user's function. Inner transforms do not rewrite the error, so a user's ``except`` inside a
+transform costs nothing extra. Errors that show a defect of the library keep every frame, and
+``tsfunc.config.traceback = "full"`` keeps the frames of all errors.
+
+Private names used here: ``_C.DisableTorchFunctionSubclass`` reads a tracer's own shape.
+
+NOTE [interrupts]
+A signal handler may raise between any two steps of a thread (Ctrl-C raises KeyboardInterrupt),
+also between the steps that enter or leave a level. Python runs handlers at the start of a Python
+function, at the back edge of a loop, and after calls into C: never between plain assignments, and
+never between a ``with`` statement and the methods of a context manager written in C. Two
+constructs therefore protect the outermost call of a transform: one C++ guard, which restores
+torch's dispatch keys, and a ``finally`` block with only assignments. All other state is restored
+if the call raises. If that is interrupted too, the next outermost call restores it first.
+
+A torch guard that an interrupted frame has entered and not left restores older keys when it is
+freed. The traceback keeps such frames, so their variables are released before the keys are
+restored (NOTE [guards in frames] in ``torch_state``).
+
+Private names used here (torch 2.11 to 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
+dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode,
+``_get_torch_function_state`` and its setter calls of ``__torch_function__``; the lengths of torch's
+mode stacks, and the functions that pop a mode; ``_functorch`` has torch.func's stack.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import functools
+import inspect
+import linecache
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Final, TypeVar, cast
+
+import optree
+import torch
+from torch._C import (  # type: ignore[attr-defined]
+    DisableTorchFunctionSubclass,
+    _autograd,
+    _current_autograd_node,
+    _functorch,
+    _get_torch_function_state,
+    _is_fwd_grad_enabled,
+    _is_torch_function_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+    _PreserveDispatchKeyGuard,
+    _set_fwd_grad_enabled,
+    _set_grad_enabled,
+    _set_torch_function_state,
+    _TorchFunctionState,
+    is_grad_enabled,
+)
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import _pop_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo, run_compiled_as_python
+from tsfunc.bridge.tracers.torch_state import casting, release_guards
+from tsfunc.config import config
+from tsfunc.dispatch.places import GENERATED, LIBRARIES, Place, users_place
+from tsfunc.dispatch.state import active_levels, tls
+from tsfunc.errors import TsfuncError
+
+# --- the thread's state at the outermost transform
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+_ENABLED = _TorchFunctionState.ENABLED
+
+
+class _Entered(threading.local):
+    """The outermost transform of a thread.
+
+    Attributes:
+        inside: True while a transform runs.
+        unrestored: the state before a transform that could not restore all of it.
+        guard: restores the dispatch keys when it is left.
+        random_guards: free guards of ``watching_random``; making one costs more than entering it.
+        recording: the number of transforms that record on this thread.
+        forward: the number of jvps that put tangents on plain tensors on this thread.
+    """
+
+    inside = False
+    unrestored: tuple[Any, ...] | None = None
+    recording = 0
+    forward = 0
+
+    def __init__(self) -> None:
+        self.guard = _PreserveDispatchKeyGuard()
+        self.random_guards: list[Any] = []
+
+
+outermost = _Entered()
+
+# Called with the index of torch's dual level before the transform, -1 for none.
+_leave_dual_level: list[Callable[[int], None]] = []
+
+
+def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
+    """Register a function that leaves torch's dual level after a failure."""
+    _leave_dual_level.append(restore)
+    return restore
+
+
+def _restore(before: tuple[Any, ...]) -> None:
+    (
+        state, recording, plain, grad, forward, function_state, functions, modes, functorch, cast,
+        dual,
+    ) = before  # fmt: skip
+    tls.state = state
+    outermost.recording, outermost.forward, casting.exclude = recording, plain, cast
+    _set_grad_enabled(grad)
+    _set_fwd_grad_enabled(forward)
+    _set_torch_function_state(_ENABLED if function_state is True else function_state)
+    for leave in _leave_dual_level:
+        leave(dual)
+    while _len_torch_function_stack() > functions:
+        _pop_mode()
+    while _len_torch_dispatch_stack() > modes:
+        _pop_dispatch_mode()
+    while (_functorch.maybe_current_level() or 0) > (functorch or 0):
+        _functorch.pop_dynamic_layer_stack()
+    me, kept = threading.get_ident(), set(state.levels)
+    for level, thread in tuple(active_levels.items()):
+        if thread == me and level not in kept:
+            level.alive = False
+            active_levels.pop(level, None)
+
+
+def _beyond_compiled_code() -> bool:
+    """Return True inside the transforms whose values compiled code can't take."""
+    return bool(tls.state.levels or outermost.forward or outermost.recording > 1)
+
+
+def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """Run the outermost transform of a thread; restore the thread's state when it is left."""
+    if "torch._dynamo.eval_frame" in sys.modules:
+        run_compiled_as_python(_beyond_compiled_code)
+    own = outermost
+    if own.unrestored is not None:
+        _restore(own.unrestored)
+        own.unrestored = None
+    state = tls.state
+    before = (
+        state, own.recording, own.forward, is_grad_enabled(), _is_fwd_grad_enabled(),
+        _is_torch_function_enabled() or _get_torch_function_state(),
+        _len_torch_function_stack(), _len_torch_dispatch_stack(),
+        _functorch.maybe_current_level(), casting.exclude, forward_ad._current_level,
+    )  # fmt: skip
+    with own.guard:
+        try:
+            own.inside = True
+            return call(*args, **kwargs)
+        except BaseException as error:
+            own.unrestored = before
+            release_guards(error, ours=True)
+            _restore(before)
+            own.unrestored = None
+            raise
+        finally:
+            own.inside = False
+            tls.state = state
+
+
+def protected(call: F) -> F:
+    """Decorate a function that may be the outermost one of a thread: NOTE [interrupts]."""
+
+    @functools.wraps(call)
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        if outermost.inside:
+            return call(*args, **kwargs)
+        return leave_whole(call, args, kwargs)
+
+    return cast(F, entering)
+
+
+# --- tracebacks
+
+
+Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
+
+# The name of a generated program's global with the places of its lines.
+PLACES: Final = "__places__"
+_HIDDEN = (*LIBRARIES, *(str(module.__path__[0]) for module in (optree,)))
+# The package raises other classes for errors on purpose.
+_DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
+_boundaries: set[CodeType] = set()
+
+
+def boundary(transform: str, func: Any = None, traceable: bool = False) -> Callable[[F], F]:
+    """Decorate a callable that users call: the traceback of an error that leaves it is folded.
+
+    The outermost one of a thread restores the thread's state: NOTE [interrupts].
+
+    Args:
+        transform: the transform's name in the note.
+        func: the user's function, if the callable is made for one.
+        traceable: True if Dynamo may trace the callable, which then delegates to torch.func's
+            transform; otherwise Dynamo traces neither the callable nor its callees.
+    """
+
+    def decorate(entry: F) -> F:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
+            try:
+                if outermost.inside:
+                    return entry(*args, **kwargs)
+                if config.debug_nans_set:
+                    return leave_whole(watched_for_nans, (entry, args, kwargs), {})
+                return leave_whole(entry, args, kwargs)
+            except Exception as error:
+                fold(error, lambda: _label(transform, func))
+                raise
+
+        _boundaries.add(entered.__code__)
+        wrapped: Any = functools.wraps(entry)(
+            entered if traceable else copy_outside_dynamo(entered)
+        )
+        return cast(F, wrapped)
+
+    return decorate
+
+
+def folding(transform: str, func: Any = None) -> Callable[[F], F]:
+    """Decorate a callable that users call, which restores no state: it folds tracebacks only.
+
+    Args:
+        transform: the callable's name in the note.
+        func: the user's function, if the callable is made for one.
+    """
+
+    def decorate(entry: F) -> F:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
+            try:
+                return entry(*args, **kwargs)
+            except Exception as error:
+                fold(error, lambda: _label(transform, func))
+                raise
+
+        _boundaries.add(entered.__code__)
+        return cast(F, functools.wraps(entry)(entered))
+
+    return decorate
+
+
+WatchedCall = Callable[[Callable[..., Any], Any, Any], Any]
+_watch: list[WatchedCall] = []
+
+
+def on_debug_nans(call: WatchedCall) -> WatchedCall:
+    """Register the function that makes a call and looks for NaNs."""
+    _watch.append(call)
+    return call
+
+
+def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function and look for NaNs: ``config.debug_nans``."""
+    return _watch[0](func, args, kwargs)
+
+
+def inner_function(func: Any) -> Any:
+    """Return the callable inside a boundary, or the callable itself if it has no boundary."""
+    code = getattr(func, "__code__", None)
+    if code in _boundaries and func.__closure__:
+        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
+        if "entry" in cells:
+            return cells["entry"].cell_contents
+    return func
+
+
+def is_boundary(method: F) -> F:
+    """Decorate a callable that calls :func:`fold` itself."""
+    code: Any = getattr(method, "__code__")  # noqa: B009 - no attribute of every Callable
+    _boundaries.add(code)
+    return method
+
+
+def fold(error: Exception, label: Callable[[], str]) -> None:
+    """Rewrite the traceback of an error that leaves a transform: NOTE [folded tracebacks].
+
+    Args:
+        error: the error that is about to be raised again.
+        label: returns the spelling of the transform that the error leaves.
+    """
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back  # the caller of the transform
+    while caller is not None:
+        if caller.f_code in _boundaries:
+            return
+        caller = caller.f_back
+    if config.traceback == "full" or _is_defect(error):
+        return
+    _add_note(error, label())
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = _folded(each.__traceback__)
+            pending += (each.__cause__, each.__context__)
+
+
+def _steps(trace: TracebackType | None) -> Iterator[Step]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lasti, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _is_hidden(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_HIDDEN)
+
+
+def _is_defect(error: BaseException) -> bool:
+    """True if the library itself raised an error that it never raises on purpose."""
+    if not isinstance(error, _DEFECTS) or isinstance(error, TsfuncError):
+        return False
+    *_, (frame, _, _) = _steps(error.__traceback__)
+    return _is_hidden(frame)
+
+
+def _folded(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[Step] = []
+    for frame, last, line in _steps(trace):
+        if not _is_hidden(frame):
+            kept.append((frame, last, line))
+        elif frame.f_code.co_filename.startswith(GENERATED):
+            places = frame.f_globals.get(PLACES, {})
+            place = places.get(line)
+            # A program that was loaded from a file has its lines as strings.
+            shown = isinstance(place, Place) and bool(place.file)
+            if shown and not place.file.startswith(_HIDDEN):
+                kept.append(_frame_at(place))
+    folded: TracebackType | None = None
+    for frame, last, line in reversed(kept):
+        folded = TracebackType(folded, frame, last, line)
+    return folded
+
+
+def _frame_at(place: Place) -> Step:
+    """Return a frame that a traceback shows as a given line of the user's code."""
+    text = linecache.getline(place.file, place.line).rstrip()
+    tree = ast.parse("raise ValueError")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = node.end_lineno = place.line
+            # The whole line, which a traceback does not underline.
+            node.col_offset, node.end_col_offset = len(text) - len(text.lstrip()), len(text)
+    code = compile(tree, place.file, "exec").replace(co_name=place.function)
+    if sys.version_info >= (3, 11):
+        code = code.replace(co_qualname=place.function)
+    try:
+        exec(code, {})
+    except ValueError as raised:
+        *_, step = _steps(raised.__traceback__)
+        return step
+    raise AssertionError("the code raises")
+
+
+def _add_note(error: Exception, label: str) -> None:
+    """Note the transform that the error came through, and the arguments of the user's function."""
+    if sys.version_info < (3, 11):
+        return
+    function: FrameType | None = None
+    hidden = 0
+    after_library = False
+    for frame, _, _ in _steps(error.__traceback__):
+        if _is_hidden(frame):
+            hidden += 1
+            after_library = True
+        elif after_library:
+            function, after_library = frame, False
+    given = "" if function is None else _arguments(function)
+    where = f", where {function.f_code.co_name} had {given}" if function and given else ""
+    error.add_note(
+        f"raised in {label}{where}\n"
+        f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
+    )
+
+
+def _label(transform: str, func: Any) -> str:
+    return transform if func is None else f"{transform}({spelled(func)})"
+
+
+def spelled(func: Any) -> str:
+    """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
+    if isinstance(func, functools.partial):
+        return spelled(func.func)
+    code = getattr(func, "__code__", None)
+    if code in _boundaries and func.__closure__:
+        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
+        if "transform" in cells:
+            return _label(cells["transform"].cell_contents, cells["func"].cell_contents)
+    if isinstance(func, torch.nn.Module):
+        return type(func).__name__
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function in messages."""
+    if isinstance(func, functools.partial):
+        return f"functools.partial({name_of(func.func)}, ...)"
+    return getattr(func, "__name__", None) or repr(func)
+
+
+def _arguments(frame: FrameType) -> str:
+    """Return the tensors among the arguments of a function, by name, as text."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    shown = []
+    for name in code.co_varnames[:count]:
+        value: Any = frame.f_locals.get(name)
+        # isinstance would fail for a stand-in of a value of type Any.
+        if issubclass(type(value), torch.Tensor):
+            with DisableTorchFunctionSubclass():
+                shape = ", ".join(map(_size, value.shape))
+                shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
+    return ", ".join(shown)
+
+
+def _size(size: Any) -> str:
+    """Return a size as text: an int, or an expression of named dims."""
+    symbols = getattr(size.node.shape_env, "symbols", None) if type(size) is torch.SymInt else None
+    return str(size) if symbols is None else str(symbols.spell_size(size))
+
+
+# --- the user's lines of calls
+
+
+class Lines:
+    """Finds the user's line of a call; in a backward pass, the line of the forward call.
+
+    Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.
+    The node with number n therefore belongs to the first call that found the counter beyond n.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = []
+        self._places: list[Place] = []
+
+    def here(self) -> tuple[Place, bool]:
+        """Return the line, and whether the call belongs to its backward pass."""
+        node = _current_autograd_node()
+        place = self._of(node._sequence_nr()) if node is not None else None
+        backward = place is not None
+        place = place or users_place()
+        number = _autograd._get_sequence_nr()
+        # An autograd thread has a counter of its own.
+        if not self._numbers or number >= self._numbers[-1]:
+            self._numbers.append(number)
+            self._places.append(place)
+        return place, backward
+
+    def _of(self, number: int) -> Place | None:
+        i = bisect.bisect_right(self._numbers, number)
+        return self._places[i] if i < len(self._places) else None

@@ -1,0 +1,225 @@
+"""Checks of values inside of transforms: tests that raise for one outcome.
+
+NOTE [checks of batches]
+``if x < 0: raise ValueError(...)``, ``assert x > 0`` and ``torch._check_tensor_all(x > 0)`` do not
+choose between two results (NOTE [checks of arguments] in ``dispatch/refusals``), so a vmap can
+serve them although the value differs from example to example. If every example passes, the
+function goes on. If an example fails, the function gets the outcome that raises, as the loop over
+the examples would; a note of the error (PEP 678) names the examples that fail. If only some of them
+fail and the function catches the error, the examples would have to go on in different ways. The
+vmap then raises a DataDependentError when the function returns.
+
+From the first transform on, torch's own functions for checks take batched tensors too, where
+``torch._check`` refuses a tensor and ``torch._check_tensor_all`` calls ``item()``.
+
+NOTE [checks of distributions]
+The constraints of ``torch.distributions`` for matrices end early if an earlier condition fails, as
+in ``if not symmetric.all(): return symmetric``. The distribution that asked raises for a condition
+that is not True everywhere, so the early end is a check too.
+
+Private names used here (torch 2.13 to 2.14): ``torch._check_with`` and
+``torch._check_tensor_all_with``, which the functions for checks call, and ``torch._is_all_true``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any, Final
+
+import torch
+from torch.distributions import Distribution, constraints
+
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
+from tsfunc.bridge.tracers.factories import on_first_transform
+from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.refusals import may_be_caught, refused_value
+from tsfunc.errors import DataDependentError
+
+_SHOWN: Final = 10  # maximum number of examples in a message
+
+_MATRIX_CONSTRAINTS: Final[set[CodeType]] = {
+    type(each).check.__code__
+    for each in (constraints.symmetric, constraints.positive_semidefinite,
+                 constraints.positive_definite)
+}  # fmt: skip
+_VALIDATIONS: Final = {Distribution.__init__.__code__, Distribution._validate_sample.__code__}
+
+
+def refused_outcome(*, catchable: bool) -> bool | None:
+    """Return the outcome for which the test that runs now raises; None if it is not a check.
+
+    Args:
+        catchable: also if an ``except`` clause may catch the error.
+    """
+    frame = caller_of_handlers()
+    if frame.f_code in _MATRIX_CONSTRAINTS:
+        asking: FrameType | None = frame
+        while asking is not None and asking.f_code in _MATRIX_CONSTRAINTS:
+            asking = asking.f_back
+        if asking is None or asking.f_code not in _VALIDATIONS:
+            return None
+        return False if catchable or not may_be_caught(asking) else None
+    return refused_value(frame, catchable=catchable)
+
+
+class FailedCheck:
+    """A check that some examples of the active vmaps fail.
+
+    Attributes:
+        examples: the indices of the examples, an entry for each vmap, outermost first.
+        count: the number of all examples.
+        levels: the levels of the vmaps that the error has not left yet.
+        noted: True if the error has a note.
+        place: the user's line.
+    """
+
+    def __init__(
+        self, examples: Sequence[tuple[int, ...]], count: int, levels: Sequence[TracerLevel]
+    ) -> None:
+        self.examples = examples
+        self.count = count
+        self.levels = set(levels)
+        self.noted = False
+        self.place: Place = users_place()
+
+    def __str__(self) -> str:
+        return f"The check failed for {len(self.examples)} of {self.count} examples" + listed(
+            self.examples
+        )
+
+
+def listed(examples: Sequence[tuple[int, ...]]) -> str:
+    """Return the end of a message that lists examples."""
+    names = [str(each[0] if len(each) == 1 else each) for each in examples[:_SHOWN]]
+    return f": {', '.join(names)}{', ...' if len(examples) > _SHOWN else ''}"
+
+
+# The failed checks whose errors have not left their vmaps yet.
+FAILED_CHECKS: Final[list[FailedCheck]] = []
+
+
+@passes_call_on
+def outcome_of_check(tracer: BatchTracer) -> bool | None:
+    """Return the outcome of the test that runs now on a batched tracer; None if it is no check.
+
+    If an example fails, :data:`FAILED_CHECKS` gets the check. Values of traces are reduced to one
+    value, which the trace asserts.
+    """
+    refused = refused_outcome(catchable=True)
+    if refused is None:
+        return None
+    holds = tracer.reshape(()) != 0
+    level = tracer.dispatch_level
+    value: Any = holds
+    levels = []
+    while isinstance(value, BatchTracer | GradTracer):
+        if isinstance(value, BatchTracer) and value.bdim is not None:
+            levels.append((value.dispatch_level, value.bdim))
+        value = value.value
+    if type(value) is not torch.Tensor:
+        with level.restored():
+            below, _ = unwrap(holds, level)
+            return bool(below.any() if refused else below.all())
+    for i, (_, bdim) in enumerate(reversed(levels)):  # the outermost level's dim comes first
+        value = value.movedim(bdim + i, i)
+    failed = (value if refused else ~value).nonzero()
+    if not len(failed):
+        return not refused
+    indices = [each.examples(value.device) for each, _ in reversed(levels)]
+    examples = [tuple(int(x[i]) for x, i in zip(indices, at, strict=True)) for at in failed]
+    roots = [each.origin.whole for each, _ in levels]
+    FAILED_CHECKS.append(FailedCheck(examples, value.numel(), roots))
+    return refused
+
+
+outcomes_of_checks.append(outcome_of_check)
+
+
+def note_failed_checks(error: BaseException, level: TracerLevel) -> None:
+    """Name the examples of a failed check in a note of the error that leaves their vmap."""
+    for check in [each for each in FAILED_CHECKS if level in each.levels]:
+        if sys.version_info >= (3, 11) and not check.noted:
+            error.add_note(str(check))
+        check.noted = True
+        check.levels.remove(level)
+        if not check.levels:
+            FAILED_CHECKS.remove(check)
+
+
+def refuse_caught_checks(level: TracerLevel) -> None:
+    """Raise if the function of a vmap has caught the error of a check that some examples pass.
+
+    Raises:
+        DataDependentError: the function has caught such an error.
+    """
+    own = [check for check in FAILED_CHECKS if level in check.levels]
+    for check in own:
+        FAILED_CHECKS.remove(check)
+    for check in own:
+        if len(check.examples) < check.count:
+            raise DataDependentError(
+                f"{level.name}, at {check.place}: expected a check that all examples pass or "
+                f"fail, because the function catches its error, got one that "
+                f"{len(check.examples)} of {check.count} examples fail{listed(check.examples)}. "
+                f"Choose by torch.where or tsfunc.cond, or pass data_dependent='split'."
+            )
+
+
+def _raised(error_type: type[Exception], message: Callable[[], Any] | None) -> Exception:
+    return error_type("Expected cond to be True, but got False." if message is None
+                      else str(message()))  # fmt: skip
+
+
+def _is_batched(value: Any) -> bool:
+    while isinstance(value, GradTracer):
+        value = value.value
+    return isinstance(value, BatchTracer)
+
+
+def _install() -> None:
+    """Let torch's functions for checks take batched tensors, and tensors of a trace."""
+    with_bool: Any = torch._check_with
+    with_tensor: Any = torch._check_tensor_all_with
+
+    @functools.wraps(with_bool)
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if not _is_batched(cond):
+            with_bool(error_type, cond, message)
+        elif not cond.all():
+            raise _raised(error_type, message)
+
+    @functools.wraps(with_tensor)
+    def check_tensor_all_with(error_type: Any, cond: Any, message: Any = None) -> None:
+        if not isinstance(cond, Tracer) or cond.dtype is not torch.bool:
+            with_tensor(error_type, cond, message)
+        elif not cond.all():
+            raise _raised(error_type, message)
+
+    vars(torch).update(_check_with=check_with, _check_tensor_all_with=check_tensor_all_with)
+
+
+on_first_transform(_install)
+
+
+def _is_all_true(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return an answer for each example; the operator's own rule reduces over the batch."""
+    (value,) = args
+    return value.all()
+
+
+function_rules: Final = FunctionRules()
+function_rules.add(
+    Stage.METHOD,
+    _is_all_true,
+    torch._is_all_true,
+    torch.Tensor._is_all_true,
+)

@@ -1,0 +1,158 @@
+"""Questions about a trace's values: those of the function's own code, and those that add no guards.
+
+NOTE [questions of the user's code]
+A program depends on the answers that the traced function gets about sizes, strides and other
+properties. An operator's rule, a transform's kernel and torch's own checks ask for such properties
+too, but only to compute a result. :class:`UserCode` is the function mode under which a trace runs
+the function. torch takes the mode off its stack while the mode handles a call, and kernels run
+without function modes, so the mode is active exactly while the function's own code runs. A
+transform that the function calls runs under the mode too; what it asks for its own sake is inside
+of :func:`implementation`.
+
+Private names used here (torch 2.11 to 2.14): ``_C._is_torch_function_mode_enabled`` is False while
+function modes are disabled; ``overrides._get_current_function_mode_stack`` lists the active modes.
+
+A question about a named dim restricts a trace to sizes with the same answer. But a tracer only
+repeats known metadata: when torch makes it, torch asks whether it is contiguous or empty, and the
+answers change nothing in the program.
+
+Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
+``evaluate_expr``, which answers questions about sizes, ``suppress_guards``, and ``_log_guard``,
+which receives each answer that does not follow from the bounds.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch._C import _is_torch_function_mode_enabled
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+# --- questions of the user's code
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class UserCode(TorchFunctionMode):
+    """The function mode that is active while the code of a traced function runs."""
+
+
+class _Asker(threading.local):
+    """Attribute ``implementation``: True inside of :func:`implementation`."""
+
+    implementation = False
+
+
+_asker = _Asker()
+
+
+def in_user_code() -> bool:
+    """True if the code of a traced function runs: NOTE [questions of the user's code]."""
+    return (
+        _is_torch_function_mode_enabled()
+        and not _asker.implementation
+        and any(isinstance(mode, UserCode) for mode in _get_current_function_mode_stack())
+    )
+
+
+@contextmanager
+def implementation() -> Iterator[None]:
+    """Context manager: the questions of the block are a transform's own."""
+    before, _asker.implementation = _asker.implementation, True
+    try:
+        yield
+    finally:
+        _asker.implementation = before
+
+
+def caller_of_handlers() -> FrameType:
+    """Return the frame whose call of torch reached the function handlers that run now."""
+    own = at = inspect.currentframe()
+    while True:
+        while at is not None and at.f_code.co_name != _HANDLER:
+            at = at.f_back
+        while at is not None and at.f_back is not None and at.f_code.co_name == _HANDLER:
+            at = at.f_back
+        if at is None or at.f_code not in _passed_on:
+            break
+    found = at or own
+    assert found is not None, "Python has frames"
+    return found
+
+
+def passes_call_on(method: F) -> F:
+    """Mark a method of a tracer that passes the call which it answers on to the tracer's value.
+
+    ``caller_of_handlers`` does not stop there.
+    """
+    _passed_on.add(method.__code__)
+    return method
+
+
+_passed_on: set[CodeType] = set()
+
+
+_HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handlers and of modes'
+
+
+# --- questions about symbolic sizes that add no guards
+
+
+def environment_of(shape: Sequence[Any]) -> Any:
+    """Return the environment of the symbols in a shape; None without symbols."""
+    for size in shape:
+        if type(size) is torch.SymInt:
+            return getattr(size.node, "shape_env", None)
+    return None
+
+
+def suppress_guards(fake: FakeTensorMode) -> AbstractContextManager[Any]:
+    """Suppress the guards of a block that only makes views of known tensors."""
+    return nullcontext() if fake.shape_env is None else defer_guards(fake.shape_env)
+
+
+def suppress_guards_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
+    """Do the same for questions about one shape."""
+    env = environment_of(shape)
+    return nullcontext() if env is None else defer_guards(env)
+
+
+@contextmanager
+def defer_guards(env: Any) -> Iterator[list[Any]]:
+    """Answer a block's questions about sizes with the hints, without guards, and list them."""
+    asked: list[Any] = []
+    answered: set[Any] = env.__dict__.setdefault("tsfunc_answered", set())
+    evaluate = env.evaluate_expr
+    asking: list[Any] = []
+
+    def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
+        asking.append(expr)
+        try:
+            with env.suppress_guards():
+                found = evaluate(expr, *args, **kwargs)
+        finally:
+            asking.pop()
+        if expr in answered:
+            asked.append(expr)
+        return found
+
+    def log_guard(*args: Any, **kwargs: Any) -> None:
+        # ShapeEnv calls this once for each question that does not follow from the bounds.
+        if asking:
+            answered.add(asking[-1])
+
+    outer = {name: env.__dict__.get(name) for name in ("evaluate_expr", "_log_guard")}
+    env.evaluate_expr, env._log_guard = evaluate_expr, log_guard
+    try:
+        yield asked
+    finally:
+        for name, before in outer.items():
+            delattr(env, name) if before is None else setattr(env, name, before)

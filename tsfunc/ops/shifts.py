@@ -1,0 +1,58 @@
+"""Facts about batching rules: how they change the arguments if the batch dim is first.
+
+Most rules of views, reductions and scans call the operator once, with each dim shifted past the
+batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this
+can be run as data: compiled handlers shift the arguments themselves (``call_plans``). The
+declaration holds for calls in which the batch dim of every tensor is the first, every tensor is
+batched, and all have the same rank, with at least one logical dim; the rule serves all other calls,
+and those that raise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+R = TypeVar("R", bound=Callable[..., Any])
+
+
+class Shift(enum.IntEnum):
+    """The change of one argument. The numbers are those of ``compiled/handlers.cpp``."""
+
+    SAME = 0  # passed as it is
+    DIM = 1  # a dim
+    NEW_DIM = 2  # a dim of the result, which has one dim more
+    DIMS = 3  # a dim, or several
+    SIZES = 4  # the sizes of the result
+    ALL_SIZES = 5  # the same, for a result of the same rank only
+    INDEX = 6  # an index of ints, slices, None and ...
+    ORDER = 7  # all dims in a new order
+    FEW = 8  # a tensor with at most three logical dims: others may have the channels last
+
+
+def shifted(*changes: Shift) -> Callable[[R], R]:
+    """Decorate a rule that changes its arguments so, if the batch dim is first.
+
+    Args:
+        changes: the changes of the first arguments; others are passed as they are. A call that
+            omits one of these arguments is left to the rule.
+    """
+
+    def declare(rule: R) -> R:
+        rule.shifts = tuple(map(int, changes))  # type: ignore[attr-defined]
+        return rule
+
+    return declare
+
+
+def shifts_of(rule: Any) -> tuple[int, ...] | None:
+    """Return the changes that a rule declares, or None."""
+    found: tuple[int, ...] | None = getattr(rule, "shifts", None)
+    return found
+
+
+def shifted_like(made: R, rule: Any) -> R:
+    """Return a rule that passes its arguments on to another one, with the same changes."""
+    made.shifts = shifts_of(rule)  # type: ignore[attr-defined]
+    return made

@@ -1,0 +1,165 @@
+"""Files of functions and programs, with variants of the calls that were made.
+
+A specialized function traces a call of a new kind when it comes. A loaded function can't, so these
+calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
+and 1]), ``torch.no_grad``, and the arguments that require grad. Most variations give
+the same program, which the file has once. If the function does not read ``requires_grad``, these
+variations are not traced: the program answers them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.program.calling.cache import Cache, CachedProgram, Target
+from tsfunc.program.calling.calls import FirstCall
+from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes
+from tsfunc.program.files.programs import storable
+from tsfunc.program.files.state import is_current
+from tsfunc.program.guarding.call_spec import CallSpec, example_call
+from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.program.program import Program
+
+# --- calls that a loaded function answers in addition to those that were made before it was saved
+
+
+_FEW = 4  # the number of arguments up to which all subsets are tried
+
+
+def also_answered(
+    target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
+) -> list[CachedProgram]:
+    """Return entries for variations of an entry's call that no other entry answers."""
+    if tracing_here():
+        return []
+    found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
+    arguments = _tensors_of_arguments(entry.form)
+    everything = frozenset().union(*arguments)
+    for sizes, grad, requires_grad in itertools.chain(
+        itertools.product(
+            ({}, *_small_sizes(entry.form)), (True, False), (None, everything, frozenset[int]())
+        ),
+        (({}, True, some) for some in _some(arguments)),
+    ):
+        flat = example_call(entry.form, sizes, requires_grad)
+        found += _traced(target, entry, flat, grad, [*others, *found])
+    return found
+
+
+def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
+    """Return the positions of the differentiable tensors of each argument."""
+    paths = form.tree.paths()
+    found: dict[Any, set[int]] = {}
+    for spec in form.inputs:
+        if _is_smooth(spec):
+            found.setdefault(paths[spec.position][:2], set()).add(spec.position)
+    return [frozenset(places) for places in found.values()]
+
+
+def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+    """Yield the tensors of each argument, and of all subsets of few arguments."""
+    counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
+    for count in counts:
+        for chosen in itertools.combinations(arguments, count):
+            yield frozenset().union(*chosen)
+
+
+def _traced(
+    target: Target, entry: CachedProgram, flat: list[Any], grad: bool, known: list[CachedProgram]
+) -> list[CachedProgram]:
+    """Return the new entries for a call."""
+    tree = entry.form.tree
+    cache = Cache(len(known) + 2, auto_widen=False)
+    cache.entries = tuple(known)
+    args, kwargs = arguments = optree.tree_unflatten(tree, flat)
+    with torch.set_grad_enabled(grad):
+        if settings()[1:] != entry.form.ambient[1:]:  # all settings except the grad mode
+            return []
+        try:
+            if cache.find(args, kwargs) is None:
+                FirstCall(target, arguments, flat, tree).program(cache)
+        except Exception:  # the function, or its descriptors, do not accept such calls
+            return []
+    return [
+        made if made.program.looks_at_grad else _for_any_grad(made)
+        for made in cache.entries
+        if made not in known
+    ]
+
+
+def _for_any_grad(entry: CachedProgram) -> CachedProgram:
+    """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
+    form = entry.form
+    inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
+    return CachedProgram.of_form(
+        entry.program, dataclasses.replace(form, inputs=inputs), entry.reason
+    )
+
+
+def _is_smooth(spec: InputSpec) -> bool:
+    return spec.example.is_floating_point() or spec.example.is_complex()
+
+
+def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
+    """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
+    dims = form.bounds.values()
+    for dim, size in itertools.product(dims, (0, 1)):
+        if dim.admits(size):
+            yield {dim.name: size}
+    if len(dims) > 1 and all(dim.admits(1) for dim in dims):
+        yield {dim.name: 1 for dim in dims}
+
+
+# --- the parts of a specialized function that go into a file
+
+
+def function_to_save(
+    target: Target, cache: Cache, programs: Sequence[Program], exact: bool = False
+) -> SavedFunction:
+    """Return the parts of a specialized function that go into a file.
+
+    Args:
+        target: the function.
+        cache: its programs.
+        programs: the programs to save; an empty sequence selects all.
+        exact: whether the file answers only calls like those that were made.
+
+    Raises:
+        RuntimeError: there is no program.
+        ValueError: one of the programs does not belong to the function, or a guard on a value from
+            outside fails for all of them.
+    """
+    if not cache.entries:
+        raise RuntimeError(
+            f"save({target.name}): there is no program yet; one is made by the first call."
+        )
+    known = cache.programs
+    if any(program not in known for program in programs):
+        raise ValueError(
+            f"save({target.name}): expected some of its own programs (see .programs), got another."
+        )
+    chosen = [entry for entry in cache.entries if not programs or entry.program in programs]
+    refuse_attributes(target.name, [entry.program for entry in chosen])
+    current = [entry for entry in chosen if is_current(entry.program)]
+    if not current:
+        raise ValueError(
+            f"save({target.name}): what the function reads beside its arguments is not as it was "
+            f"for any of the calls that there are programs for. Call it as it is now, then save it."
+        )
+    chosen = current
+    if not exact:
+        for entry in tuple(chosen):
+            chosen += also_answered(target, entry, chosen)
+    answers = tuple(
+        SavedProgram(entry.program, storable(entry.form), entry.text) for entry in chosen
+    )
+    described = tuple(contract.descriptors for contract in target.contracts)
+    return SavedFunction(target.name, target.signature, described, cache.limit, answers)

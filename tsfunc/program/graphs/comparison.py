@@ -1,0 +1,142 @@
+"""Comparison of a program with symbolic sizes and one that was traced for fixed sizes.
+
+The fixed program may have constants in place of numbers that are inputs: NOTE [automatic dynamic
+sizes].
+
+NOTE [sizes 0 and 1]
+Operators treat the sizes 0 and 1 differently: they broadcast, squeeze and decide contiguity. A
+trace with symbolic sizes therefore assumes sizes of 2 or more. A call with a named dim of size 0
+or 1 is traced once with that size fixed. If that trace has the same operators on the same numbers,
+the symbolic program serves that size too; otherwise the call has a program of its own. A value
+that depends on sizes alone (``arange(n)``) is a folded constant in the fixed program, and is
+compared by value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.dispatch import state
+from tsfunc.program.closure.results import same_updates
+from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.passes.simplify import is_computable
+
+
+def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, Any]) -> bool:
+    """Return True if the symbolic program does the same as a program with some sizes fixed.
+
+    Args:
+        symbolic: a program for any sizes of named dims.
+        fixed: a program for some fixed sizes.
+        sizes: a number for each size and input number that is fixed, and a symbol for each other.
+    """
+    if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
+        return False
+    if not same_updates(symbolic.updates, fixed.updates):
+        return False
+    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        return _Matching(symbolic, fixed, sizes).is_whole()
+
+
+def _tensors(program: ProgramData) -> Sequence[int]:
+    """Return the positions of the inputs without those that are numbers."""
+    scalars = () if program.form is None else program.form.scalars
+    numbers = {spec.position for spec in scalars}
+    return [position for position in program.inputs if position not in numbers]
+
+
+@dataclass
+class _Matching:
+    """A mapping of the steps of one program to those of the other."""
+
+    symbolic: ProgramData
+    fixed: ProgramData
+    sizes: Mapping[str, Any]
+    matched: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
+    values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of `symbolic`
+
+    def is_whole(self) -> bool:
+        """Return True if all steps correspond, except those that the fixed program has folded."""
+        right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
+        b = next(right, None)
+        for a in _steps(self.symbolic.graph):
+            if b is not None and self._same_step(a, b):
+                self.matched[a] = b
+                b = next(right, None)
+            elif self._value(a) is None:
+                return False
+        return b is None
+
+    def _same_step(self, a: torch.fx.Node, b: torch.fx.Node) -> bool:
+        quiet = a.meta.get("no_grad") == b.meta.get("no_grad")
+        if a.op != b.op or not quiet or (a.op == "call_function" and a.target is not b.target):
+            return False
+        if a.op == "get_attr":
+            return self.symbolic.tensor(a) is self.fixed.tensor(b)
+        return self._same((a.args, a.kwargs), (b.args, b.kwargs))
+
+    def _same(self, a: Any, b: Any) -> bool:
+        if isinstance(a, torch.fx.Node):
+            return self._same_value(a, b)
+        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+            return len(a) == len(b) and all(map(self._same, a, b))
+        if isinstance(a, dict) and isinstance(b, dict):
+            return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
+        return type(a) is type(b) and (a is b or bool(a == b))
+
+    def _same_value(self, a: torch.fx.Node, b: Any) -> bool:
+        if "value" in a.meta:
+            return self._same_number(a.meta["value"](self.sizes), b)
+        if not isinstance(b, torch.fx.Node):
+            return False
+        if not self._is_constant(b):
+            return self.matched.get(a) is b
+        one, other = self._value(a), self.fixed.tensor(b)
+        return one is not None and one.dtype == other.dtype and torch.equal(one, other)
+
+    def _same_number(self, a: Any, b: Any) -> bool:
+        """Return True if a number of the symbolic program equals one of the fixed program."""
+        if isinstance(b, torch.fx.Node):
+            return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
+        return type(b) in (int, float, bool) and bool(a == b)
+
+    def _is_constant(self, node: torch.fx.Node) -> bool:
+        return node.op == "get_attr" and str(node.target) in self.fixed.constants
+
+    def _value(self, node: Any) -> torch.Tensor | None:
+        """Return a tensor of `symbolic` that depends on constants and sizes alone, or None."""
+        if node not in self.values:
+            if node.op == "get_attr" and str(node.target) in self.symbolic.constants:
+                self.values[node] = self.symbolic.tensor(node)
+            elif is_computable(node):
+                known = {each: self._known(each) for each in node.all_input_nodes}
+                if any(value is None for value in known.values()):
+                    return None
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+                try:
+                    self.values[node] = node.meta["op"].overload(*args, **kwargs)
+                except Exception:  # the operator does not accept such sizes
+                    return None
+        return self.values.get(node)
+
+    def _known(self, node: torch.fx.Node) -> Any:
+        """Return a tensor as ``_value`` does, or a number; None if it is unknown."""
+        if "value" not in node.meta:
+            return self._value(node)
+        number = node.meta["value"](self.sizes)
+        return number if isinstance(number, int | float) else None
+
+
+def _steps(graph: torch.fx.Graph) -> Sequence[torch.fx.Node]:
+    """Return the nodes with tensor values; numbers are compared at their uses."""
+    return [node for node in graph.nodes if "expr" not in node.meta and not _is_number(node)]
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and "op" not in node.meta and "val" not in node.meta

@@ -1,0 +1,63 @@
+"""The data of a program: a graph of operators, and the straight-line Python that it runs as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import optree
+import torch
+import torch.fx
+
+from tsfunc.bridge.sizes.symbols import Condition
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
+from tsfunc.program.closure.guard_codegen import Guards
+from tsfunc.program.closure.read_guards import ReadGuards
+from tsfunc.program.closure.results import ModuleState, Update
+from tsfunc.program.graphs.codegen import printed
+from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.types import Dim
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ProgramData:
+    """The data of a program, from which files, pages, exports and backends are made.
+
+    ``Program``, in ``program/program.py``, describes the attributes, and adds the methods by which
+    a user goes on to these.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    inputs: tuple[int, ...]
+    lifted: Mapping[str, torch.Tensor]
+    out_tree: optree.PyTreeSpec
+    source: str
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    constants: frozenset[str] = frozenset()
+    updates: tuple[Update, ...] = ()
+    form: CallSpec | None = None
+    descriptors: Mapping[str, Any] = field(default_factory=dict)
+    guards: Guards = field(default_factory=Guards)
+    places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
+    property_guards: tuple[PropertyGuard, ...] = ()
+    looks_at_grad: bool = True
+    attributes: tuple[str, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
+    state: ModuleState = field(default_factory=ModuleState)
+    read_guards: ReadGuards | None = None
+    raised: Mapping[str, Dim] = field(default_factory=dict)
+    numbers: Mapping[str, int | float | type] = field(default_factory=dict)
+
+    def __call__(self, flat: Sequence[Any]) -> Any:
+        """Run the program on flattened arguments, and return its results in their structure."""
+        return optree.tree_unflatten(self.out_tree, self.run(flat))
+
+    def tensor(self, node: torch.fx.Node) -> torch.Tensor:
+        """Return the tensor from outside that a ``get_attr`` node reads."""
+        return self.lifted[str(node.target)]
+
+    def __str__(self) -> str:
+        return printed(self.name, self.graph, self.inputs, self.lifted, self.updates)
