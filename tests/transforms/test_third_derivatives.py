@@ -350,7 +350,8 @@ def test_determinants_of_matrices_with_equal_singular_values(matrix: str) -> Non
         product: Tensor = a[0, 0] if len(a) == 1 else torch.linalg.cross(a[0], a[1]) @ a[2]
         return product
 
-    for modes in itertools.product((tsfunc.jacrev, tsfunc.jacfwd), repeat=2):
+    transforms: list[Any] = [tsfunc.jacrev, tsfunc.jacfwd]
+    for modes in itertools.product(transforms, repeat=2):
         got: Any = torch.linalg.det
         want: Any = by_permutations
         for mode in modes:
