@@ -52,8 +52,11 @@ class Level:
     def examples(self, device: torch.device) -> Tensor:
         return torch.arange(self.batch_size, device=device)
 
-    def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
-        return nonce
+    def random_key(self, generator: torch.Generator | None) -> Tensor:
+        return torch.randint(0, 1 << 32, (2,), generator=generator)
+
+    def next_draw(self) -> int:
+        return 0
 
     def draws(self, generator: torch.Generator | None) -> None:
         pass

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.harness import SIZE, Level
+from tests.ops.test_distributions import alike
 from tsfunc import grad, vmap
 from tsfunc.ops import find
 from tsfunc.ops.dims import op_name
@@ -82,6 +83,25 @@ def test_bounds_of_each_example_in_any_dtype(dtype: torch.dtype, randomness: str
     assert out.amin(1).tolist() == [0, 0, 0]
     assert out.amax(1).tolist() == [0, 1, 99]
     assert out[2].unique().numel() == 100
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rand": lambda x: torch.rand(2000),
+    "randn": lambda x: torch.randn(2000),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    **{
+        name: functools.partial(lambda name, x: getattr(torch.empty_like(x), name)(), name)
+        for name in "uniform_ normal_ log_normal_ exponential_ cauchy_ bernoulli_".split()
+    },
+}
+
+
+@each("name", DRAWS)
+@each("randomness", ["different", "split"])
+def test_draws_with_default_parameters_have_torchs_distribution(name: str, randomness: str) -> None:
+    x = torch.zeros(4, 2000)
+    alike(vmap(DRAWS[name], randomness=randomness)(x), torch.stack([DRAWS[name](r) for r in x]))
 
 
 def test_names_of_operators_and_of_callables() -> None:

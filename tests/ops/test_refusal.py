@@ -113,6 +113,14 @@ def test_the_message_is_torchs_and_says_what_came() -> None:
     assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
 
 
+def test_a_bias_does_not_widen_the_result() -> None:
+    x, weights, bias = torch.ones(2), torch.ones(SIZE, 1, 2), torch.ones(3)
+    with pytest.raises(RuntimeError) as plain:
+        torch.nn.functional.linear(x, weights[0], bias)
+    with pytest.raises(RuntimeError, match=re.escape(str(plain.value))):
+        tsfunc.vmap(lambda w: torch.nn.functional.linear(x, w, bias))(weights)
+
+
 def test_an_empty_batch_is_refused_as_well() -> None:
     with pytest.raises(RuntimeError, match="Shape mismatch inside of vmap"):
         tsfunc.vmap(torch.mm)(torch.ones(0, 2, 2), torch.ones(0, 2))

@@ -102,6 +102,10 @@ def newton(x: Tensor) -> Any:
     return while_loop(lambda y: ((y * y - x).abs() > 1e-3).any(), lambda y: (y + x / y) / 2, x)
 
 
+def without_steps(x: Tensor, w: Tensor) -> Any:
+    return while_loop(lambda c: (c.abs() > 1e3).any(), lambda c: (c * w).sin() + w, x)
+
+
 def mixed(x: Tensor) -> Any:
     return cond(x.sum() > 0, lambda: x.mT.sin(), lambda: x.mT.contiguous().cos())
 
@@ -137,6 +141,15 @@ LOOPS: dict[str, Case] = {
     ),
     "gradient of a while_loop": Case(
         grad(lambda x: newton(x.exp() + 1).sum()), [(3,)], refused=True
+    ),
+    "gradient of a while_loop without steps": Case(
+        grad(lambda x, w: without_steps(x, w).sin().sum(), argnums=(0, 1)), [(3,), (3,)],
+        refused=True,
+    ),
+    "slices that are not contiguous": Case(
+        lambda h, xs: scan(lambda c, x: (c * x.flatten()[:3].sin(), x.flatten(0, 1)), h,
+                           xs.permute(2, 1, 3, 0)),
+        [(3,), (2, 3, 4, 5)],
     ),
     "gradient of a cond of two layouts": Case(grad(lambda x: mixed(x)[1].sum()), [(3, 4)]),
     "vmap of a cond": Case(
@@ -314,3 +327,44 @@ class TestRefusals:
         f = specialize(lambda x: x * 2, backend="failing")
         with pytest.raises(ExportError, match=r"'failing' can't compile.*no luck\. Leave the back"):
             f(torch.ones(2))
+
+
+SECOND: dict[str, Callable[..., Any]] = {
+    "jvp of grad": lambda x, w: jvp(grad(lambda x: (newton(x.exp() + w) ** 3).sum()), (x,), (x,)),
+    "jvp": lambda x, w: jvp(lambda x: newton(x.exp() + w), (x,), (w,)),
+    "grad of grad": grad(lambda x, w: grad(lambda x: newton(x.exp() + w).sum())(x).sin().sum()),
+    "jvp of jvp": lambda x, w: jvp(
+        lambda x: jvp(lambda x: newton(x.exp() + w), (x,), (w,))[1], (x,), (w,)
+    ),
+    "grad of a vmapped grad": grad(
+        lambda x, w: vmap(grad(lambda x, w: newton(x.exp() + w) ** 3))(x, w).sin().sum()
+    ),
+    "in a scan": grad(
+        lambda x, w: grad(lambda x: scan(lambda c, y: (newton(c.exp() + y), c), x, w)[0])(x[0])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives_of_loops_are_right_or_refused(name: str) -> None:
+    """torch's are wrong, and forward mode needs them."""
+    f = SECOND[name]
+    x, w = torch.rand(3), torch.rand(3) + 1
+    torch.testing.assert_close(specialize(f)(x, w), f(x, w))
+    with pytest.raises(ExportError, match="while_loop once, in reverse mode"):
+        specialize(f, backend="aot_eager")(x, w)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_derivatives_of_compiled_loops_of_any_number_of_steps(steps: int) -> None:
+    def f(x: Tensor, n: Tensor) -> Any:
+        return fori_loop(0, n, lambda i, c: (c * x).sin() + x, x.cos())
+
+    x, n = torch.rand(3) + 0.5, torch.tensor(steps)
+
+    def derivative(x: Tensor, n: Tensor) -> Any:
+        return grad(lambda x: f(x, n).sin().sum())(x)
+
+    compiled = specialize(f, backend="aot_eager")
+    torch.testing.assert_close(specialize(derivative, backend="aot_eager")(x, n), derivative(x, n))
+    torch.testing.assert_close(grad(lambda x: compiled(x, n).sin().sum())(x), derivative(x, n))

@@ -261,3 +261,20 @@ def test_compressed_arguments_are_refused_with_and_without_a_program(
     with pytest.raises(tsfunc.errors.TypeCheckError, match="to_dense"):
         f(x.to_sparse(layout=layout))
     assert torch.equal(f(x.to_sparse()), x * 2) and torch.equal(f(x), x * 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_refused_wherever_they_come_from(layout: torch.layout) -> None:
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    nested = torch.nested.nested_tensor(rows, layout=layout)
+    with pytest.raises(tsfunc.errors.TypeCheckError, match=r"nested tensor for x\. .*vmap of it"):
+        tsfunc.specialize(lambda x: x * 2)(nested)
+    for f in (lambda x: nested * x, lambda x: x * nested):
+        with pytest.raises(tsfunc.errors.ClosureError, match="nested tensor for a tensor that"):
+            tsfunc.specialize(f)(torch.tensor(2.0))
+    if layout is torch.jagged:
+        with pytest.raises(tsfunc.errors.ClosureError, match="captures or makes"):
+            tsfunc.specialize(lambda *x: torch.nested.nested_tensor([*x], layout=layout))(*rows)
+    sums = tsfunc.vmap(tsfunc.specialize(torch.sum))(nested)
+    assert torch.equal(sums, torch.stack([row.sum() for row in rows]))

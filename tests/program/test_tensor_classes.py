@@ -106,3 +106,59 @@ def test_plain_tensors_have_programs_of_their_own() -> None:
 def test_a_value_inside_of_a_transform_keeps_its_class(transform: Any) -> None:
     with pytest.raises(TypeError, match=r"x\.as_subclass\(Scaled\)"):
         transform(lambda x: x.as_subclass(Scaled))(torch.ones(2))
+
+
+CAPTURED: dict[str, Any] = {
+    "a method": lambda x, w: (x * w).double(),
+    "a property": lambda x, w: (w + x).half,
+    "an operator": lambda x, w: (x * w) + 3,
+    "an overridden function": lambda x, w: (x * w).sin(),
+    "the class": lambda x, w: x * 2 if isinstance(x * w, Scaled) else x,
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_results_of_captured_tensors_have_their_class(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = scaled(1.0, 2.0)
+    f = CAPTURED[name]
+    program = specialize(lambda x: f(x, w))
+
+    def check() -> None:
+        for x in (torch.ones(2), torch.tensor([3.0, -1.0])):
+            found, expected = program(x), f(x, w)
+            assert type(found) is type(expected) and plain(found).equal(plain(expected))
+
+    check()
+    monkeypatch.setattr(Scaled, "factor", 5.0)
+    monkeypatch.setattr(Scaled, "__add__", lambda self, other: torch.mul(self, 2 * other))
+    check()
+
+
+class Deciding(torch.Tensor):
+    """A class that decides about the class of results."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inherited: Any = super().__torch_function__
+        out = inherited(func, types, args, kwargs or {})
+        return out.as_subclass(torch.Tensor) if func is torch.mul else out
+
+    def sin(self) -> Any:
+        return super().sin() * 10
+
+    @property
+    def half(self) -> Any:
+        return self / 2
+
+
+def test_members_of_results_of_unknown_class_are_refused() -> None:
+    x = torch.ones(2).as_subclass(Deciding)
+    for f in (lambda x: torch.add(x, x).sin(), lambda x: (x - 1).half):
+        with pytest.raises(TypeError, match="of Deciding is used on the result"):
+            specialize(f)(x)
+        with pytest.raises(TypeError, match="of Deciding is used on the result"):
+            specialize(lambda y, f=f: f(y * x))(torch.ones(2))
+    program = specialize(lambda x: torch.sin(x + 1) * x.sin())
+    assert plain(program(x)).equal(plain(torch.sin(x + 1) * x.sin()))

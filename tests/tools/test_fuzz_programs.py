@@ -17,7 +17,15 @@ from tests.transforms import support  # noqa: F401 (loads torch's forward formul
 from tools.fuzz import minimizing, reference, running
 from tools.fuzz.draw import draw_function
 from tools.fuzz.modes import MODES
-from tools.fuzz.program import Leaf, Parameter, Program, Statement, Transform, source
+from tools.fuzz.program import (
+    Leaf,
+    Parameter,
+    Program,
+    Statement,
+    Transform,
+    arguments_text,
+    source,
+)
 from tools.fuzz.report import as_test
 from tools.fuzz.sessions import Session, minimized_session, run_session
 from tools.fuzz.towers import draw_tower
@@ -35,6 +43,10 @@ def program_of(
     body = tuple(Statement(line, "test") for line in lines)
     params = (Parameter("x0", (Leaf(shape),)),)
     return Program("test", (), params, body, result, tuple(tower), calls)
+
+
+def mapped_leaves(*dims: int) -> Transform:
+    return Transform("vmap", dims, (4,))
 
 
 def mapped(dim: int) -> Transform:
@@ -72,6 +84,36 @@ def mapped(dim: int) -> Transform:
 def test_the_reference_agrees_with_torch_func(transform: Any, f: Any) -> None:
     x = torch.randn(2, 2, 3, dtype=torch.float64) * 0.3
     torch.testing.assert_close(transform(reference, f, x), transform(torch.func, f, x))
+
+
+def test_the_reference_exchanges_values_of_a_named_axis() -> None:
+    x = torch.randn(3, 2, dtype=torch.float64)
+
+    def f(row: torch.Tensor) -> Any:
+        total = reference.psum(row.exp(), "i")
+        inner = reference.vmap(lambda y: y - reference.pmean(y, "j"), axis_name="j")(row)
+        gathered = reference.all_gather(row / total, "i", axis=-1)
+        return total * inner + gathered.sum(-1) * reference.axis_index("i")
+
+    found = reference.vmap(f, axis_name="i")(x)
+    total = x.exp().sum(0)
+    expected = total * (x - x.mean(1, keepdim=True))
+    expected = expected + (x / total).sum(0) * torch.arange(3)[:, None]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("container", ["dict", "pair", "record"])
+def test_containers_of_arguments_and_other_sizes_in_later_calls(container: str) -> None:
+    x = Parameter("x0", (Leaf((2, 3)), Leaf((3,), layout="narrow")), container)
+    body = (Statement(f"v1 = {x.part(0)}.sin() * {x.part(1)}", "test"),)
+    derivative = Transform("vjp", argnums=(0,))
+    names = '{"x0": {"a": tsfunc.MetaTensorType(["m", "n"]), "b": tsfunc.MetaTensorType(["n"])}}'
+    options = (("descriptors", names),) if container == "dict" else ()
+    tower = (derivative, Transform("specialize", options=options), mapped_leaves(-1, 0))
+    for sizes in ((), ((2, 5), (3, 7))):
+        program = Program("test", (), (x,), body, "v1", tower, (0, 1), sizes=sizes)
+        assert running.run(program) == running.Verdict(running.OK)
+        assert (", 7" in arguments_text(program, 1)[0]) == bool(sizes)
 
 
 def test_a_planted_fault_is_found_and_minimized(monkeypatch: pytest.MonkeyPatch) -> None:

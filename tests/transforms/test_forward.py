@@ -489,3 +489,22 @@ def test_tangents_and_second_derivatives_of_attention(mask: str, order: str) -> 
         want = SECOND[order](torch.func, f)(x)
     same(SECOND[order](tsfunc, f)(x), want)
     same(tsfunc.specialize(SECOND[order](tsfunc, f))(x), want)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_tangents_of_nested_tensors_are_those_of_their_examples(layout: torch.layout) -> None:
+    rows, directions = ([torch.randn(n, 3) for n in (2, 4)] for _ in range(2))
+    primal, tangent = (
+        torch.nested.as_nested_tensor(each, layout=layout) for each in (rows, directions)
+    )
+    if layout is torch.jagged:  # torch takes tensors with offsets of their own for ragged otherwise
+        nested: Any = primal  # torch declares the methods of this class for no tensor
+        tangent = torch.nested.nested_tensor_from_jagged(torch.cat(directions), nested.offsets())
+    out, pushed = tsfunc.jvp(lambda x: x.sin() * x, (primal,), (tangent,))
+    for i, (x, v) in enumerate(zip(rows, directions, strict=True)):
+        expected = torch.autograd.functional.jvp(lambda x: x.sin() * x, x, v)
+        torch.testing.assert_close((out.unbind()[i], pushed.unbind()[i]), expected)
+    swapped = torch.nested.as_nested_tensor(directions[::-1], layout=layout)
+    with pytest.raises(RuntimeError, match="must be the same"):
+        tsfunc.jvp(torch.sin, (primal,), (swapped,))

@@ -172,12 +172,10 @@ def test_beside_other_kinds(outer: str, inner: str) -> None:
 
 def test_a_generator_is_used() -> None:
     def draw(generator: torch.Generator, chunk_size: int | None = None) -> Tensor:
-        state = torch.get_rng_state()
         out: Tensor = drawing(
             lambda x: torch.rand(6, generator=generator) + torch.rand(6, generator=generator),
             chunk_size=chunk_size,
         )(X)
-        assert torch.equal(state, torch.get_rng_state())
         return out
 
     generator = torch.Generator().manual_seed(1)
@@ -186,6 +184,61 @@ def test_a_generator_is_used() -> None:
     again = torch.Generator().manual_seed(1)
     same(draw(again, 2), one)
     same(draw(again), two)
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.sin])
+def test_a_call_draws_one_key(draw: Func) -> None:
+    """The generator is left alike by functions, chunks and programs."""
+    torch.manual_seed(1)
+    torch.randint(0, 1 << 32, (2,))
+    after = torch.get_rng_state()
+    whole = tsfunc.specialize(drawing(draw))
+    whole(X)
+    for func in (drawing(draw), drawing(draw, chunk_size=3), whole):
+        torch.manual_seed(1)
+        func(X)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_vmap_without_random_numbers_may_have_one_of_them_inside() -> None:
+    x = torch.ones(2, 3)
+    same(vmap(drawing(torch.sin))(x), x.sin())
+    with pytest.raises(RuntimeError, match="randomness error mode"):
+        vmap(drawing(torch.rand_like))(x)
+
+
+@pytest.mark.parametrize("inner", ["split", "same", "different"])
+def test_operators_called_by_overload_draw_for_every_vmap_in_a_program(inner: str) -> None:
+    def func(x: Tensor) -> Any:
+        one = vmap(lambda y: torch.ops.aten.bernoulli.p(torch.ones(40), 0.5) + y, randomness=inner)
+        return one(torch.zeros(2)) + x
+
+    x = torch.zeros(3)
+    torch.manual_seed(1)
+    whole = drawing(func)(x)
+    torch.manual_seed(1)
+    same(tsfunc.specialize(drawing(func))(x), whole)
+    assert len({str(row.tolist()) for row in whole}) == 3
+
+
+def test_generators_of_nested_vmaps_in_branches() -> None:
+    """The first draw is in a branch of one outer vmap."""
+
+    def func(x: Tensor, generator: torch.Generator) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            y = tsfunc.cond(x > 0, lambda y: y + torch.rand((), generator=generator), torch.neg, y)
+            return y + torch.rand((), generator=generator) + torch.rand(())
+
+        return drawing(inner)(torch.zeros(2)) + torch.rand((), generator=generator)
+
+    def draw(**options: Any) -> Any:
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(2)
+        return drawing(lambda x: func(x, generator), **options)(torch.tensor([-1.0, 1.0, 2.0]))
+
+    whole = draw()
+    assert len(whole.unique()) == 6
+    same(draw(chunk_size=1), whole)
 
 
 def test_under_grad() -> None:
@@ -266,8 +319,12 @@ def test_in_programs() -> None:
         torch.manual_seed(seed)
         same(got, plain(X))
     assert not torch.equal(program(X), program(X))
+    torch.manual_seed(3)
+    whole = drawing(torch.rand_like)(X)
+    torch.manual_seed(3)
+    same(tsfunc.specialize(drawing(torch.rand_like, chunk_size=2))(X), whole)
     with pytest.raises(RuntimeError, match="Leave out chunk_size inside of specialize"):
-        tsfunc.specialize(drawing(lambda x: torch.rand_like(x), chunk_size=2))(X)
+        tsfunc.specialize(vmap(torch.rand_like, randomness="same", chunk_size=2))(X)
 
 
 def test_parameters_are_checked() -> None:

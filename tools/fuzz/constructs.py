@@ -203,6 +203,19 @@ _VIEWS = templates(
     F.pad({x}, (0, 1), value=0.5)
     torch.constant_pad_nd({x}, (-1, 1))
     {x}.as_strided((2,), (1,))
+    {x}.reshape({x}.shape[0], -1)
+    {x}.reshape(*{x}.shape[:-1], 1, -1)
+    {x}.reshape({x}.shape[::-1])
+    {x}.view({x}.shape) * 2
+    {x}.view(-1, {x}.shape[-1])
+    {x}.contiguous().view({x}.numel(), 1)
+    {x}.flatten(0, 1)
+    {x}.unflatten({d}, (1, {x}.shape[{d}]))
+    {x}.mT.reshape({x}.shape)
+    {x}.expand(2, *{x}.shape).reshape(-1, *{x}.shape[1:])
+    {x}[..., None].expand(*{x}.shape, 2).reshape({x}.shape[0], -1)
+    {x}[::2].reshape(-1)
+    {x}.transpose({d}, {e}).reshape({x}.shape[0], -1)
     """
 )
 _PRODUCTS = templates(
@@ -314,8 +327,28 @@ _CONVOLUTIONS = templates(
     F.pad({x}[None], (1, 1), mode="circular")
     F.pixel_shuffle({x}[None].repeat_interleave(4, 1), 2)
     F.channel_shuffle({x}[None], 1)
+    F.interpolate({x}[None], size={x}.shape[-1] + 2, mode="linear", align_corners=True)
+    F.interpolate({x}[None, None], scale_factor=1.5, mode="bicubic")
+    F.interpolate({x}[None, None], scale_factor=(1, 2), mode="bilinear", align_corners=True)
+    F.interpolate({x}[None], scale_factor=0.5, mode="area")
+    F.interpolate({x}[None], size={x}.shape[-1] + 1, mode="nearest-exact")
+    F.interpolate({x}[None, None], size=(4, 3), mode="bilinear", antialias=True)
     F.grid_sample({x}[None], torch.full((1, 2, 2, 2), 0.3).double(), align_corners=False)
     """
+)
+# Weights are products of the input with itself, so that their sizes fit.
+_RECURRENT = templates(
+    """
+    torch.rnn_tanh_cell({x}, {x}.cos(), {x}.mT @ {x}, {x}.mT @ {x}.sin())
+    torch.rnn_relu_cell({x}, {x}.cos(), {x}.mT @ {x} + 0.3, {x}.mT @ {x}.sin())
+    torch.gru_cell({x}, {x}.cos(), ({x}.mT @ {x}).repeat(3, 1), ({x}.mT @ {x}).sin().tile(3, 1))
+    torch.lstm_cell({x}, ({x}.cos(), {x}), *[({x}.mT @ {x}).repeat(4, 1)] * 2)[0]
+    torch.lstm_cell({x}, ({x}.cos(), {x}), *[({x}.mT @ {x}).tile(4, 1)] * 2)[1]
+    torch.rnn_tanh({x}[:, None], {x}[None, :1], [{x}.mT @ {x}] * 2, False, 1, 0.0, False, False, False)[0]
+    torch.gru({x}[:, None], {x}[None, :1], [({x}.mT @ {x}).repeat(3, 1)] * 2, False, 1, 0.0, False, False, False)[0]
+    torch.lstm({x}[:, None], [{x}[None, :1].sin()] * 2, [({x}.mT @ {x}).repeat(4, 1)] * 2, False, 1, 0.0, False, False, False)[0]
+    torch.lstm({x}[None], [{x}[None, :1].sin()] * 2, [({x}.mT @ {x}).repeat(4, 1)] * 2, False, 1, 0.0, False, False, True)[2]
+    """  # noqa: E501
 )
 _SORTING = templates(
     """
@@ -759,7 +792,7 @@ def nested(d: Draw) -> None:
     """A transform of a local function, which closes over what is outside of it."""
     x = d.float(min_rank=1)
     p = f"p{d.taken + 1}"
-    kind = d.rng.randrange(7)
+    kind = d.rng.randrange(9)
     if kind == 0:
         dim = d.dim(x)
         if not d.size(x, dim):
@@ -781,8 +814,35 @@ def nested(d: Draw) -> None:
         d.let(f"tsfunc.{d.pick('jacrev', 'jacfwd')}({body.name})({x})", (scalar,))
     elif kind == 5:
         d.let(f"tsfunc.checkpoint({body.name})({x})", (body,))
+    elif kind == 6:
+        d.let(f"tsfunc.specialize({body.name})({x})", (body,))
+    elif kind == 7:
+        d.let(f"tsfunc.specialize(tsfunc.grad({body.name}))({x})", (scalar,))
     else:
         d.let(f"tsfunc.linearize({body.name}, {x})[1]({x}.cos())", (body,))
+
+
+def collective(d: Draw) -> None:
+    """An exchange between the examples of a local function."""
+    x = d.float(min_rank=1)
+    dim = d.dim(x)
+    if not d.size(x, dim):
+        raise RejectedError("no examples")
+    p, q = f"p{d.taken + 1}", f"q{d.taken + 1}"
+    sample = d.env[x].select(dim, 0)
+    body = d.block("each", {p: sample}, 1, _shaped(d, tuple(sample.shape)))
+    exchanged = d.pick(
+        f'tsfunc.psum({q}.sin(), "i")',
+        f'tsfunc.pmean({q} * {d.number()}, "i")',
+        f'tsfunc.all_gather({q}, "i").square().sum(0)',
+        f'tsfunc.all_gather({q}, "i", axis=-1).cumsum(-1)[..., 0]',
+        f'{q} * (tsfunc.axis_index("i") + 1)',
+        f'tsfunc.psum(tsfunc.psum({q}, "i") * {q}, "i")',
+        f'{q} / (1 + tsfunc.psum({q}.abs(), "i"))',
+    )
+    d.taken += 1
+    whole = Block(f"whole{d.taken}", (q,), (), f"{body.name}({exchanged})")
+    d.let(f'tsfunc.vmap({whole.name}, in_dims={dim}, axis_name="i")({x})', (body, whole))
 
 
 CONSTRUCTS: dict[str, list[Construct]] = {
@@ -794,6 +854,7 @@ CONSTRUCTS: dict[str, list[Construct]] = {
     "norms and losses": _NORMS,
     "convolutions": _CONVOLUTIONS,
     "sorting": _SORTING,
+    "recurrent cells": _RECURRENT,
     "indexing": [
         index, index, index_negative_axes, select_by_data, gather, take, one_of_example,
         embedding, by_argument, by_mask_argument, selected,
@@ -808,6 +869,7 @@ CONSTRUCTS: dict[str, list[Construct]] = {
     "loops": [loop, while_],
     "scan and map": [scan, map_, associative],
     "nested transforms": [nested],
+    "collectives": [collective],
 }  # fmt: skip
 
 # What is drawn in bodies of control flow and of nested transforms; in deeper ones, the first.

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 NAME = re.compile(r"\b[a-z]+\d+\b")  # every variable of a program: x0, v3, c1, f2
-PARTS = ("a", "b")  # keys of a parameter that is a dict
+PARTS = ("a", "b")  # keys or fields of a parameter that is a container
+LAYOUTS = ("dense", "gaps", "reversed", "offset", "rows", "narrow", "expanded")
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ class Leaf:
         kind: "float", "index" (integers of range(high)) or "mask".
         high: the bound of an index.
         phase: makes the values of this leaf its own.
-        layout: "dense", "reversed" (a transpose of all dims), "gaps" (every second element of
-            the last dim) or "offset" (part of a larger tensor).
+        layout: one of ``LAYOUTS``: "reversed" is a transpose of all dims, "gaps" every second
+            element of the last dim, "rows" every second element of the first dim, "offset" a part
+            of a larger tensor, "narrow" a part of a larger last dim, "expanded" one row repeated.
     """
 
     shape: tuple[int, ...]
@@ -80,14 +82,24 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the function: a tensor, or a dict of two."""
+    """A parameter of the function: a tensor, or a container of two.
+
+    Attributes:
+        container: "dict", "pair" (a named tuple) or "record" (a dataclass).
+    """
 
     name: str
     leaves: tuple[Leaf, ...]
+    container: str = "dict"
 
     @property
-    def is_dict(self) -> bool:
+    def is_container(self) -> bool:
         return len(self.leaves) > 1
+
+    def part(self, i: int) -> str:
+        """Return the expression of an element."""
+        name = PARTS[i]
+        return f'{self.name}["{name}"]' if self.container == "dict" else f"{self.name}.{name}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,7 @@ class Program:
     Attributes:
         calls: for each call of the transformed function the phase of its values; in a later
             call values, batch sizes and strides differ.
+        sizes: in later calls, the sizes of an example in place of those that were drawn.
     """
 
     seed: str
@@ -128,6 +141,7 @@ class Program:
     tower: tuple[Transform, ...] = ()
     calls: tuple[int, ...] = (0,)
     keywords: frozenset[str] = field(default_factory=frozenset)
+    sizes: tuple[tuple[int, int], ...] = ()
 
     def with_(self, **changes: object) -> Program:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -151,6 +165,8 @@ _LEAVES = """\
 def leaves(tree):
     if isinstance(tree, torch.Tensor):
         return [tree]
+    if dataclasses.is_dataclass(tree):
+        tree = vars(tree)
     parts = tree.values() if isinstance(tree, dict) else tree
     return [leaf for part in parts for leaf in leaves(part)]
 """
@@ -162,10 +178,25 @@ _LIKE = """\
 def like(tree, function):
     if isinstance(tree, dict):
         return {key: like(part, function) for key, part in tree.items()}
+    if dataclasses.is_dataclass(tree):
+        return type(tree)(**like(vars(tree), function))
+    if hasattr(tree, "_fields"):
+        return type(tree)(*[like(part, function) for part in tree])
     if isinstance(tree, (list, tuple)):
         return type(tree)(like(part, function) for part in tree)
     return function(tree)
 """
+_CONTAINERS = {
+    "pair": """\
+Pair = collections.namedtuple("Pair", ["a", "b"])
+""",
+    "record": """\
+@dataclasses.dataclass
+class Record:
+    a: object
+    b: object
+""",
+}
 _FLOATS = """\
 def floats(tree):
     return tuple(leaf for leaf in leaves(tree) if leaf.is_floating_point())
@@ -200,8 +231,13 @@ def leaf_text(leaf: Leaf, shape: tuple[int, ...], phase: float) -> str:
         count *= 2
     elif layout == "reversed" and len(shape) > 1:
         whole, after = shape[::-1], f".permute({_shape(tuple(reversed(range(len(shape)))))})"
-    elif layout == "offset":
-        whole, after = (shape[0] + 1, *shape[1:]), "[1:]"
+    elif layout in ("offset", "rows", "narrow", "expanded"):
+        whole, after = {
+            "offset": ((shape[0] + 1, *shape[1:]), "[1:]"),
+            "rows": ((2 * shape[0], *shape[1:]), "[::2]"),
+            "narrow": ((*shape[:-1], shape[-1] + 3), "[..., 2:-1]"),
+            "expanded": ((1, *shape[1:]), f".expand({_shape(shape)})"),
+        }[layout]
         count = math.prod(whole)
     else:
         whole, after = shape, ""
@@ -228,8 +264,10 @@ def batched_shape(leaf: Leaf, tower: tuple[Transform, ...], at: int, call: int) 
 
 
 def _argument(parameter: Parameter, texts: list[str]) -> str:
-    if not parameter.is_dict:
+    if not parameter.is_container:
         return texts[0]
+    if parameter.container != "dict":
+        return f"{parameter.container.title()}({', '.join(texts)})"
     parts = [f'"{key}": {text}' for key, text in zip(PARTS, texts, strict=False)]
     return "{" + ", ".join(parts) + "}"
 
@@ -241,9 +279,12 @@ def arguments_text(program: Program, call: int) -> list[str]:
     for parameter in program.params:
         parts = []
         for leaf in parameter.leaves:
-            shape = batched_shape(leaf, program.tower, at, number)
-            layouts = ("dense", "gaps", "reversed", "offset")
-            other = layouts[(layouts.index(leaf.layout) + number) % 4]
+            sizes = dict(program.sizes) if number else {}
+            own = tuple(sizes.get(size, size) for size in leaf.shape)
+            shape = batched_shape(replace(leaf, shape=own), program.tower, at, number)
+            other = LAYOUTS[(LAYOUTS.index(leaf.layout) + number) % (len(LAYOUTS) - 1)]
+            if leaf.layout == "expanded":
+                other = leaf.layout
             parts.append(leaf_text(replace(leaf, layout=other), shape, leaf.phase + 1.3 * number))
             at += 1
         texts.append(_argument(parameter, parts))
@@ -276,7 +317,7 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
         if step.form == "names":
             dims = [f'"{p}": {e}' for p, e in zip(params, entries, strict=True) if e != "None"]
             in_dims = "{" + ", ".join(dims) + "}"
-        elif len(set(entries)) == 1 and not entries[0].startswith("{"):
+        elif len(set(entries)) == 1 and entries[0].strip("-").isdigit():
             in_dims = entries[0]
         else:
             in_dims = _tuple(entries)
@@ -352,6 +393,11 @@ def source(program: Program) -> str:
     ]
     if any("leaves(" in helper for helper in helpers):
         helpers.insert(0, _LEAVES)
+    helpers += [
+        definition
+        for container, definition in _CONTAINERS.items()
+        if any(p.is_container and p.container == container for p in program.params)
+    ]
     return "\n".join([*helpers, text])
 
 

@@ -8,6 +8,7 @@ are tsfunc's, so that the same source runs with either module.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ def _broadcast(prefix: Any, tree: Any) -> list[Any]:
     """Return the entry of ``prefix`` for each leaf of ``tree``."""
     if _is_dim(prefix):
         return [prefix] * len(pytree.tree_leaves(tree))
+    if dataclasses.is_dataclass(tree):
+        prefix, tree = vars(prefix), vars(tree)
     if isinstance(tree, Mapping):
         return [dim for name in tree for dim in _broadcast(prefix[name], tree[name])]
     return [dim for part, sub in zip(prefix, tree, strict=True) for dim in _broadcast(part, sub)]
@@ -58,9 +61,14 @@ def vmap(
     randomness: str = "error",
     *,
     axis_size: int | None = None,
+    axis_name: str | None = None,
     **_: Any,
 ) -> Function:
-    """Return the loop over the examples, stacked."""
+    """Return the loop over the examples, stacked.
+
+    With a name of the axis the loop runs once more for each exchange: a run ends where an exchange
+    needs what the examples give, and the next one knows it.
+    """
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +88,7 @@ def vmap(
             own_args, own_kwargs = pytree.tree_unflatten(parts, spec)
             return func(*own_args, **own_kwargs)
 
-        outputs = [example(i) for i in range(count or 1)]
+        outputs = _exchanging(axis_name, example, count or 1)
         flat = [pytree.tree_leaves(output) for output in outputs]
         out_spec = pytree.tree_structure(outputs[0])
         stacked = [
@@ -90,6 +98,68 @@ def vmap(
         return pytree.tree_unflatten(stacked, out_spec)
 
     return mapped
+
+
+class _Exchange(Exception):
+    """A run of one example ends at an exchange, with the value that the example gives."""
+
+
+class _Axis:
+    """A named axis during the run of one example."""
+
+    def __init__(self, index: int, count: int, known: Sequence[Sequence[Any]]) -> None:
+        self.index, self.count, self.known = index, count, iter(known)
+
+    def exchange(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the values of all examples."""
+        for values in self.known:
+            return values
+        raise _Exchange(value)
+
+
+_axes: dict[str, list[_Axis]] = {}
+
+
+def _exchanging(name: str | None, example: Function, count: int) -> list[Any]:
+    """Return the results of all examples, which may exchange values on a named axis."""
+    if name is None:
+        return [example(i) for i in range(count)]
+    known: list[list[Any]] = []
+    stack = _axes.setdefault(name, [])
+    while True:
+        outputs: list[Any] = []
+        given: list[Any] = []
+        for i in range(count):
+            stack.append(_Axis(i, count, known))
+            try:
+                outputs.append(example(i))
+            except _Exchange as exchange:
+                given += exchange.args
+            finally:
+                stack.pop()
+        if not given:
+            return outputs
+        known.append(given)
+
+
+def psum(x: torch.Tensor, axis_name: str) -> torch.Tensor:
+    """Add the values of all examples."""
+    return torch.stack([*_axes[axis_name][-1].exchange(x)]).sum(0)
+
+
+def pmean(x: torch.Tensor, axis_name: str) -> torch.Tensor:
+    """Return the mean of all examples."""
+    return psum(x, axis_name) / _axes[axis_name][-1].count
+
+
+def all_gather(x: torch.Tensor, axis_name: str, *, axis: int = 0) -> torch.Tensor:
+    """Stack the values of all examples."""
+    return torch.stack([*_axes[axis_name][-1].exchange(x)], axis)
+
+
+def axis_index(axis_name: str) -> torch.Tensor:
+    """Return the number of the example."""
+    return torch.tensor(_axes[axis_name][-1].index)
 
 
 def _made_up(x: torch.Tensor, dim: int) -> torch.Tensor:

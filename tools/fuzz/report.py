@@ -13,12 +13,22 @@ from tools.fuzz import reference
 from tools.fuzz.program import Program, call_text, source
 from tools.fuzz.running import WRONG, Verdict, results
 
-_IMPORTS = "import torch\nimport torch.nn.functional as F\n\nimport tsfunc\n"
+_IMPORTS = """\
+import collections
+import dataclasses
+
+import torch
+import torch.nn.functional as F
+
+import tsfunc
+"""
 _CHECK = """\
 def same(found, expected):
     if isinstance(expected, torch.Tensor):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
     elif isinstance(expected, dict):
+        if not isinstance(found, dict):
+            found = found._asdict() if hasattr(found, "_asdict") else vars(found)
         assert set(found) == set(expected)
         for key in expected:
             same(found[key], expected[key])

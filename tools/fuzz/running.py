@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 import linecache
 import math
@@ -57,8 +59,11 @@ def namespace_of(text: str, module: Any) -> dict[str, Any]:
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     scope = {
         "__name__": "program", "torch": torch, "F": torch.nn.functional, "tsfunc": module,
+        "collections": collections, "dataclasses": dataclasses,
     }  # fmt: skip
     exec(compile(text, filename, "exec", dont_inherit=True), scope)
+    if module is reference and "Record" in scope:  # it takes containers apart with torch's pytrees
+        pytree.register_dataclass(scope["Record"])
     return scope
 
 
@@ -81,8 +86,21 @@ def _results(program: Program, module: Any, shaken: float) -> list[Any]:
         })  # fmt: skip
         args, kwargs = pytree.tree_map(lambda x: _shake(x, shaken), taken) if shaken else taken
         value = scope["program"](*args, **kwargs)
-        found.append(pytree.tree_map(_plain, value))
+        found.append(pytree.tree_map(_plain, _as_dicts(value)))
     return found
+
+
+def _as_dicts(value: Any) -> Any:
+    """Return dicts in place of named tuples and dataclasses, which each run defines anew."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    elif dataclasses.is_dataclass(value):
+        value = dict(vars(value))
+    if isinstance(value, dict):
+        return {key: _as_dicts(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_dicts(part) for part in value)
+    return value
 
 
 def _plain(x: Any) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
+from tools.fuzz import reference
 from tools.fuzz.program import PARTS, Parameter, Program, Transform
+from tools.fuzz.running import results
 
 _KINDS = {
     "vmap": 9,
@@ -56,7 +58,7 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
             tower.append(_vmap(rng, program, tuple(tower)))
         elif kind == "functional_call":
             first = program.params[0]
-            if first.is_dict or first.leaves[0].kind != "float":
+            if first.is_container or first.leaves[0].kind != "float":
                 continue
             if any(step.kind == kind for step in tower):
                 continue
@@ -66,7 +68,21 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
         else:
             tower.append(Transform(kind))
     calls = rng.choice([(0,), (0, 0), (0, 1), (0, 1, 2)])
-    return program.with_(tower=tuple(tower), calls=calls)
+    return _resized(rng, program.with_(tower=tuple(tower), calls=calls))
+
+
+def _resized(rng: random.Random, program: Program) -> Program:
+    """Return the program with other sizes of an example in later calls, if it can take them."""
+    described = any(key == "descriptors" for step in program.tower for key, _ in step.options)
+    if max(program.calls) == 0 or not described or rng.random() < 0.3:
+        return program
+    sizes = {size for p in program.params for leaf in p.leaves for size in leaf.shape if size > 1}
+    larger = program.with_(sizes=tuple((size, size + 4) for size in sorted(sizes)))
+    try:
+        results(larger, reference)
+    except Exception:
+        return program
+    return larger
 
 
 def _leaves(program: Program) -> int:
@@ -116,7 +132,7 @@ def _specialize(
         options.append(("backend", '"aot_eager"'))
     if rng.random() < 0.05:
         options.append(("closure", '"freeze"'))
-    if rng.random() < 0.4:
+    if rng.random() < 0.5:
         described = _descriptors(rng, program, below)
         if described:
             options.insert(0, ("descriptors", "{" + ", ".join(described) + "}"))
@@ -124,15 +140,21 @@ def _specialize(
 
 
 def _descriptors(rng: random.Random, program: Program, below: tuple[Transform, ...]) -> list[str]:
-    """Return descriptors that name batch dims: one name for each ``vmap`` below."""
+    """Return descriptors that name batch dims: one name for each ``vmap`` below.
+
+    Half of them also name the sizes of an example: one name for each size.
+    """
+    named = rng.random() < 0.5
     texts, at = [], 0
     for parameter in program.params:
-        parts = [_shape(program, at + k, below) for k in range(len(parameter.leaves))]
+        parts = [_shape(program, at + k, below, named) for k in range(len(parameter.leaves))]
         at += len(parameter.leaves)
         if rng.random() < 0.2:
             continue
         metas = [f"tsfunc.MetaTensorType([{', '.join(shape)}])" for shape in parts]
-        if parameter.is_dict:
+        if parameter.is_container and parameter.container != "dict":
+            continue
+        if parameter.is_container:
             pairs = (f'"{key}": {meta}' for key, meta in zip(PARTS, metas, strict=False))
             texts.append(f'"{parameter.name}": {{{", ".join(pairs)}}}')
         else:
@@ -140,9 +162,9 @@ def _descriptors(rng: random.Random, program: Program, below: tuple[Transform, .
     return texts
 
 
-def _shape(program: Program, at: int, below: tuple[Transform, ...]) -> list[str]:
+def _shape(program: Program, at: int, below: tuple[Transform, ...], named: bool) -> list[str]:
     leaf = [leaf for p in program.params for leaf in p.leaves][at]
-    shape = [str(size) for size in leaf.shape]
+    shape = [f'"s{size}"' if named and size > 1 else str(size) for size in leaf.shape]
     for number, step in enumerate(below):
         if step.kind == "vmap" and step.mapped[at] is not None:
             dim = step.mapped[at]

@@ -110,16 +110,18 @@ def users_call() -> str:
 
 
 def place_of(error: BaseException) -> Place:
-    """Return the innermost line of user code in an error's traceback; else the outermost line."""
+    """Return the innermost line of user code in an error's traceback, else the one that runs now.
+
+    The traceback has no such line if the user's code is outside of the caller of this function.
+    """
     found = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if found is None or not code.co_filename.startswith(LIBRARIES):
+        if not code.co_filename.startswith(LIBRARIES):
             found = Place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    assert found is not None, "an error that was raised has a traceback"
-    return found
+    return found or users_place()
 
 
 def source_of(place: Place, before: str = "") -> str:

@@ -3,19 +3,19 @@
 NOTE [random numbers of an example]
 With ``randomness="split"`` an example draws as if it ran alone. Its numbers depend on the seed, on
 its index in the batch, and on the number of draws it made before. They do not depend on the other
-examples, or on how many examples run at a time. Each random operator draws two 32-bit words from
-torch's generator, one pair for the whole batch. This pair is the *nonce*, the key of a
-counter-based generator. The counter holds the index of the example, the index of the number
-within the draw, and its purpose. This has four consequences:
+examples, or on how many examples run at a time. A vmapped call draws two 32-bit words from torch's
+generator, one pair for the whole batch. This pair is the call's *key*, that of a counter-based
+generator. The counter holds the index of the example (its lower 32 bits), the number of draws that
+the example made before, the index of the number within the draw, and its purpose. This has four
+consequences:
 
-- ``torch.manual_seed``, ``generator=`` and functions that save and restore a generator's state,
-  such as ``torch.utils.checkpoint``, work as they do without vmap;
-- the chunks of a batch start with the same generator state, so an example gets the same nonces in
+- ``torch.manual_seed`` and ``generator=`` work as they do without vmap;
+- the chunks of a batch have the key of the whole call, so an example draws the same numbers in
   every chunk;
-- if some examples run separately, each example still gets its nonces in order
-  (NOTE [random streams] in ``bridge/tracers/rng_streams``);
-- an outer vmap draws the nonce by its own ``randomness``: one for each of its examples, or one
-  for all. A trace records how the nonce is drawn.
+- if some examples run separately, each example goes on from its own number of draws, which is a
+  value of the batch (NOTE [draws by example] in ``bridge/tracers/draw_keys``);
+- an outer vmap draws the key by its own ``randomness``: one for each of its examples, or one
+  for all. A trace records how the key is drawn.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -72,7 +72,7 @@ class Philox:
     """The random words of one call of a random operator, separate for each example.
 
     Args:
-        level: the vmap, which knows the index of each example.
+        level: the vmap, which knows the key, and the index and the draws of each example.
         device: the device of the numbers.
         generator: the generator of the call, or None.
     """
@@ -85,9 +85,10 @@ class Philox:
     ) -> None:
         self.device = device
         self.examples = level.examples(device)
-        self._key = (
-            level.keys(_nonce(generator), generator).to(device).reshape(-1, 2).mT[:, None, :, None]
-        )
+        self._key = level.random_key(generator).to(device).view(2, 1, 1, 1)
+        drawn = level.next_draw()
+        # A column for the rows of the words.
+        self._drawn = drawn.to(device).view(1, -1, 1) if isinstance(drawn, Tensor) else drawn
         self._used = 0
 
     def words(self, count: Any) -> Tensor:
@@ -107,11 +108,12 @@ class Philox:
         blocks = (count + 3) // 4
         rows = self.examples.shape[0]
         block = torch.arange(blocks, device=self.device).expand(1, rows, blocks)
-        example = self.examples.view(1, -1, 1)
-        even = torch.stack([block, (example & _WORD).expand(1, rows, blocks)])
+        example = self.examples.view(1, -1, 1) & _WORD
+        even = torch.stack([block, example.expand(1, rows, blocks)])
         purpose = torch.arange(number, device=self.device) * step + first
+        drawn = torch.zeros_like(example) + self._drawn
         shape = number, rows, 1
-        odd = torch.stack([purpose.view(-1, 1, 1).expand(shape), (example >> 32).expand(shape)])
+        odd = torch.stack([purpose.view(-1, 1, 1).expand(shape), drawn.expand(shape)])
         out = philox(even, odd, self._key)
         return out.reshape(number, rows, blocks * 4)[..., :count]
 
@@ -133,9 +135,3 @@ class Attempts:
         """Return ``count`` new words for each attempt and example; up to 16 calls are possible."""
         self._next += 1
         return self.draw._words(count, self._next - 1, self.number, 1 << 4)
-
-
-def _nonce(generator: torch.Generator | None) -> Tensor:
-    if generator is None:
-        return torch.randint(0, 1 << 32, (2,), device="cpu")
-    return torch.randint(0, 1 << 32, (2,), device=generator.device, generator=generator)

@@ -107,14 +107,7 @@ def randperm(
         return op(*args, **kwargs), None
     if level.randomness == "split":
         return random_split.randperm(op, level, args, kwargs)
-    if level.batch_size == 0:
-        return torch.empty([0, args[0]], **_without_generator(kwargs)), 0
     return torch.stack([op(*args, **kwargs) for _ in range(level.batch_size)]), 0
-
-
-def _without_generator(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in kwargs.items() if name != "generator"}
-    return {**options, "dtype": kwargs.get("dtype") or torch.int64}
 
 
 def drawn_like(

@@ -93,8 +93,11 @@ class RuleLevel(Protocol):
     def examples(self, device: torch.device) -> Tensor:
         """Return the index of each example of the batch in the whole vmapped call."""
 
-    def keys(self, nonce: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the key of a draw with that nonce: one for all examples, or one per example."""
+    def random_key(self, generator: torch.Generator | None) -> Tensor:
+        """Return the two words of the call's key, from a generator (None: torch's default)."""
+
+    def next_draw(self) -> int | Tensor:
+        """Count a draw; return the number before, of all examples or of each."""
 
     def draws(self, generator: torch.Generator | None) -> None:
         """Record that an operator is about to draw from the generator (None: torch's default)."""

@@ -24,6 +24,25 @@ from tsfunc.bridge.tracers.tracer import (
 Argnums = int | tuple[int, ...]
 
 
+def is_nested(value: Any) -> bool:
+    """True if a value is a nested tensor, of either of torch's layouts."""
+    return (
+        isinstance(value, torch.Tensor) and not isinstance(value, Tracer) and bool(value.is_nested)
+    )
+
+
+def sizes_text(x: torch.Tensor) -> str:
+    """Return the shape of a tensor for people."""
+    return "(nested)" if is_nested(x) else str(tuple(x.shape))
+
+
+def same_sizes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors have equal shapes; for nested tensors, examples of equal shapes."""
+    if is_nested(one) or is_nested(other):
+        return one.layout == other.layout and torch.is_same_size(one, other)
+    return one.shape == other.shape
+
+
 def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
     """Return the positions in ``argnums`` as nonnegative indices."""
     if isinstance(argnums, bool) or not isinstance(argnums, int | tuple):

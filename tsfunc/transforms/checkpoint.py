@@ -23,6 +23,7 @@ from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.boundaries import boundary, folding
+from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.factories import prepare
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
@@ -206,7 +207,7 @@ def _record(
         seen_args, seen_kwargs = pytrees.tree_map(as_seen_by_current_level, (args, kwargs))
         return func(*seen_args, **seen_kwargs)
 
-    traced = TracedBody(trace, of_seen, ())
+    traced = TracedBody(trace, counted(of_seen), ())
     wanted = [
         common([needed]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needed in zip(traced.leaves, traced.batched(), strict=True)
@@ -214,4 +215,6 @@ def _record(
     results = [result for result in traced.end(wanted) if result is not None]
     tensors, numbers, (places,) = operands_of([traced], 0)
     op = CheckpointCall(Body("checkpointed", traced.level.graph, places), policy, preserve)
-    return filled(traced, call(op, trace, tensors, numbers, results))
+    out, drawn = filled(traced, call(op, trace, tensors, numbers, results))
+    set_draw_counts(drawn)
+    return out

@@ -10,6 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
 from tsfunc.ops.compressed import is_compressed
 from tsfunc.ops.splitting import take_examples
@@ -145,6 +146,7 @@ def run_in_chunks(
             f"a trace the chunks can't begin with the same random numbers, as this randomness "
             f"needs it. Leave out chunk_size inside of specialize."
         )
+    keys = CallKeys() if spec.randomness == "split" else None
     joined = Joined(spec, size)
     start = 0
     while start < size:
@@ -155,7 +157,9 @@ def run_in_chunks(
         ]
         if generators is not None and start:
             generators.rewind()
-        level = BatchLevel(length, spec.randomness, spec.label, spec.strict, start, generators)
+        level = BatchLevel(
+            length, spec.randomness, spec.label, spec.strict, start, generators, keys
+        )
         with sizes.running(length):
             out = run(level, part)
         joined.add(start, out)

@@ -26,8 +26,11 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_as_seen_by_cur
 from tsfunc.errors import MissingRuleError
 from tsfunc.transforms.arguments import (
     flatten_output,
+    is_nested,
     level_of,
     refuse_unseen,
+    same_sizes,
+    sizes_text,
     split_aux,
     traced_inputs,
 )
@@ -107,7 +110,8 @@ def jvp(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
     flat, directions, spec = _match(primals, tangents)
-    if any(map(is_dtensor, flat)):  # torch has no dual numbers for DTensors
+    # torch has no dual numbers for DTensors and nested tensors.
+    if any(is_dtensor(x) or is_nested(x) for x in flat):
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
@@ -168,10 +172,10 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
                     f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}"
                 )
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
-        if x.shape != t.shape or x.dtype != t.dtype:
+        if not same_sizes(x, t) or x.dtype != t.dtype:
             raise RuntimeError(
                 f"{api}: the tangent at flattened position {i} is {t.dtype} of shape "
-                f"{tuple(t.shape)}, but its primal is {x.dtype} of shape {tuple(x.shape)}; they "
+                f"{sizes_text(t)}, but its primal is {x.dtype} of shape {sizes_text(x)}; they "
                 f"must be the same."
             )
     return all_as_seen_by_current_level(flat), all_as_seen_by_current_level(directions), spec

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.transforms.arguments import is_array
+from tsfunc.transforms.arguments import is_array, is_nested
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 
@@ -193,13 +192,6 @@ class NestedInput(RuntimeError):
 
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_nested(value: Any) -> bool:
-    """True if a value is a nested tensor, of either of torch's layouts."""
-    return (
-        isinstance(value, torch.Tensor) and not isinstance(value, Tracer) and bool(value.is_nested)
-    )
 
 
 def mapped(

@@ -29,8 +29,9 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.tracing import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
+from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunk_sizes import ChunkSizes
-from tsfunc.transforms.in_dims import is_nested, mapped
+from tsfunc.transforms.in_dims import mapped
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.split import GroupResult, InputSource, Run, Runner, run_traced
 from tsfunc.transforms.tensor_collections import returned_collections

@@ -35,6 +35,8 @@ from tsfunc.transforms.arguments import (
     level_of,
     like,
     refuse_unseen,
+    same_sizes,
+    sizes_text,
     split_aux,
     traced_inputs,
     with_chosen,
@@ -200,10 +202,10 @@ def match_cotangents(
     for ct, out in zip(flat, outputs, strict=True):
         if not isinstance(ct, torch.Tensor):
             raise RuntimeError(f"{api}: Expected Tensors, got {type(ct)}")
-        if ct.shape != out.shape:
+        if not same_sizes(ct, out):
             raise RuntimeError(
-                f"{api}: got a cotangent of shape {tuple(ct.shape)} for an output of shape "
-                f"{tuple(out.shape)}; they must be the same."
+                f"{api}: got a cotangent of shape {sizes_text(ct)} for an output of shape "
+                f"{sizes_text(out)}; they must be the same."
             )
     seen: list[torch.Tensor] = all_as_seen_by_current_level(flat)
     return [replicated_like(ct, out) for ct, out in zip(seen, outputs, strict=True)]

@@ -20,6 +20,7 @@ import torch
 
 from tsfunc.bridge.batch.split_level import SplitLevel, StartAnew, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
@@ -95,6 +96,7 @@ class Runner:
         if spec.splits and spec.randomness == "different":
             self.randomness = "split"
         self.generators = rewindable(self.randomness)
+        self.keys = CallKeys() if self.randomness == "split" else None
         self._runs = 0
         self._copying = False
         self._parts: list[GroupResult] = []
@@ -119,8 +121,9 @@ class Runner:
         """
         spec = self.spec
         level = SplitLevel(
-            lanes, self.randomness, spec.label, spec.strict, self.generators, self._copying
-        )
+            lanes, self.randomness, spec.label, spec.strict, self.generators, self.keys,
+            self._copying,
+        )  # fmt: skip
         level.splitter = level if spec.splits else None
         level.alone = alone
         inputs = _inputs(self.sources, level, alone)

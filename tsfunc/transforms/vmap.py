@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.dispatch.state import tls
+from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,
@@ -33,7 +34,7 @@ from tsfunc.transforms.chunks import (
     sizes_of_chunks,
     sizes_of_group,
 )
-from tsfunc.transforms.in_dims import is_nested, mapped, match_by_name, match_in_dims
+from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
 from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources
@@ -92,7 +93,8 @@ def vmap(
             output (a number, a string, None, any object) is returned once, unchanged.
         randomness: the mode of random operators: "error", "different" (a draw for each example),
             "same" (one draw for all) or "split" (each example draws as if alone: its numbers
-            follow from the seed and its index, and do not depend on the batch or the chunk).
+            follow from the seed and its index, and do not depend on the batch or the chunk; the
+            call draws one key from torch's generator, also if the function draws nothing).
         chunk_size: the number of examples that are run at a time. None runs all at once; "auto"
             runs as many as fit into ``memory_budget``, which is measured on the first chunks of
             the first call with inputs of such shapes and dtypes, and kept for later calls.

@@ -250,7 +250,7 @@ def _beginning(
     seeds: list[list[int]] = []
     if level.randomness == "split":
         seeds = Philox(level, torch.device("cpu"), generator).words(2).tolist()
-    generators = GeneratorStates()
+    generators = GeneratorStates(always=True)
     generators.draws(generator)
 
     def begin(i: int | None) -> None:

@@ -36,6 +36,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tsfunc.bridge.tracers.batch_handlers import FastBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer, unwrap
+from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
 from tsfunc.bridge.writing.creation_tracking import take_place
@@ -69,7 +70,6 @@ class SplitLevel(BatchLevel):
     """
 
     __slots__ = (
-        "_call_size",
         "_moves",
         "_past",
         "_picked",
@@ -90,12 +90,12 @@ class SplitLevel(BatchLevel):
         name: str,
         strict: bool,
         generators: GeneratorStates | None,
+        keys: CallKeys | None,
         copying: bool,
     ) -> None:
-        super().__init__(len(lanes), randomness, name, strict, generators=generators)
+        super().__init__(len(lanes), randomness, name, strict, 0, generators, keys)
         self.kind = SplitTracer
         self.lanes = lanes
-        self._call_size = int(lanes.max()) + 1 if len(lanes) else 0
         self.put_off: list[torch.Tensor] = []
         self.generation = 0
         self.reads_values = False
@@ -122,13 +122,6 @@ class SplitLevel(BatchLevel):
             return tuple([self.from_factory(part) for part in result])
         value, dim = unwrap(result, self)
         return value if dim is None else value.select(dim, 0)
-
-    @property
-    def call_size(self) -> int:
-        return self._call_size
-
-    def places(self) -> torch.Tensor:
-        return self.lanes
 
     def agree(self, answers: torch.Tensor) -> torch.Tensor | None:
         """Continue with the largest group of examples that give the same answer.

@@ -39,6 +39,7 @@ from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.questions import suppress_guards
 from tsfunc.bridge.tracers.tracer import LevelProxy, Tracer, TracerLevel, as_seen_by_current_level
@@ -463,6 +464,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
         with (
             capturing(inside, seen),
             using(inner),
+            keeping_draw_counts(),
             _InBody(level),
             level.symbols.in_body(level.graph, level.sizes),
         ):

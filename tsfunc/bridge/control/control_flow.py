@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from tsfunc.bridge.tracers.draw_keys import packed_draw_counts
 from tsfunc.bridge.tracers.operators import TorchOperator
 
 
@@ -184,8 +185,8 @@ class ControlFlow:
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         """Return the operator that draws the random numbers of an earlier call.
 
-        Its operands are the ``count`` tensor operands of this operator, the states of the devices'
-        generators before that call, and the numbers of this operator.
+        Its operands are the ``count`` tensor operands of this operator, the results of
+        :class:`RandomStates` before that call, and the numbers of this operator.
         """
         raise NotImplementedError
 
@@ -216,9 +217,10 @@ def _draws(node: torch.fx.Node) -> bool:
 
 # NOTE [random numbers of derivatives]
 # A pullback runs the call again, and must draw the same random numbers. The states of the
-# generators before a call that draws are therefore saved, as the results of a separate node.
+# generators before a call that draws are therefore saved, as the results of a separate node, and so
+# are the numbers of draws of the vmaps that the program runs in (NOTE [draws by example]).
 class RandomStates(ControlFlow):
-    """The operator that reads generator states: NOTE [random numbers of derivatives]."""
+    """The operator that reads random states: NOTE [random numbers of derivatives]."""
 
     opaque = True
 
@@ -227,7 +229,7 @@ class RandomStates(ControlFlow):
         self.devices = tuple(devices)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return tuple(random_state(device) for device in self.devices)
+        return (*[random_state(device) for device in self.devices], packed_draw_counts())
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -57,6 +57,7 @@ class _Call:
         devices = tuple(dict.fromkeys([cpu, *(result.value.device for result in results)]))
         with self.trace.fake:
             like = [torch.empty(random_state(d).shape, dtype=torch.uint8) for d in devices]
+            like.append(torch.empty(0, dtype=torch.int64))
         kept = _Call(RandomStates(devices), self.trace, ())
         return devices, kept.record((), [TracedResult(x, TracerStack()) for x in like])
 

@@ -39,6 +39,7 @@ from tsfunc.bridge.grad.linear_maps import (
 from tsfunc.bridge.tracers.attributes import OF_TYPES
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.draw_keys import draw_counts, keeping_draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import (
@@ -78,8 +79,6 @@ class SubsetLevel(BatchLevel, LevelProxy):
         self.kind = SlottedBatchTracer
         self.created_at = 0
         self.lifts_factories = 0
-        if parent.whole.rng_streams is None and self.whole.randomness == "split":
-            self.whole.rng_streams = {}
         self.splitter = self if self.whole.splitter is not None else None
 
     @property
@@ -135,10 +134,6 @@ class SubsetLevel(BatchLevel, LevelProxy):
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.whole.examples(device)[self.index_in(self.whole).to(device)]
-
-    def places(self) -> torch.Tensor:
-        index = self.index_in(self.whole)
-        return self.whole.places().to(index.device)[index]
 
     def agree(self, answers: torch.Tensor) -> None:
         """Return None if all examples of the subset agree; otherwise restart the vmap.
@@ -232,10 +227,12 @@ def _serves_plain(level: BatchLevel) -> bool:
 def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> SubsetLevel:
     """Return the level of the examples with these indices; ``single`` as for the class."""
     size = index.shape[0]
-    return replayed(
+    subset = replayed(
         lambda: SubsetLevel(level, index, single),
         lambda known: known.parent is level and known.batch_size == size,
     )
+    subset.drawn = level.drawn
+    return subset
 
 
 def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
@@ -250,7 +247,7 @@ def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
 
 @contextmanager
 def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
-    """Context manager: the block runs on the subset alone."""
+    """Context manager: the block runs on the subset alone, and goes on from its examples' draws."""
     state = tls.state
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
@@ -265,7 +262,9 @@ def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
     with (
         capturing(inside, seen),
         using(state.with_levels(seen(state.levels), ArgRemapper(subset, what))),
+        keeping_draw_counts(subset.depth),
     ):
+        set_draw_counts(draw_counts(subset.depth))
         yield
 
 

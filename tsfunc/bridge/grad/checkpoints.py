@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
+from tsfunc.bridge.tracers.draw_keys import DrawnBefore
 from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
@@ -83,6 +84,7 @@ def _generator(
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     made: list[Any] = []
+    drawn = DrawnBefore()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
@@ -90,6 +92,7 @@ def _generator(
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
             replaying(made),
+            drawn.again(),
             duals.rerun(args) as given,
         ):
             return fn(*given, **kwargs)

@@ -9,6 +9,7 @@ import torch
 
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.errors import UnboundAxisError
 
 
@@ -30,7 +31,6 @@ class SpreadLevel(BatchLevel):
     def __init__(
         self, batch_size: int, randomness: str, name: str, strict: bool, axes: Sequence[str]
     ) -> None:
-        super().__init__(batch_size, randomness, name, strict)
         bound = {level.axis_name: level for level in mesh_levels()}
         for axis in axes:
             if axis not in bound:
@@ -39,7 +39,11 @@ class SpreadLevel(BatchLevel):
                     f"{axis!r}. Call it inside of shard_map or mesh_axes.",
                     axis,
                 )
-        self.spread_over = tuple(bound[axis] for axis in axes)
+        over = tuple(bound[axis] for axis in axes)
+        # The level has a mode of its own: that of the axes does not refuse its key.
+        keys = CallKeys(without=over) if randomness == "split" else None
+        super().__init__(batch_size, randomness, name, strict, keys=keys)
+        self.spread_over = over
 
     def examples(self, device: torch.device) -> torch.Tensor:
         """Return the index of each example in the batch of all ranks."""

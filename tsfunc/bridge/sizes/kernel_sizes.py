@@ -87,7 +87,10 @@ def _method(vec: Any, decomposition: Callable[..., Any]) -> Callable[..., Any]:
         if len(args) + len(kwargs) != count or not isinstance(factors, list | tuple | None):
             return NotImplemented
         x = kwargs.get("input", args[0] if args else None)
-        if not isinstance(x, torch.Tensor) or all(type(size) is int for size in x.shape):
+        if not isinstance(x, torch.Tensor):
+            return NotImplemented
+        given = kwargs.get("output_size", args[1] if len(args) > 1 else None)
+        if all(type(size) is int for size in (*x.shape, *(given or ()))):
             return NotImplemented
         return decomposition(*args, **kwargs)
 

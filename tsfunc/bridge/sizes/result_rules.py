@@ -72,6 +72,17 @@ shape_rule("addcmul_")(_in_place(torch.ops.aten.addcmul.default))
 shape_rule("addcdiv_")(_in_place(torch.ops.aten.addcdiv.default))
 
 
+@shape_rule("arange", "arange.start", "arange.start_step")
+def _arange(*bounds: Any, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    """Return as many numbers as lie between floats that are found in data, a new size."""
+    floats = [x for x in bounds if isinstance(x, torch.SymFloat) and x.node.hint is None]
+    if not floats:
+        return NotImplemented
+    size = floats[0].node.shape_env.create_unbacked_symint()
+    torch._check(size >= 0)
+    return torch.empty(size, dtype=dtype or torch.get_default_dtype(), device=device)
+
+
 @shape_rule("ctc_loss.IntList", "ctc_loss.Tensor", fixed=True)
 def _ctc_loss(
     log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int = 0,

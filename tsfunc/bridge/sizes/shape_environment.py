@@ -51,6 +51,7 @@ def environment_class() -> Any:
             kept: its methods that cache their results.
             counts: True while an operator asks for its number of results, which is required as
                 asked.
+            parts: symbols of slices and rows at positions of data: NOTE [parts at data].
         """
 
         def __init__(self, symbols: Any) -> None:
@@ -63,6 +64,7 @@ def environment_class() -> Any:
             self.symbols = symbols
             self.guard_origins: list[tuple[Place, bool, bool]] = []
             self.counts = False
+            self.parts: dict[Any, Any] = {}
 
         def evaluate_expr(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             try:

@@ -6,9 +6,15 @@ the answer would violate a descriptor that promises neither. Here the size is th
 ``min(5, n)``, as an expression. Only the sign of a bound is asked if it is not known, because a
 negative bound counts from the end.
 
+NOTE [parts at data]
+The size of ``x[:k]`` and the storage offset of ``x[k]`` are new symbols if ``k`` is found in data.
+A derivative slices a value and its tangent alike, and torch requires equal sizes and offsets of
+them. Equal bounds of dims of equal size therefore give the same symbols, within one graph.
+
 Private names used here (torch 2.11 to 2.13): ``statically_known_true`` tells whether a fact
 follows from the bounds of the symbols, without a guard; ``SymInt.node`` with its ``shape_env``,
-whose ``is_unbacked_symint`` finds the symbols without a value in the call;
+whose ``is_unbacked_symint`` finds the symbols without a value in the call, and whose
+``pending_fresh_unbacked_symbols`` are those that no node has yet;
 ``FakeTensor.fake_mode`` computes results. ``_DisableTorchDispatch`` disables
 ``__torch_dispatch__`` in C++.
 """
@@ -92,8 +98,10 @@ def slice_of(
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]
-    if not given or type(step) is not int or step < 1 or any(map(is_of_data, given)):
+    if not given or type(step) is not int or step < 1:
         return NotImplemented
+    if any(map(is_of_data, given)):
+        return _part_at_data(torch.ops.aten.slice.Tensor, x, dim, start, end, step)
     first = _within(0 if start is None else start, size)
     last = _within(sys.maxsize if end is None else end, size)
     count = _at_least_0(last - first)
@@ -102,6 +110,41 @@ def slice_of(
     shape[dim] = count if step == 1 else (count + (step - 1)) // step
     strides[dim] = strides[dim] * step
     return view_like(x, shape, strides, offset)
+
+
+@shape_rule("select.int")
+def select_of(x: torch.Tensor, dim: int, index: Any) -> Any:
+    """``aten::select`` of a fake tensor at an index that is found in data."""
+    if not isinstance(index, torch.SymInt) or not is_of_data(index) or not x.dim():
+        return NotImplemented
+    return _part_at_data(torch.ops.aten.select.int, x, wrap_dim(dim, x.dim()), index)
+
+
+def _part_at_data(select: Callable[..., Any], x: Any, dim: int, *bounds: Any) -> Any:
+    """Return a part of a fake tensor at bounds that are found in data: NOTE [parts at data]."""
+    found = select(x, dim, *bounds)
+    env = x.fake_mode.shape_env
+    call = (select, env.symbols.innermost_graph, *map(_expression, (x.shape[dim], *bounds)))
+    at = tuple(map(_expression, (x.storage_offset(), x.stride(dim))))
+    shape, offset = list(found.shape), found.storage_offset()
+    if select is torch.ops.aten.slice.Tensor:
+        shape[dim] = _same_symbol(env, call, shape[dim])
+    offset = _same_symbol(env, (*call, at), offset)
+    return view_like(x, shape, found.stride(), offset)
+
+
+def _same_symbol(env: Any, key: tuple[Any, ...], size: Any) -> Any:
+    """Return the size that was found for this key first; its symbol counts as fresh again."""
+    if not isinstance(size, torch.SymInt) or not is_of_data(size):
+        return size
+    known = env.parts.setdefault(key, size)
+    if known is not size and known.node.expr.is_symbol:
+        env.pending_fresh_unbacked_symbols.append(known.node.expr)
+    return known
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 @shape_rule("diagonal")

@@ -218,6 +218,11 @@ class Symbols:
         """torch's ShapeEnv with the symbols; None if there are none yet."""
         return self._env
 
+    @property
+    def innermost_graph(self) -> torch.fx.Graph | None:
+        """Return the graph that is being recorded: the body's inside of a body."""
+        return self._bodies[-1][0] if self._bodies else self.graph
+
     def allow_data(self) -> bool:
         """Let operators return symbols for data-dependent results; True if they did not before."""
         if self._env is not None:
@@ -398,10 +403,22 @@ class Symbols:
             return text, False
         from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-        names = {str(symbol): name for symbol, name in self._names.items()}
         if isinstance(error, GuardOnDataDependentSymNode):
             return self.spell(error.cond), True
-        return re.sub(r"\b(s|u|zuf)\d+\b", lambda at: names.get(at[0], at[0]), text), False
+        return self.in_users_names(text), False
+
+    def in_users_names(self, text: str) -> str:
+        """Return a text with the user's names in place of the trace's symbols."""
+        names = {str(symbol): name for symbol, name in self._all_names().items()}
+        return re.sub(r"\b[a-z]+\d+\b", lambda at: names.get(at[0], at[0]), text)
+
+    def _all_names(self) -> dict[Any, str]:
+        """Return a name for each symbol; those that no node has yet are numbers of data."""
+        if self._env is None:
+            return self._names
+        unnamed = [symbol for symbol in self._env.var_to_range if symbol not in self._names]
+        return {**{symbol: f"<number {i} of data>" for i, symbol in enumerate(unnamed, 1)},
+                **self._names}  # fmt: skip
 
     def _as_dims(self) -> dict[Any, Any]:
         """Return each symbol as an expression in a symbol with its name for people."""
@@ -410,7 +427,7 @@ class Symbols:
         # These symbols have no assumptions, or `n > 0` would simplify to true.
         return {
             symbol: Symbol(name) / self._steps.get(symbol, 1)
-            for symbol, name in self._names.items()
+            for symbol, name in self._all_names().items()
         }
 
     def spell(self, expr: Any) -> str:

@@ -39,7 +39,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.dispatch.places import called_by_user, users_place
-from tsfunc.errors import TypeCheckError
+from tsfunc.errors import ClosureError, TypeCheckError
 
 _T = torch.Tensor
 
@@ -54,6 +54,36 @@ def users_class(cls: type) -> type:
     The user's class may redefine operators, so its instances have programs of their own.
     """
     return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
+
+
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def check_layout(value: torch.Tensor, name: str | None = None) -> None:
+    """Refuse a tensor whose layout a trace can't follow.
+
+    Args:
+        value: the tensor.
+        name: the argument that it belongs to; None for a tensor from elsewhere.
+
+    Raises:
+        TypeCheckError: an argument has such a layout.
+        ClosureError: another tensor has such a layout.
+    """
+    # Python answers a TypeError of an operator such as `*` by an error of its own.
+    error = ClosureError if name is None else TypeCheckError
+    place = name or "a tensor that the function captures or makes"
+    if value.layout in _COMPRESSED:
+        raise error(
+            f"specialize: expected strided or COO tensors, got {value.layout} for {place}. A trace "
+            f"can't follow compressed tensors. Pass x.to_dense() or x.to_sparse()."
+        )
+    if value.is_nested:
+        raise error(
+            f"specialize: expected strided or COO tensors, got a nested tensor for {place}. A "
+            f"trace has no sizes for its examples. Pass x.to_padded_tensor(0.0), or specialize the "
+            f"function of one example and call vmap of it with the nested tensor."
+        )
 
 
 def is_tensor_of(value: Any, cls: type) -> bool:

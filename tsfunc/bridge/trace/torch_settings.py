@@ -7,7 +7,8 @@ mode.
 Private names used here (torch 2.11 to 2.13): in ``_C`` ``_len_torch_function_stack``,
 ``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
 modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
-``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe.
+``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe;
+``_DisableTorchDispatch`` takes operators past all dispatch modes.
 
 Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator`` is the generator
 that its functions seed; ``torch._compile`` and ``torch._dynamo.eval_frame`` wrap these functions,
@@ -36,6 +37,7 @@ from typing import Any, Final
 
 import torch
 from torch._C import (
+    _DisableTorchDispatch,
     _len_torch_function_stack,
     _pop_torch_dispatch_stack,
     _pop_torch_function_stack,
@@ -72,6 +74,17 @@ def outside_modes() -> Iterator[None]:
             _pop_torch_function_stack()
         for mode in reversed(functions):
             _push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def outside_all_modes() -> Iterator[None]:
+    """Deactivate all modes on this thread within a block, those of torch's own tools included.
+
+    Operators in the block compute with data, even if the block runs while a trace works out a
+    result on tensors without data.
+    """
+    with outside_modes(), _DisableTorchDispatch():
+        yield
 
 
 def _ends_with_users(stack: Any) -> bool:

@@ -47,6 +47,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     answer_from_guards,
     attribute,
     attributes_of,
+    check_layout,
     class_of,
     contiguous,
     hashed,
@@ -114,6 +115,7 @@ class TraceLevel(TracerLevel):
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
+        on_lift: is called with each such tracer and tensor.
         tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
@@ -131,6 +133,7 @@ class TraceLevel(TracerLevel):
         "lifted",
         "lines",
         "of_dtensors",
+        "on_lift",
         "passes",
         "records",
         "results",
@@ -155,6 +158,7 @@ class TraceLevel(TracerLevel):
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
+        self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
         self.bodies: list[TraceLevel] = []
         self.of_dtensors = False
         self.tensor_guards = TensorGuards(name)
@@ -206,12 +210,14 @@ class TraceLevel(TracerLevel):
         """Lift a tensor from outside: the program reads it at every call, as an input."""
         known = self.lifted.get(id(value))
         if known is None:
+            check_layout(value)
             like = self.fake_like(value, value.shape, value.stride())
             wanted = f"lifted_{len(self.lifted)}"
             node = self.graph.create_node("get_attr", wanted, name=wanted)
             node.target = node.name  # another name if a parameter has this one
             known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
             self.lifted[id(value)] = known
+            self.on_lift(known[1], value)
         return known[1]
 
     def capture(self, value: torch.Tensor) -> torch.Tensor:
@@ -301,7 +307,7 @@ class TraceTracer(Tracer):
         return self.value.is_conj()
 
     def read(self, name: str) -> Any:
-        if name == "item" and self.value.numel() == 1:
+        if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
             return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
         if name == "tolist":
             return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()

@@ -13,11 +13,10 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
 
 from tsfunc.bridge import compiled
+from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
-from tsfunc.bridge.tracers.replay import may_be_replayed
-from tsfunc.bridge.tracers.rng_streams import RngStreams, keys_in, stream_for
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -49,7 +48,8 @@ class BatchLevel(TracerLevel):
         axis_name: the name of the axis for collectives.
         first: the index of the first example in the whole call.
         generators: the initial states of torch's generators, for a call that runs in parts.
-        rng_streams: the draws of each example, once some examples have run separately.
+        random_keys: the keys of the call's random numbers, if examples draw as if alone.
+        drawn: the number of draws of each example: NOTE [draws by example] in ``draw_keys``.
         kind: the class of its tracers.
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
@@ -58,8 +58,8 @@ class BatchLevel(TracerLevel):
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("arguments", "axis_name", "batch_size", "bit", "first", "generators", "kind",
-                 "lifts_factories", "randomness", "rng_streams", "splitter", "spread_over",
+    __slots__ = ("arguments", "axis_name", "batch_size", "bit", "drawn", "first", "generators",
+                 "kind", "lifts_factories", "random_keys", "randomness", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
     def __init__(
@@ -70,6 +70,7 @@ class BatchLevel(TracerLevel):
         strict: bool = False,
         first: int = 0,
         generators: GeneratorStates | None = None,
+        keys: CallKeys | None = None,
     ) -> None:
         super().__init__(DispatchKey.Batch, name)
         self.batch_size = batch_size
@@ -79,7 +80,8 @@ class BatchLevel(TracerLevel):
         self.generators = generators
         self.arguments: Sequence[Any] = ()
         self.axis_name: Hashable = None
-        self.rng_streams: RngStreams | None = None
+        self.random_keys = CallKeys() if keys is None and randomness == "split" else keys
+        self.drawn: Any = 0
         self.kind: type[BatchTracer] = BatchTracer.layouts[1]
         self.splitter: Splitter | None = None
         self.spread_over: tuple[Any, ...] = ()
@@ -112,35 +114,29 @@ class BatchLevel(TracerLevel):
         """Return a level for the same batch, which a rule enters on its arguments."""
         return _Twin(self, name)
 
-    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        """Return one key for the batch, or one for each example (NOTE [random streams])."""
-        streams = self.whole.rng_streams
-        if streams is None:
-            if not may_be_replayed():
-                return nonce
-            # A rerun of a checkpoint may repeat these nonces after streams have begun.
-            streams = self.whole.rng_streams = {}
-        if generator not in streams:
-            streams[generator] = stream_for(self.whole)
-        return keys_in(streams[generator], self, nonce)
+    def random_key(self, generator: torch.Generator | None) -> torch.Tensor:
+        """Return the call's key from a generator, as a value of the active outer levels."""
+        assert self.random_keys is not None
+        key: torch.Tensor = seen_by_kernel(self.random_keys.key(generator))
+        return key
+
+    def next_draw(self) -> Any:
+        """Count a draw; return the number before, an int or the physical value of a tensor."""
+        drawn = self.drawn
+        if not isinstance(drawn, torch.Tensor):
+            self.drawn = drawn + 1
+            return drawn
+        value, dim = drawn, None
+        if isinstance(drawn, BatchTracer) and drawn.dispatch_level is self:
+            value, dim = drawn.value, drawn.bdim
+        value = seen_by_kernel(value)
+        self.drawn = wrap(value + 1, dim, self)
+        return value
 
     @property
     def whole(self) -> BatchLevel:
         """The vmap's own level, for a level that has some of its examples (``subsets``)."""
         return self
-
-    @property
-    def call_size(self) -> int:
-        """The number of examples of the call; the level may have fewer."""
-        return self.batch_size
-
-    def places(self) -> torch.Tensor:
-        """Return the positions of the level's examples in the call, a tensor from outside it."""
-        return torch.arange(self.batch_size, device="cpu")
-
-    def with_batch(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the level's tracer of a tensor from outside whose first dim has the examples."""
-        return wrap(value, 0, self)
 
     def draws(self, generator: torch.Generator | None) -> None:
         """Note that a random operator will draw from the generator; None is torch's own."""
@@ -154,12 +150,20 @@ class _Twin(BatchLevel):
     __slots__ = ("level",)
 
     def __init__(self, level: BatchLevel, name: str) -> None:
-        super().__init__(level.batch_size, level.randomness, name, level.strict)
-        self.generators = level.generators
+        drawn, self.level = level.drawn, level
+        super().__init__(
+            level.batch_size,
+            level.randomness,
+            name,
+            level.strict,
+            0,
+            level.generators,
+            level.random_keys,
+        )
         self.splitter = level.splitter
         self.axis_name = level.axis_name
         self.spread_over = level.spread_over
-        self.level = level
+        self.drawn = drawn
 
     @property
     def origin(self) -> BatchLevel:
@@ -168,15 +172,17 @@ class _Twin(BatchLevel):
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.level.examples(device)
 
-    def keys(self, nonce: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        return self.level.keys(nonce, generator)
+    def next_draw(self) -> Any:
+        return self.level.next_draw()
 
     @property
-    def call_size(self) -> int:
-        return self.level.whole.call_size
+    def drawn(self) -> Any:
+        """The number of draws of each example, a value of the other level."""
+        return self.level.drawn
 
-    def places(self) -> torch.Tensor:
-        return self.level.places()
+    @drawn.setter
+    def drawn(self, drawn: Any) -> None:
+        self.level.drawn = drawn
 
 
 class BatchTracer(Tracer):

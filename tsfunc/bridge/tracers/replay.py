@@ -40,11 +40,6 @@ def recording_objects(record: list[Any]) -> Iterator[None]:
         _runs.recorded.pop()
 
 
-def may_be_replayed() -> bool:
-    """True if the running code may be run again, with the recorded objects."""
-    return bool(_runs.recorded)
-
-
 @contextmanager
 def replaying(record: list[Any]) -> Iterator[None]:
     """Context manager: reuse the recorded objects in the block."""

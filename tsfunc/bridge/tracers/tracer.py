@@ -524,8 +524,10 @@ def _call_torch(
             if not level.autograd or torch.is_inference_mode_enabled():
                 if isinstance(func, OpOverload) and not kwargs and not any_autocast():
                     # A dispatch mode's handler is below autograd; values inside the tracers are
-                    # not.
-                    return operator_of(func).call(args, kwargs, below_autograd())
+                    # not. A random operator must reach active levels without arguments too.
+                    op = operator_of(func)
+                    if not op.random:
+                        return op.call(args, kwargs, below_autograd())
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                     args = tuple([lift_where(x, level, _is_recorded_outside) for x in args])
                     kwargs = {

@@ -255,6 +255,7 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         tracers = [_input(level, spec, symbols) for spec in request.inputs]
         level.tensor_guards.attribute_of = self._attribute_of
+        level.on_lift = self._give_members
         for spec, tracer in zip(request.inputs, tracers, strict=True):
             fixed = all(isinstance(dim, int) for dim in spec.dims)
             argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
@@ -279,6 +280,15 @@ class _Trace:
         for spec, value in zip(request.inputs, given, strict=True):
             traced[spec.position] = value
         return traced
+
+    def _give_members(self, tracer: TraceTracer, tensor: torch.Tensor) -> None:
+        """Give a tensor from outside the members of its class, and guard them."""
+        builder = self.instances.builder
+        for name in give_members(tracer, type(tensor)):
+            source = builder.source_of(tensor) or Source.of_object(tensor, "a tensor")
+            with self.instances.paused():
+                value = getattr(type(tensor), name)
+                builder.guard(value, source.attribute(f"__class__.{name}"))
 
     def _attribute_of(self, argument: TracedArgument, name: str) -> Any:
         """Return the value of a Python attribute of a tensor among the arguments, and guard it."""

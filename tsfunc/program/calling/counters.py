@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.trace.torch_settings import outside_modes
+from tsfunc.bridge.trace.torch_settings import outside_all_modes
 from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
@@ -86,7 +86,7 @@ class NodeFunction:
 
     def __call__(self, *counters: torch.Tensor) -> Any:
         """Return the value for the current values of the tensors."""
-        outside = torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes()
+        outside = torch_state.outside_all_levels(), state.outside_all_levels(), outside_all_modes()
         with outside[0], outside[1], outside[2], torch.no_grad():
             (value,) = self._run([each.clone() for each in counters])
             return value.item() if isinstance(value, torch.Tensor) else value

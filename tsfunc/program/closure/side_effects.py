@@ -376,10 +376,10 @@ def check_texts(
         spelled = "a tensor" if _TRACER in text else symbols.spelled_in(text)
         if spelled is not None:
             raise DataDependentError(
-                f"{what}: the function returns the text {text!r}, in which {spelled} is spelled as "
-                f"the trace has it, and not as this call does. Return the number or the tensor "
-                f"itself, and write the text outside of the function; or make it one number with "
-                f"int(...), where the descriptors leave it open or fix it."
+                f"{what}: the function returns the text {symbols.in_users_names(text)!r}, in which "
+                f"{spelled} is spelled as the trace has it, and not as this call does. Return the "
+                f"number or the tensor itself, and write the text outside of the function; or make "
+                f"it one number with int(...), where the descriptors leave it open or fix it."
             )
 
 

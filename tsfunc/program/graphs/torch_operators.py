@@ -16,7 +16,8 @@ torch's operators assume that a carry has one layout in the whole loop, that of 
 and that the results of all branches have the same layout. Inductor writes each new carry into
 memory of that layout. An expanded tensor has fewer elements in memory than its shape has, so it
 can't be a carry. All carries and all results of bodies are therefore contiguous copies here. Views
-of them that rely on another layout copy (``reshape``).
+of them that rely on another layout copy (``reshape``). torch traces the body of a scan on
+contiguous slices, so the tensors that are scanned are made contiguous, too.
 """
 
 from __future__ import annotations
@@ -275,10 +276,17 @@ class Writer:
         root: the module.
         graph: its graph.
         exact: see :func:`in_torch_operators`.
+        order: how often torch's autograd differentiates the operators that are written.
     """
 
-    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True) -> None:
-        self.root, self.graph, self.exact = root, graph, exact
+    def __init__(
+        self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True, order: int = 0
+    ) -> None:
+        self.root, self.graph, self.exact, self.order = root, graph, exact, order
+
+    def to_differentiate(self, times: int = 1) -> Writer:
+        """Return a writer of operators that torch's autograd differentiates further times."""
+        return Writer(self.root, self.graph, self.exact, self.order + times)
 
     def call(self, target: Any, *args: Any) -> torch.fx.Node:
         return self.graph.call_function(target, args)
@@ -339,7 +347,7 @@ class Writer:
             inputs.append(graph.placeholder(f"x{i}"))
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
-        inner = Writer(root, graph, self.exact)
+        inner = Writer(root, graph, self.exact, self.order)
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
             graph.output(results)
@@ -440,7 +448,8 @@ class Writer:
             inputs.append(graph.placeholder(f"x{i}"))
             if isinstance(operand, torch.fx.Node):
                 inputs[-1].meta = dict(operand.meta)
-        graph.output(tuple(op.in_torch(Writer(root, graph, self.exact), inputs)))
+        writer = Writer(root, graph, self.exact, self.order)
+        graph.output(tuple(op.in_torch(writer, inputs)))
         return torch.fx.GraphModule(root, graph, op.name)
 
     def traced(self, op: ControlFlow, operands: Sequence[Any]) -> list[torch.fx.Node]:

@@ -26,7 +26,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.errors import TypeCheckError
+from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
 from tsfunc.types.descriptors import child_at
@@ -195,7 +195,7 @@ def describe_inputs(
     """Return the tensors among the arguments, and the named dims.
 
     Raises:
-        TypeCheckError: a tensor has a compressed sparse layout.
+        TypeCheckError: a tensor has a layout that a trace can't follow.
     """
     bounds: dict[str, Dim] = {}
     if contract is not None and bindings is not None:
@@ -207,21 +207,13 @@ def describe_inputs(
         if not isinstance(value, torch.Tensor):
             continue
         path = places[i]
-        if value.layout in _COMPRESSED:
-            raise TypeCheckError(
-                f"specialize: expected strided or COO tensors, got {value.layout} for "
-                f"{'.'.join(map(str, path))}. A trace can't follow compressed tensors. Pass "
-                f"x.to_dense() or x.to_sparse()."
-            )
+        check_layout(value, ".".join(map(str, path)))
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, bounds)
         for dim in dims:
             used.update(names_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in bounds.items() if name in used}
-
-
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def _dims(

@@ -114,12 +114,13 @@ def remove_noops(graph: torch.fx.Graph) -> None:
 
     An operator that returns its argument itself is always removed. An operator that makes a copy
     or an alias is removed if this can't be observed: neither tensor is written to, and the caller
-    does not get the result.
+    does not get the result. An operator that finds a size in data stays: its result has the size of
+    its argument only if a check of that size, which reads it from the result, holds.
     """
     aliases = Aliases(graph)
     for node in graph.nodes:
         op = node.meta.get("op")
-        if not isinstance(op, TorchOperator) or op.writes:
+        if not isinstance(op, TorchOperator) or op.writes or node.meta.get("reads_data"):
             continue
         name = op.overload.overloadpacket.__name__
         if name not in _ITSELF and name not in _EQUAL:

@@ -35,6 +35,7 @@ from tsfunc.bridge.control.subsets import (
 )
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import (
@@ -54,7 +55,7 @@ from tsfunc.transforms.control.choice import (
 )
 from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
-from tsfunc.transforms.control.outputs import check_branches, in_tensors, together
+from tsfunc.transforms.control.outputs import check_branches, in_tensors, together, where
 from tsfunc.transforms.control.programs import record_switch
 from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
 
@@ -284,22 +285,35 @@ class _SwitchCall:
         taken = torch.unique(values).tolist()
         if len(taken) == 1:
             return in_tensors(self.branches[taken[0]](*self.operands))
-        parts, outs = [], []
+        parts, outs, counts = [], [], []
         for i in taken:
             subset = subset_of(choice.level, (values == i).nonzero().squeeze(1))
             parts.append(subset)
-            outs.append(run_in_subset(subset, self.what, self.branches[i], self.operands))
+            branch = counted(self.branches[i], choice.level.depth)
+            out, drawn = run_in_subset(subset, self.what, branch, self.operands)
+            outs.append(out)
+            counts.append(drawn)
         self.check(outs, taken)
-        return together(outs, Merge(parts, choice.level).of)
+        merge = Merge(parts, choice.level).of
+        merge_draw_counts(counts, merge)
+        return together(outs, merge)
 
     def select(self, choice: ByExample) -> Any:
         """Run all branches on all examples, and select."""
-        outs = [branch(*self.operands) for branch in self.branches]
+        level = choice.level
+        each = [counted(branch, level.depth)(*self.operands) for branch in self.branches]
+        outs = [out for out, _ in each]
         self.check(outs, range(len(outs)))
-        found = outs[0]
-        for i in range(1, len(outs)):
-            found = _where(choice.level, choice.values == i, outs[i], found)
-        return found
+        masks = [choice.values == i for i in range(1, len(outs))]
+
+        def chosen(column: Sequence[torch.Tensor]) -> torch.Tensor:
+            found = column[0]
+            for mask, other in zip(masks, column[1:], strict=True):
+                found = where(level, mask, other, found)
+            return found
+
+        merge_draw_counts([drawn for _, drawn in each], chosen)
+        return together(outs, chosen)
 
     def unseen(self, choice: ByExample) -> Any:
         """Run the branches on guarded subsets: NOTE [unreadable choices]."""
@@ -318,15 +332,20 @@ class _SwitchCall:
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
-        subset = guarded_subset(level, values == i)
-        out = run_in_subset(subset, self.what, self.branches[i], self.operands)
-        return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), out)
+        mask = values == i
+        subset = guarded_subset(level, mask)
+        branch = counted(self.branches[i], level.depth)
+        found = run_in_subset(subset, self.what, branch, self.operands)
+        out, drawn = pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), found)
+        before = draw_counts(level.depth)
+        merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))
+        return out
 
     def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
         """Return the results with those of a branch for the examples that take it."""
         out = self.guarded(i, level, torch.where(mask, i, -1))
         self.check([found, out], (0, i))
-        return _where(level, mask, out, found)
+        return together([out, found], lambda pair: where(level, mask, *pair))
 
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):
@@ -349,9 +368,3 @@ class _SwitchInProgram(_SwitchCall):
 
 def _same(found: Any) -> Any:
     return found
-
-
-def _where(level: BatchLevel, mask: torch.Tensor, new: Any, old: Any) -> Any:
-    """Return the new results of the examples in the mask, and the old ones of the others."""
-    chosen = wrap(mask, 0, level)
-    return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))

@@ -17,6 +17,7 @@ from tsfunc.bridge.control.control_flow import (
 )
 from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
+from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
@@ -82,7 +83,8 @@ class Pullback(ControlFlowOperator):
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         stop = self.count + len(self.of)
-        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+        ones = [*operands[: self.count], *operands[stop:]]
+        inner = self.op.torch_form(writer.to_differentiate(), ones)
 
         def run(*given: Any) -> tuple[Any, ...]:
             inputs, numbers = given[: self.count], given[stop:]
@@ -190,23 +192,29 @@ class Replayed(ControlFlowOperator):
     def random(self) -> bool:
         return False  # it repeats earlier draws
 
+    @property
+    def _stop(self) -> int:
+        """The position after the random states, the last of which has the numbers of draws."""
+        return self.count + len(self.devices) + 1
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        stop = self.count + len(self.devices)
+        *states, drawn = operands[self.count : self._stop]
         now = [random_state(device) for device in self.devices]
         try:
-            self._set(operands[self.count : stop])
-            return self.op(*operands[: self.count], *operands[stop:])
+            self._set(states)
+            with keeping_draw_counts():
+                set_packed_draw_counts(drawn)
+                return self.op(*operands[: self.count], *operands[self._stop :])
         finally:
             self._set(now)
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         """Return the form of the operator itself if the operator draws no numbers."""
-        stop = self.count + len(self.devices)
-        rest = [*operands[: self.count], *operands[stop:]]
+        rest = [*operands[: self.count], *operands[self._stop :]]
         form = self.op.torch_form(writer, rest)
         if draws(writer.trace_of(self.name, form, rest)):
             raise NoTorchOperator(self.name)
-        return lambda *given: form(*given[: self.count], *given[stop:])
+        return lambda *given: form(*given[: self.count], *given[self._stop :])
 
     def _set(self, states: Sequence[Any]) -> None:
         for device, state in zip(self.devices, states, strict=True):
@@ -241,7 +249,9 @@ class Pushforward(ControlFlowOperator):
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         stop = self.count + len(self.by)
-        inner = self.op.torch_form(writer, [*operands[: self.count], *operands[stop:]])
+        ones = [*operands[: self.count], *operands[stop:]]
+        # A pushforward is the derivative of the pullback.
+        inner = self.op.torch_form(writer.to_differentiate(2), ones)
 
         def run(*given: Any) -> tuple[Any, ...]:
             inputs, numbers = given[: self.count], given[stop:]

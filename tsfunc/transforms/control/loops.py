@@ -9,7 +9,7 @@ active subset alone, and a loop costs the sum of its examples' steps. See NOTE [
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Final, TypeVar
 
@@ -31,8 +31,17 @@ from tsfunc.bridge.control.subsets import (
 from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
+from tsfunc.bridge.tracers.draw_keys import (
+    DrawCounts,
+    counted,
+    draw_counts,
+    draws_are_counted,
+    merge_draw_counts,
+    set_draw_counts,
+)
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.errors import DataDependentError
+from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched, in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
@@ -47,7 +56,14 @@ from tsfunc.transforms.control.choice import (
     values_at,
 )
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
-from tsfunc.transforms.control.outputs import as_tensor, check_carried, in_tensors, together
+from tsfunc.transforms.control.outputs import (
+    as_tensor,
+    check_carried,
+    in_tensors,
+    is_number,
+    together,
+    where,
+)
 from tsfunc.transforms.control.programs import record_scan, record_while
 from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
 from tsfunc.transforms.control.zero_steps import check_zero_steps
@@ -254,6 +270,7 @@ class Loop:
         self.checkpoint = checkpoint
         self.written: Callable[..., Any] = body_fun  # the user's function that body_fun calls
         self.checked = False
+        self.draws = False  # True if the recorded condition draws random numbers
 
     def whole(self, carry: Any) -> Any:
         """Run the loop to its end."""
@@ -280,9 +297,13 @@ class Loop:
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
         """Run the loop, or its next ``limit`` steps; return the carry, and True at its end."""
         steps = 0
-        traced = current_trace() is not None
+        trace = current_trace()
+        traced = trace is not None
         while True:
+            known = 0 if trace is None else len(trace.graph.nodes)
             value = self.cond_fun(carry)
+            if trace is not None:
+                self.draws = any(map(is_random, list(trace.graph.nodes)[known:]))
             choice: Choice | None = None if traced else truth_of(value)
             if choice is None:
                 choice = choice_of(value, self.what)
@@ -360,25 +381,28 @@ class Loop:
         """Run each step on the subset of examples that are not done."""
         subset = choice.level
         put_away = _PutAway(self.what, subset)
+        drawn = draw_counts(subset.depth)
         active: Any = read(choice.values).bool()
         steps = 0
         while True:
             count = int(active.sum())
             if count < subset.batch_size:
                 if not count:
-                    return put_away.merged_with(subset, self.ended(carry)), True
-                put_away.add(subset, ~active, carry)
+                    return put_away.merged_with(subset, self.ended(carry), drawn), True
+                put_away.add(subset, ~active, (carry, drawn))
                 # Batched values raise the errors of a step on tracers.
                 subset = _some_of(subset, active, single=count == 1 and steps > 0)
-                carry = subset.of_parent(self.what, carry)
+                carry, drawn = subset.of_parent(self.what, (carry, drawn))
             if steps == limit:
-                return put_away.merged_with(subset, carry), False
+                return put_away.merged_with(subset, carry, drawn), False
             left = None if limit is None else limit - steps
             with in_subset(subset, self.what) if isinstance(subset, SubsetLevel) else nullcontext():
+                set_draw_counts(drawn)
                 carry, made, active = self.together(subset, left, carry)
+                drawn = draw_counts(subset.depth)
             steps += made
             if isinstance(active, bool):
-                return put_away.merged_with(subset, carry), active
+                return put_away.merged_with(subset, carry, drawn), active
 
     def together(self, subset: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
         """Make steps as long as all examples of the subset continue.
@@ -413,9 +437,10 @@ class Loop:
         def body(state: Any) -> Any:
             carry, active = state
             subset = guarded_subset(level, active)
-            new, again = run_in_subset(subset, self.what, self.and_condition, (carry,))
-            new, again = optree.tree_map(lambda x: relabel(x, subset, level), (new, again))
-            return _kept(level, active, new, carry), active & values_at(again, level, self)
+            step = counted(self.and_condition, level.depth)
+            found = run_in_subset(subset, self.what, step, (carry,))
+            found, drawn = optree.tree_map(lambda x: relabel(x, subset, level), found)
+            return self.kept(level, active, found, drawn, carry)
 
         return self.outer(body).whole((carry, active))[0]
 
@@ -424,10 +449,22 @@ class Loop:
 
         def body(state: Any) -> Any:
             carry, active = state
-            new, again = self.and_condition(carry)
-            return _kept(level, active, new, carry), active & values_at(again, level, self)
+            found, drawn = counted(self.and_condition, level.depth)(carry)
+            return self.kept(level, active, found, drawn, carry)
 
         return self.outer(body).whole((carry, values_at(value, level)))[0]
+
+    def kept(
+        self, level: BatchLevel, active: torch.Tensor, found: Any, drawn: DrawCounts, carry: Any
+    ) -> Any:
+        """Return the new state of the active examples, and the old one of the others."""
+
+        def merge(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+            return where(level, active, *pair)
+
+        new, again = found
+        merge_draw_counts([drawn, draw_counts(level.depth)], merge)
+        return together([new, carry], merge), active & values_at(again, level, self)
 
     def outer(self, body: Callable[[Any], Any]) -> Loop:
         """Return a loop that runs as long as any example continues."""
@@ -449,9 +486,41 @@ class Loop:
             choice = ByExample(level, values_at(value, level), False)
             return self.each_its_own(carry, value, choice, None)[0]
 
+        if self.draws or draws_are_counted():
+            return self.recorded_with_draws(carry, value, masked)
         return record_while(
             self.what, self.cond_fun, self.body_fun, carry, value, masked, self.checkpoint, _ADVICE
         )
+
+    def recorded_with_draws(self, carry: Any, value: Any, masked: Callable[..., Any]) -> Any:
+        """Record the loop with its condition and the numbers of draws in the carry.
+
+        The condition may draw too: it is evaluated once for each step, in the body.
+        """
+
+        def flag(value: Any) -> torch.Tensor:
+            found: torch.Tensor = as_tensor(value) if is_number(value) else value
+            return found.reshape(()) != 0
+
+        def body(state: Any) -> Any:
+            carry, drawn, _ = state
+            set_draw_counts(drawn)
+            new = self.body_fun(carry)
+            again = flag(self.cond_fun(new))
+            return new, drawn | draw_counts(), again  # those of hidden vmaps stay
+
+        def unseen(state: Any, value: Any, level: BatchLevel) -> Any:
+            carry, drawn, _ = state
+            set_draw_counts(drawn)
+            return masked(carry, value, level), draw_counts(), value
+
+        state = carry, draw_counts(), flag(value if isinstance(value, torch.Tensor) else True)
+        last, drawn, _ = record_while(
+            self.what, lambda state: state[2], body, state, value, unseen, self.checkpoint,
+            _ADVICE, lambda state: state[0],
+        )  # fmt: skip
+        set_draw_counts(drawn)
+        return last
 
     def and_condition(self, carry: Any) -> Any:
         new = self.step(carry)
@@ -531,12 +600,6 @@ def _run(op: While, *operands: Any) -> Any:
     return loop.whole(operands[: op.carried])
 
 
-def _kept(level: BatchLevel, active: torch.Tensor, new: Any, old: Any) -> Any:
-    """Return the new carry of the active examples, and the old one of the others."""
-    chosen = wrap(active, 0, level)
-    return together([new, old], lambda pair: torch.where(chosen, pair[0], pair[1]))
-
-
 # The most counter values that one operator call makes.
 _AT_A_TIME: Final = 256
 
@@ -546,27 +609,24 @@ def _some_of(subset: BatchLevel, which: torch.Tensor, single: bool = False) -> S
 
 
 class _PutAway:
-    """Collects the carries of finished examples."""
+    """Collects the carries of finished examples, each with their numbers of draws."""
 
     def __init__(self, what: str, whole: BatchLevel) -> None:
         self.what, self.whole = what, whole
         self.parts: list[SubsetLevel] = []
-        self.carries: list[Any] = []
+        self.carries: list[tuple[Any, DrawCounts]] = []
 
-    def add(self, subset: BatchLevel, which: torch.Tensor, carry: Any) -> None:
+    def add(self, subset: BatchLevel, which: torch.Tensor, carry: tuple[Any, DrawCounts]) -> None:
         part = _some_of(subset, which)
-        self.take(part, part.of_parent(self.what, carry))
-
-    def take(self, part: SubsetLevel, carry: Any) -> None:
         self.parts.append(part)
-        self.carries.append(carry)
+        self.carries.append(part.of_parent(self.what, carry))
 
-    def merged_with(self, subset: BatchLevel, carry: Any) -> Any:
+    def merged_with(self, subset: BatchLevel, carry: Any, drawn: DrawCounts) -> Any:
         """Return the carries of all examples, given those of the remaining ones."""
         if not isinstance(subset, SubsetLevel) or subset is self.whole:
+            set_draw_counts(drawn)
             return in_tensors(carry)
-        self.take(subset, carry)
-        return self.merged()
-
-    def merged(self) -> Any:
-        return together(self.carries, Merge(self.parts, self.whole).of)
+        merge = Merge([*self.parts, subset], self.whole).of
+        carries, counts = zip(*self.carries, (carry, drawn), strict=True)
+        merge_draw_counts(counts, merge)
+        return together(carries, merge)

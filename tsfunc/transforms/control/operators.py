@@ -2,6 +2,12 @@
 
 An operator consists of data (its bodies and its options), so that a program can be inspected,
 rewritten and saved. When the program runs, the operators behave like the user's calls.
+
+NOTE [derivatives of torch's while_loop]
+torch's derivative of a ``while_loop`` that makes no step is that of one step. The result is
+therefore chosen from the loop's and the first carry, by the condition on the first carry. torch's
+second derivative is wrong, so it is refused, and forward mode with it: both differentiate the
+pullback.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
-from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed
+from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed, NoTorchOperator
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
@@ -162,7 +168,10 @@ class While(ControlFlowOperator):
         return found
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
+        self._check_order(writer)
         condition, body = self.bodies
+        given = list(operands)
         carry = map(writer.owned, operands[: self.carried])
         operands = writer.distinct([*carry, *operands[self.carried :]])
 
@@ -175,11 +184,19 @@ class While(ControlFlowOperator):
         )
         begin, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
         node = writer.call(torch.ops.higher_order.while_loop, *blocks, begin, rest)
-        return writer.items(node, self.carried)
+        found = writer.items(node, self.carried)
+        steps = writer.truth(writer.inline(condition, given)[0])
+        where = torch.ops.aten.where.self
+        return [writer.call(where, steps, x, first) for x, first in zip(found, given, strict=False)]
+
+    def _check_order(self, writer: Writer) -> None:
+        if writer.order > 1:
+            raise NoTorchOperator(f"torch differentiates {self.name} once, in reverse mode")
 
     def torch_form_of_batch(
         self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
     ) -> Callable[..., Any]:
+        self._check_order(writer)
         condition, body = self.bodies
         return MaskedBatch(writer, batched).loop(condition, body, self.carried)
 
@@ -264,6 +281,8 @@ class Scan(ControlFlowOperator):
         aten, own = torch.ops.aten, torch.ops.higher_order
         if self.reverse:
             along = [writer.call(aten.flip.default, x, [0]) for x in along]
+        # NOTE [layouts of torch's loops]
+        along = [writer.call(aten.contiguous.default, x) for x in along]
 
         def step(inner: Writer, xs: list[torch.fx.Node]) -> list[torch.fx.Node]:
             out = inner.inline(body, [*xs[:carried], *xs[carried + 1 :]] if counted else xs)

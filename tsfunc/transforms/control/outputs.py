@@ -12,6 +12,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbolic_numbers import kind_of, same_number, size_text
 from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
@@ -234,6 +235,13 @@ def _one(column: Sequence[Any], combine: Callable[[Sequence[torch.Tensor]], torc
         for leaf in column
     ]
     return combine(tensors)
+
+
+def where(
+    level: BatchLevel, mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor
+) -> torch.Tensor:
+    """Return the new value of the examples in a mask of a vmap, and the old one of the others."""
+    return torch.where(wrap(mask, 0, level), new, old)
 
 
 def slice_like(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.sizes.symbolic_numbers import same_number
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
+from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.control.arguments import Batching
@@ -68,11 +69,12 @@ def record_switch(
         chosen, _ = unwrap_all(index)
     bodies = []
     for branch in branches:
-        bodies.append(TracedBody(trace, lambda branch=branch: branch(*_seen(operands)), (), hidden))
+        run = counted(lambda branch=branch: branch(*_seen(operands)))
+        bodies.append(TracedBody(trace, run, (), hidden))
+    first, _ = bodies[0].out
     for name, body in zip(names[1:], bodies[1:], strict=True):
-        check_branches(
-            what, (f"the result of {names[0]}", f"the result of {name}"), (bodies[0].out, body.out)
-        )
+        other, _ = body.out
+        check_branches(what, (f"the result of {names[0]}", f"the result of {name}"), (first, other))
     dtypes = [common_dtype(column) for column in zip(*(b.leaves for b in bodies), strict=True)]
     for body in bodies:
         body.settle(dtypes)
@@ -90,7 +92,10 @@ def record_switch(
     ]
     op = Switch(what, made, batching)
     known = [r for r in results if r is not None]
-    return filled(bodies[0], call_of(op, hidden, trace, [chosen, *tensors], numbers, known))
+    found = call_of(op, hidden, trace, [chosen, *tensors], numbers, known)
+    out, drawn = filled(bodies[0], found)
+    set_draw_counts(drawn)
+    return out
 
 
 def _seen(operands: Any) -> Any:
@@ -248,7 +253,7 @@ def record_scan(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Record a scan as one node, for any length."""
     trace = _trace()
-    carry = Carry(trace, init)
+    carry = Carry(trace, (init, draw_counts()))
     xs_leaves, xs_spec = pytrees.flatten(xs)
     along = [along_first(as_traced(x, trace).movedim(dim, 0)) for x in xs_leaves if x is not None]
     slices = [x.select(0, 0) for x in along]
@@ -260,16 +265,19 @@ def record_scan(
     def run(*values: Any) -> Any:
         rest = iter(values[len(values) - len(along) :])
         x = [None if x is None else next(rest) for x in xs_leaves]
-        carried = carry.tree(values[: len(values) - len(along)])
-        return f(carried, optree.tree_unflatten(xs_spec, x))
+        carried, drawn = carry.tree(values[: len(values) - len(along)])
+        set_draw_counts(drawn)
+        found = f(carried, optree.tree_unflatten(xs_spec, x))
+        check_pair(what, found)
+        return (found[0], draw_counts()), found[1]
 
     while True:
         inputs = carry.inputs()
         body = TracedBody(trace, run, [*inputs, *slices])
-        check_pair(what, body.out)
-        new, ys = body.out
-        check_carried(what, ("the carry", "the carry that the function returns"),
-                      (carry.given(inputs), new), advice)  # fmt: skip
+        (new, _), ys = body.out
+        given, _ = carry.given(inputs)
+        names = ("the carry", "the carry that the function returns")
+        check_carried(what, names, (given, new), advice)
         if not carry.settled(body):
             continue
         needed = body.batched()
@@ -297,12 +305,15 @@ def record_scan(
         next(rest).movedim(0, stacked_dim(x.dim(), dim)) if isinstance(x, torch.Tensor) else None
         for x in y_leaves
     ]
-    return carry.tree(found[: len(kept)]), optree.tree_unflatten(y_spec, ys_found)
+    last, drawn = carry.tree(found[: len(kept)])
+    set_draw_counts(drawn)
+    return last, optree.tree_unflatten(y_spec, ys_found)
 
 
 def record_while(
     what: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
     choice: Any, unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
+    shown: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:  # fmt: skip
     """Record a loop as one node, for any number of steps.
 
@@ -316,6 +327,7 @@ def record_while(
             carry, the condition and the vmap.
         checkpoint: the ``checkpoint=`` of the call.
         advice: the advice in error messages.
+        shown: returns the user's part of a carry.
 
     Raises:
         CannotUnbatch: a vmap can't be hidden.
@@ -327,7 +339,7 @@ def record_while(
         inputs = carry.inputs()
         hidden = carry.hidden
         body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden)
-        check_carried(what, names, (carry.given(inputs), body.out), advice)
+        check_carried(what, names, (shown(carry.given(inputs)), shown(body.out)), advice)
         if not carry.settled(body):
             continue
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden)
