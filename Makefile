@@ -70,7 +70,8 @@ test-newest:
 
 # The tests of calls at levels, with the compiled handlers. They are compiled into a directory of
 # their own, so that the other targets test the Python ones.
-COMPILED_TESTS := tests/bridge/test_compiled.py tests/bridge/test_creation_tracking.py \
+COMPILED_TESTS := tests/bridge/test_call_plans.py tests/bridge/test_compiled.py \
+    tests/bridge/test_creation_tracking.py tests/ops/test_fixed.py tests/ops/test_shifts.py \
     tests/transforms/test_backward.py tests/transforms/test_checkpoint.py \
     tests/transforms/test_chunks.py tests/transforms/test_dispatch_modes.py \
     tests/transforms/test_forward.py tests/transforms/test_interrupts.py \

@@ -24,6 +24,7 @@ from benchmarks import (
     cold,
     comparison,
     control_flow,
+    eager,
     gradients,
     mesh,
     operators,
@@ -59,6 +60,7 @@ def all_cases() -> Iterator[Case | Cold]:
     for topic in (
         vmapping,
         gradients,
+        eager,
         operators,
         control_flow,
         specializing,

@@ -4,7 +4,7 @@ NOTE [call plans]
 A call on the tracers of one vmap needs a rule, arguments in the rule's form, and wrapped results.
 None of this depends on the data, so it is decided at the first such call and kept as a
 :class:`Plan`. Later calls with the same key run the plan (``batch_handlers``), and a call without
-a plan goes to the dispatch table. Plans are the only fast path.
+a plan goes to the dispatch table. Plans are the only fast path; the compiled handlers run them too.
 
 The key of a plan is the callable and, for each argument: the batch dim of a tracer of the level,
 else the class; for a list, the kinds of its elements; and the names of keywords. The level itself
