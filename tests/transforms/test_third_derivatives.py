@@ -1,4 +1,4 @@
-"""Third derivatives of normalizations, softmax, attention and solvers are their formulas'."""
+"""Third derivatives of normalizations, norms, softmax, attention and solvers are as written."""
 
 from __future__ import annotations
 
@@ -63,10 +63,36 @@ def inverse(a: Tensor) -> Tensor:
     return adjugate / column(column(p * s - q * r))
 
 
+def lower(x: Tensor) -> Tensor:
+    factor: Tensor = torch.linalg.cholesky(matrices(x) @ matrices(x).mT)
+    return factor
+
+
+def det(a: Tensor) -> Tensor:
+    return a[..., 0, 0] * a[..., 1, 1] - a[..., 0, 1] * a[..., 1, 0]
+
+
+def norm(x: Tensor, p: float = 2) -> Tensor:
+    """The norms over the last dim, which is kept."""
+    return x.abs().pow(p).sum(-1, keepdim=True).pow(1 / p)
+
+
+def every(y: Tensor) -> Tensor:
+    """Numbers for each sample, in the shape of the tests."""
+    return y.reshape(3, -1)[:, :1, None].expand(3, 4, 2)
+
+
 def whole(y: Tensor) -> Tensor:
     """Results of the shape (3, 2, 2) or (3, 2), in the shape of the tests."""
     matrix = y if y.dim() == 3 else column(y).expand(3, 2, 2)
     return torch.cat([matrix, matrix.cos()], 1)
+
+
+def householder(x: Tensor, tau: Tensor) -> Tensor:
+    """The first two columns of the product of a reflection and the identity."""
+    v = torch.cat([torch.ones(3, 1).double(), x[:, 1:, 0]], 1)
+    eye: Tensor = torch.eye(4, 2).double()
+    return eye - tau[:, None, None] * v[:, :, None] * v[:, None, :2]
 
 
 NORMS: dict[str, tuple[Scalar, Scalar]] = {
@@ -104,6 +130,80 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "solve, from the right": (
         lambda x: whole(torch.linalg.solve(matrices(x), x[:, 2:], left=False)),
         lambda x: whole(x[:, 2:] @ inverse(matrices(x))),
+    ),
+    "det": (lambda x: every(torch.linalg.det(matrices(x))), lambda x: every(det(matrices(x)))),
+    "det of one matrix": (
+        lambda x: torch.linalg.det(matrices(x)[0]).expand(3, 4, 2),
+        lambda x: det(matrices(x)[0]).expand(3, 4, 2),
+    ),
+    "slogdet": (
+        lambda x: every(torch.linalg.slogdet(matrices(x))[1]),
+        lambda x: every(det(matrices(x)).log()),
+    ),
+    "cholesky_inverse": (
+        lambda x: whole(torch.cholesky_inverse(lower(x))),
+        lambda x: whole(inverse(matrices(x) @ matrices(x).mT)),
+    ),
+    "cholesky_inverse, upper": (
+        lambda x: whole(torch.cholesky_inverse(lower(x).mT, upper=True)),
+        lambda x: whole(inverse(matrices(x) @ matrices(x).mT)),
+    ),
+    "triangular_solve": (
+        lambda x: whole(torch.triangular_solve(x[:, 2:], matrices(x))[0]),
+        lambda x: whole(inverse(matrices(x).triu()) @ x[:, 2:]),
+    ),
+    "eigvalsh": (
+        lambda x: every(torch.linalg.eigvalsh(matrices(x) + matrices(x).mT).square().sum(-1)),
+        lambda x: every((matrices(x) + matrices(x).mT).square().sum([-1, -2])),
+    ),
+    "householder_product": (
+        lambda x: torch.linalg.householder_product(x, x[:, 0, :1]),
+        lambda x: householder(x, x[:, 0, 0]),
+    ),
+    "vector_norm": (
+        lambda x: torch.linalg.vector_norm(x, dim=2, keepdim=True).expand(3, 4, 2),
+        lambda x: norm(x).expand(3, 4, 2),
+    ),
+    "matrix_norm": (
+        lambda x: every(torch.linalg.matrix_norm(x)),
+        lambda x: every(norm(x.flatten(1))),
+    ),
+    "norm of order 3": (
+        lambda x: x.norm(3, 2, keepdim=True).expand(3, 4, 2),
+        lambda x: norm(x, 3).expand(3, 4, 2),
+    ),
+    "norm of order 1.5": (
+        lambda x: torch.norm(x, 1.5).expand(3, 4, 2),
+        lambda x: norm(x.flatten(), 1.5).expand(3, 4, 2),
+    ),
+    "normalize": (lambda x: F.normalize(x, dim=2), lambda x: x / norm(x)),
+    "cosine_similarity": (
+        lambda x: torch.cosine_similarity(x, x.cos(), 2)[..., None].expand(3, 4, 2),
+        lambda x: (x * x.cos()).sum(2, keepdim=True) / norm(x) / norm(x.cos()) * torch.ones(2),
+    ),
+    "renorm": (
+        lambda x: torch.renorm(x, 2, 0, 0.5),
+        lambda x: x * every(0.5 / (norm(x.flatten(1)) + 1e-7)),
+    ),
+    "dist": (
+        lambda x: torch.dist(x, x.cos()).expand(3, 4, 2),
+        lambda x: norm((x - x.cos()).flatten()).expand(3, 4, 2),
+    ),
+    "cdist": (
+        lambda x: torch.cdist(x, x.cos() + 3)[..., :2],
+        lambda x: norm(x[:, :, None] - x[:, None].cos() - 3)[..., 0][..., :2],
+    ),
+    "cdist of order 3": (
+        lambda x: torch.cdist(x, x.cos() + 3, p=3)[..., :2],
+        lambda x: norm(x[:, :, None] - x[:, None].cos() - 3, 3)[..., 0][..., :2],
+    ),
+    "pdist": (
+        lambda x: torch.pdist(x.flatten(1))[0].expand(3, 4, 2),
+        lambda x: norm(x.flatten(1)[0] - x.flatten(1)[1]).expand(3, 4, 2),
+    ),
+    "weight_norm": (
+        lambda x: torch._weight_norm(x, x[:, :1, :1].sin(), 0),
+        lambda x: x * every(x[:, :1, :1].sin() / norm(x.flatten(1))[..., None]),
     ),
     "group_norm": (
         lambda x: F.group_norm(x, 2, WEIGHT, BIAS, EPS),
@@ -162,6 +262,7 @@ def mapped(f: Scalar, along: Tensor) -> Scalar:
     return second
 
 
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
 @pytest.mark.parametrize("modes", list(itertools.product((reverse, forward, mapped), repeat=3)))
 @pytest.mark.parametrize("name", NORMS)
 def test_third_derivatives(
@@ -212,11 +313,47 @@ def _cubed(f: Scalar, x: Tensor) -> Tensor:
     return f(x).pow(3).sum()
 
 
-def test_in_a_program() -> None:
+@pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
+@pytest.mark.parametrize("name", [name for name in NORMS if name != "group_norm"])
+def test_in_a_program(name: str) -> None:
     def third(x: Tensor) -> Tensor:
-        f = NORMS["layer_norm"][0]
+        f = NORMS[name][0]
         for along in DIRECTIONS:
             f = reverse(functools.partial(_cubed, f), along)
         return f(x)
 
     torch.testing.assert_close(tsfunc.specialize(third, {})(X), third(X))
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "batch_norm", "weight_norm", "cdist"])
+def test_of_a_program_of_a_gradient(name: str) -> None:
+    """The program calls backward formulas, which are differentiated when it runs."""
+
+    def cubed(f: Scalar) -> Scalar:
+        return lambda x: (f(x).pow(3) * X.sin()).sum()
+
+    got, want = (cubed(f) for f in NORMS[name])
+    program: Scalar = tsfunc.specialize(reverse(got, DIRECTIONS[0]))
+    got = reverse(program, DIRECTIONS[1])
+    for along in DIRECTIONS[:2]:
+        want = reverse(want, along)
+    torch.testing.assert_close(tsfunc.grad(got)(X), tsfunc.grad(want)(X), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("matrix", ["identity", "two equal columns", "zero"])
+def test_determinants_of_matrices_with_equal_singular_values(matrix: str) -> None:
+    eye = torch.eye(3).double()
+    equal = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 1]]).double()
+    a = {"identity": eye, "two equal columns": equal, "zero": eye[:1, :1] * 0}[matrix]
+
+    def by_permutations(a: Tensor) -> Tensor:
+        product: Tensor = a[0, 0] if len(a) == 1 else torch.linalg.cross(a[0], a[1]) @ a[2]
+        return product
+
+    transforms: list[Any] = [tsfunc.jacrev, tsfunc.jacfwd]
+    for modes in itertools.product(transforms, repeat=2):
+        got: Any = torch.linalg.det
+        want: Any = by_permutations
+        for mode in modes:
+            got, want = mode(got), mode(want)
+        torch.testing.assert_close(tsfunc.vmap(got)(a[None]), want(a)[None], rtol=1e-9, atol=1e-9)

@@ -15,12 +15,13 @@ import argparse
 import functools
 import glob
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tools.mutants.drawing import Mutant, Source, draw, found_again
 from tools.mutants.forks import preload
@@ -105,12 +106,16 @@ def _judge_all(
     """Judge mutants in a live process, and with a new import those that survive there."""
     known = {} if options.again else _read(results)
     mutants = [mutant for mutant in drawn if mutant.same not in known]
-    judge(mutants, tests, ROOT, options.budget, functools.partial(_write, results))
-    known = _read(results)
-    for mutant in drawn:
-        last = known[mutant.same]
-        if not (last["killed"] or last["fresh"]):
-            _write(results, mutant, judged(mutant, tests, ROOT, options.budget))
+    # A copy, because forks print elsewhere.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as shown:
+        if mutants:
+            report = functools.partial(_write, results, shown)
+            judge(mutants, tests, ROOT, options.budget, report)
+        known = _read(results)
+        for mutant in drawn:
+            last = known[mutant.same]
+            if not (last["killed"] or last["fresh"]):
+                _write(results, shown, mutant, judged(mutant, tests, ROOT, options.budget))
 
 
 def _expanded(patterns: Sequence[str]) -> list[str]:
@@ -148,7 +153,7 @@ def _read(results: Path) -> dict[tuple[str, ...], dict[str, Any]]:
     return known
 
 
-def _write(results: Path, mutant: Mutant, verdict: Verdict) -> None:
+def _write(results: Path, shown: TextIO, mutant: Mutant, verdict: Verdict) -> None:
     result = {
         "file": mutant.file, "line": mutant.line, "function": mutant.function,
         "before": mutant.before, "after": mutant.after, **vars(verdict),
@@ -157,7 +162,7 @@ def _write(results: Path, mutant: Mutant, verdict: Verdict) -> None:
     with results.open("a") as file:
         file.write(json.dumps(result) + "\n")
     word = "killed" if verdict.killed else "SURVIVED"
-    print(f"{word} {mutant.file}:{mutant.line} {verdict.seconds} s {verdict.by}", flush=True)
+    print(f"{word} {mutant.file}:{mutant.line} {verdict.seconds} s {verdict.by}", file=shown)
 
 
 def report(results: Path) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops import attention_decompositions
+from tsfunc.ops import attention_decompositions, differentiable_linalg, differentiable_norms
 from tsfunc.ops.dims import widened
 
 
@@ -151,26 +151,6 @@ def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     return native_batch_norm(x, weight, bias, None, None, *rest)
 
 
-def triangular_solve(
-    b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``aten::triangular_solve``, which also returns the matrix."""
-    matrix = a.mT if transpose else a
-    solve = torch.linalg.solve_triangular
-    return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
-
-
-def linalg_solve(
-    a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False
-) -> tuple[Tensor, ...]:
-    """Decompose ``_linalg_solve_ex``: torch's tangent takes its saved factors as constants."""
-    factors, pivots, info = torch.linalg.lu_factor_ex(a, check_errors=check_errors)
-    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
-    matrix = b.unsqueeze(-1) if is_vector else b
-    result = torch.linalg.lu_solve(factors, pivots, matrix, left=left)
-    return result.squeeze(-1) if is_vector else result, factors, pivots, info
-
-
 def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
     """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
     centered = (x - mean) * scale
@@ -237,6 +217,39 @@ def batch_norm_backward(
     )
 
 
+def group_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
+    mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """``aten::native_group_norm_backward`` with statistics recomputed from the input."""
+    shape, dims = (n, groups, c // groups, size), [-2, -1]
+    wide, cotangent = widened(x).reshape(shape), widened(grad).reshape(shape)
+    mean = wide.mean(dims, keepdim=True)
+    var = wide.var(dims, correction=0, keepdim=True)
+    # The saved scale determines eps, which has no derivative.
+    eps = scale.detach().reshape(n, groups, 1, 1).square().reciprocal() - var.detach()
+    scale = (var + eps).rsqrt()
+    pulled = cotangent
+    if weight is not None:
+        pulled = cotangent * weight.reshape(1, groups, c // groups, 1)
+    scaled = cotangent * (wide - mean) * scale
+    return (
+        _pulled_back(wide, pulled, mean, scale, dims).reshape(x.shape).to(x.dtype)
+        if mask[0]
+        else None,
+        scaled.sum([0, 3]).reshape(c).to(x.dtype) if mask[1] else None,
+        cotangent.sum([0, 3]).reshape(c).to(x.dtype) if mask[2] else None,
+    )
+
+
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
@@ -250,8 +263,6 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::glu": glu,
     "aten::cumprod": cumprod,
     "aten::logcumsumexp": logcumsumexp,
-    "aten::triangular_solve": triangular_solve,
-    "aten::_linalg_solve_ex": linalg_solve,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
@@ -259,6 +270,17 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
 PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::fill_.Tensor": Tensor.copy_,
     **attention_decompositions.FORWARD,
+    **differentiable_linalg.PUSHED,
+    **differentiable_norms.PUSHED,
+}
+# Two derivatives of torch's formulas are wrong or fail, also without tangents.
+TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **differentiable_linalg.FACTORED,
+    **differentiable_norms.NORMS,
+}
+# torch's formula for tracers is not differentiable where singular values are equal.
+TRACERS_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::_linalg_det": differentiable_linalg.linalg_det,
 }
 # torch's formulas of these backward operators are correct for one derivative only: those of
 # normalizations treat the statistics as constants, and that of glu has no derivative of its
@@ -267,6 +289,11 @@ BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::glu_backward": glu_backward,
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
+    "aten::native_group_norm_backward": group_norm_backward,
+    **differentiable_norms.BACKWARD,
 }
 # Backward operators that have no derivative at all.
-UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {**attention_decompositions.BACKWARD}
+UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **attention_decompositions.BACKWARD,
+    **differentiable_norms.UNDIFFERENTIABLE_BACKWARD,
+}

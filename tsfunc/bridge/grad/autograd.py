@@ -311,8 +311,6 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
     """
     with DisableTorchFunctionSubclass():
         forward = tangents_here()
-        if any(map(_is_traced, outputs)) and _uses_factors(outputs):
-            return True  # the program may be differentiated later
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:
                 return True
@@ -324,33 +322,6 @@ def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
                     return True
                 value = getattr(value, "value", None) if isinstance(value, Tracer) else None
     return False
-
-
-def _is_traced(value: Any) -> bool:
-    """True for a tracer of a trace, and for one of an inner level around it."""
-    while isinstance(value, Tracer):
-        if hasattr(value, "node"):
-            return True
-        value = getattr(value, "value", None)
-    return False
-
-
-def _uses_factors(outputs: Sequence[torch.Tensor]) -> bool:
-    """True if a backward formula solves with factors that the operator saved."""
-    pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        if node.name().rstrip("0123456789") in _WITH_FACTORS:
-            return True
-        for parent, _ in node.next_functions:
-            if parent is not None and parent not in seen:
-                seen.add(parent)
-                pending.append(parent)
-    return False
-
-
-_WITH_FACTORS = frozenset({"LinalgDetBackward", "LinalgSlogdetBackward", "LinalgSolveExBackward"})
 
 
 class unrecorded(_Recorded):

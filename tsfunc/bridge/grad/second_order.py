@@ -8,15 +8,21 @@ torch detects such a write only by version checks, which do not cover values sav
 those of a checkpoint. torch itself never differentiates the tangents of plain tensors, but a
 ``jvp`` of tsfunc may be inside of any transform. These operators are therefore intercepted before
 autograd (NOTE [the factory keys]). If a call with tangents is differentiated by another transform
-too, it is rewritten in other operators (``ops/differentiable_decompositions``), or its tangent is
-computed by differentiating its pullback, which torch keeps differentiable.
+too, it is rewritten in other operators (``ops/differentiable_decompositions``), or its tangents
+come from its pullback (NOTE [tangents by pullbacks] in ``pullbacks``).
+
+The formulas of factorizations and norms also fail without tangents, if autograd records at one
+level the formulas of another one, or a trace does: those of ``det``, ``slogdet`` and ``solve`` use
+the saved factors unless grad mode is on, and those of norms write in place. These operators are
+rewritten whenever two transforms differentiate by an argument.
 
 NOTE [derivatives of backward formulas]
 The backward formulas of normalizations have derivative formulas of their own, which treat the mean
 and the deviation as constants: third derivatives by reverse mode are wrong. Those of fused
-attention have none. If a backward pass is recorded, these formulas are written in other operators,
-whose derivatives are right to any order. Fused attention with tangents is written so too, as it has
-no tangent formula.
+attention and of distances have none. If a backward pass is recorded, these formulas are written in
+other operators, whose derivatives are right to any order. Fused attention with tangents is written
+so too, as it has no tangent formula. A program contains such formulas as operators, so they are
+also intercepted while it runs (``differentiable``).
 
 Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
 own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
@@ -24,33 +30,35 @@ own methods; ``forward_ad._current_level`` tells whether a dual level is entered
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad import pullbacks
+from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
     DECOMPOSED,
     PUSHED_DECOMPOSED,
+    TRACERS_DECOMPOSED,
+    TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
 )
+from tsfunc.ops.dims import op_name
 
 # Operators whose pullbacks can be differentiated any number of times.
-PULLED_BACK = (
-    "_linalg_det _linalg_slogdet _linalg_eigh linalg_eig "
-    "linalg_householder_product cholesky_inverse "
-    # The tangent formulas of these write in place into values that autograd has saved.
-    "linalg_vector_norm renorm "
-    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
-).split()
+PULLED_BACK = "_linalg_eigh linalg_eig linalg_householder_product".split()
+
+_Decomposition = Callable[..., Any]
+_Condition = Callable[[Sequence[Any]], bool]
 
 _libraries: list[torch.library.Library] = []
 
@@ -63,61 +71,67 @@ def install() -> None:
     _libraries.append(library)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        twice = dict.fromkeys(f"aten::{name}" for name in PULLED_BACK) | DECOMPOSED
-        replaced = [(name, part, _differentiated_twice) for name, part in twice.items()]
-        replaced += [(name, part, _pushed_forward) for name, part in PUSHED_DECOMPOSED.items()]
-        for name, part, met in replaced:
+        for name, decomposition, met in _replacements():
             overload = overload_of(name)
             if overload is not None:
-                kernel = _kernel(overload, part, met)
+                kernel = _kernel(overload, decomposition, met)
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-        formulas = [(*item, _differentiated_twice) for item in BACKWARD_DECOMPOSED.items()]
-        formulas += [(*item, _pushed_forward) for item in UNDIFFERENTIABLE_DECOMPOSED.items()]
-        for name, decomposition, met in formulas:
-            overload = overload_of(name)
-            if overload is not None:
-                kernel = _backward_kernel(overload, decomposition, met)
-                library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
+
+
+def differentiable(function: Callable[..., Any], targets: Iterable[Any]) -> Callable[..., Any]:
+    """Return a program's function so that its backward formulas can be differentiated.
+
+    Args:
+        function: calls operators, and among them perhaps backward formulas of its function.
+        targets: the operators that it calls.
+    """
+    names = {*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED}
+    if names.isdisjoint(op_name(target) for target in targets):
+        return function
+
+    @functools.wraps(function)
+    def intercepted(*args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args)
+        with watching_random():
+            return function(*args)
+
+    return intercepted
+
+
+def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition]]:
+    """Yield operators, what replaces them (None: NOTE [tangents by pullbacks]), and when."""
+    tables: list[tuple[Mapping[str, _Decomposition | None], _Condition]] = [
+        (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated),
+        (DECOMPOSED, _pushed_and_differentiated),
+        (TWICE_DECOMPOSED, _differentiated_twice),
+        (TRACERS_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_by_level(x)),
+        (PUSHED_DECOMPOSED, _pushed_forward),
+        (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x)),
+        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x)),
+    ]
+    for table, met in tables:
+        for name, decomposition in table.items():
+            yield name, decomposition, met
 
 
 def _kernel(
-    overload: Any,
-    decomposition: Callable[..., Any] | None,
-    met: Callable[[Sequence[Any]], bool],
+    overload: Any, decomposition: _Decomposition | None, met: _Condition
 ) -> Callable[..., Any]:
     """Return the kernel of an operator for use while a level or a jvp is active.
 
     Args:
+        overload: the operator.
         decomposition: the operator in other operators. None: its tangents come from its pullback.
-        met: True for arguments with which torch's own tangents are not used.
+        met: True for arguments with which torch's own formulas are not used.
     """
     rest = after(RANDOM_KEY_NAME)
 
     def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Below autograd, in the kernel of another operator, no tangents are visible.
-        pushing = forward_ad._current_level >= 0 and not below_autograd()
-        replaced = pushing and met((*args, *kwargs.values()))
-        if replaced and decomposition is not None:
-            out = decomposition(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        out = overload.redispatch(keys & rest, *args, **kwargs)
-        if replaced and decomposition is None:
-            return _with_tangents(out, overload, args, kwargs)
-        return out
-
-    return operator
-
-
-def _backward_kernel(
-    overload: Any, decomposition: Callable[..., Any], met: Callable[[Sequence[Any]], bool]
-) -> Callable[..., Any]:
-    """Return the kernel of a backward formula (NOTE [derivatives of backward formulas])."""
-    rest = after(RANDOM_KEY_NAME)
-
-    def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        if not below_autograd() and (_recorded(values) or met(values)):
+        # Below autograd, in the kernel of another operator, no derivatives are taken.
+        if not below_autograd() and met((*args, *kwargs.values())):
+            if decomposition is None:
+                return pullbacks.call(overload, args, kwargs)
             out = decomposition(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -136,23 +150,39 @@ def _recorded(values: Sequence[Any]) -> bool:
 
 def _pushed_forward(values: Sequence[Any]) -> bool:
     """Return True if one of the tensors has a tangent."""
+    if forward_ad._current_level < 0:
+        return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     with DisableTorchFunctionSubclass():
         return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _differentiated_twice(values: Sequence[Any]) -> bool:
+def _pushed_and_differentiated(values: Sequence[Any]) -> bool:
     """Return True if an argument has a tangent and another transform differentiates by one."""
-    if not _pushed_forward(values):
+    return _pushed_forward(values) and (_recorded(values) or _differentiated_inside(values))
+
+
+def _differentiated_twice(values: Sequence[Any]) -> bool:
+    """Return True if two transforms differentiate by the arguments, or one does in a trace."""
+    recorded, pushed = _recorded(values), _pushed_forward(values)
+    if not (recorded or pushed):
         return False
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    traced = any(hasattr(x, "node") for x in values if isinstance(x, Tracer))
+    return (recorded and pushed) or traced or _differentiated_inside(values)
+
+
+def _recorded_by_level(values: Sequence[Any]) -> bool:
+    """Return True if autograd records a call on tracers."""
+    return any(isinstance(x, Tracer) for x in values) and _recorded(values)
+
+
+def _differentiated_inside(values: Sequence[Any]) -> bool:
+    """Return True if a value inside of a tracer is differentiated by."""
     with DisableTorchFunctionSubclass():
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return True
-        return any(_differentiated(value) for x in tensors for value in _inside(x))
+        return any(_differentiated(inner) for x in values for inner in _inside(x))
 
 
-def _inside(x: torch.Tensor) -> Iterator[torch.Tensor]:
+def _inside(x: Any) -> Iterator[torch.Tensor]:
     """Yield the values inside of a tracer, the outermost value first."""
     value = getattr(x, "value", None) if isinstance(x, Tracer) else None
     while isinstance(value, torch.Tensor):
@@ -164,52 +194,3 @@ def _differentiated(value: torch.Tensor) -> bool:
     # A program may later be differentiated by any value that it traces.
     traced = hasattr(value, "node")
     return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
-
-
-def _with_tangents(out: Any, overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the operator's results with tangents computed by its pullback.
-
-    The pullback is linear in the cotangents, so the pullback of the pullback is the pushforward.
-    The result primals are kept: the tensors that autograd saved for them have tangents too.
-    """
-    level = innermost_level(args)
-    results = [out] if isinstance(out, torch.Tensor) else list(out)
-    for i, tangent in _pushed(overload, args, kwargs, level).items():
-        results[i] = autograd.make_dual(autograd.unpack_dual(results[i])[0], tangent, level)
-    return results[0] if isinstance(out, torch.Tensor) else tuple(results)
-
-
-def _pushed(
-    overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], level: TracerLevel | None
-) -> dict[int, torch.Tensor]:
-    """Return the tangent of each result that has one, by the result's index.
-
-    Autograd records at the level, because the level's tensors carry tangents.
-    """
-    filled, inputs, tangents = list(args), [], []
-    with torch.enable_grad():
-        for place, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor):
-                filled[place], tangent = autograd.unpack_dual(arg)
-                if tangent is not None:
-                    filled[place] = autograd.fresh_input(filled[place], level)
-                    inputs.append(filled[place])
-                    tangents.append(tangent)
-        outs = overload(*filled, **kwargs)
-        outs = [outs] if isinstance(outs, torch.Tensor) else outs
-        with DisableTorchFunctionSubclass():
-            kept = {i: out for i, out in enumerate(outs) if out.requires_grad}
-        cotangents = [autograd.fresh_input(torch.zeros_like(x), level) for x in kept.values()]
-        pulled = _backward(list(kept.values()), cotangents, inputs)
-        pairs = [(g, t) for g, t in zip(pulled, tangents, strict=True) if g is not None]
-        pushed = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
-    connected = any(autograd.requires_grad(x, level) for x in (*args, *tangents))
-    return {
-        i: tangent if connected else autograd.detached(tangent)
-        for i, tangent in zip(kept, pushed, strict=True)
-        if tangent is not None
-    }
-
-
-def _backward(outputs: Any, cotangents: Any, inputs: Any) -> list[torch.Tensor | None]:
-    return autograd.backward(outputs, cotangents, inputs, create_graph=True, retain_graph=True)

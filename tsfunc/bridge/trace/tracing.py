@@ -220,6 +220,9 @@ class TraceLevel(TracerLevel):
             self.on_lift(known[1], value)
         return known[1]
 
+    def capture(self, value: torch.Tensor) -> torch.Tensor:
+        return self.lifted_here(value)
+
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as the traced code sees it: a tensor from outside is lifted.
 

@@ -117,6 +117,21 @@ class TracerLevel(Level):
         """Return this level's tracer of a tensor from outside."""
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
+    def capture(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor from outside of all levels as the levels inside of this one wrap it."""
+        return value
+
+    def captured(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a tensor as this level wraps it: an outer trace reads it as an input.
+
+        Otherwise a call on such tensors alone would run while the program is traced.
+        """
+        if not isinstance(value, Tracer):
+            for level in self.outer.levels:
+                if isinstance(level, TracerLevel):
+                    value = level.capture(value)
+        return value
+
     def sees_factory(self, name: str, random: bool) -> bool:
         """Return True if the level handles a factory function, or a random function.
 

@@ -132,6 +132,16 @@ class Aliases:
 
 
 _OUTSIDE = "outside"
+# Views that autograd takes for tensors of their own: their schemas declare no aliases.
+_UNDECLARED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "_unsafe_view",
+        "unsafe_chunk",
+        "unsafe_split.Tensor",
+        "unsafe_split_with_sizes",
+    )
+)
 
 
 def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
@@ -144,6 +154,9 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
             yield from node.all_input_nodes
         return
     declared = arguments_of(op)
+    if op.name in _UNDECLARED:
+        yield from nodes_in(node.args[0])
+        return
     if not any(argument.shares for argument in declared) and op.composite:
         # A composite operator may return its argument without declaring it (dropout).
         yield from node.all_input_nodes

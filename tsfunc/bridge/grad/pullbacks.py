@@ -1,0 +1,160 @@
+"""Operators whose tangents come from their backward formulas.
+
+NOTE [tangents by pullbacks]
+The backward formulas of the operators here are right to any order if autograd records them, while
+their tangent formulas can't be differentiated. A call with tangents is one node of its level's
+graph, an ``autograd.Function`` of three parts:
+
+- The values are the operator's results for arguments without tangents.
+- The tangents are the pullback of the pullback, which is linear in the cotangents.
+- The backward is the pullback as a function of the arguments, whose tangents it keeps, and of the
+  cotangents. If they have tangents, this function is such a node too.
+
+torch's own node would not do: it saves results with the tangents of torch's formula, and the
+backward formulas read them.
+
+Private names used here: ``DisableTorchFunctionSubclass`` reaches a tracer's own methods;
+``forward_ad._set_fwd_grad_enabled`` switches tangents on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
+from torch.autograd import Function, forward_ad
+
+from tsfunc.bridge.grad import autograd
+from tsfunc.bridge.grad.apply_hook import call_torch_apply
+from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+
+# A function of tensors of one level that can be differentiated; its results are tensors.
+_Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def call(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator with arguments that have tangents at their level."""
+    level = innermost_level(args)
+    places = [place for place, arg in enumerate(args) if _is_differentiable(arg)]
+    rest = [None if place in places else arg for place, arg in enumerate(args)]
+    single = False
+
+    def operator(values: Sequence[Tensor]) -> Sequence[Tensor]:
+        nonlocal single
+        filled = list(rest)
+        for place, value in zip(places, values, strict=True):
+            filled[place] = value
+        outs = overload(*filled, **kwargs)
+        single = isinstance(outs, Tensor)
+        return (outs,) if single else outs
+
+    outs = _apply(operator, [args[place] for place in places], level)
+    return outs[0] if single else tuple(outs)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) -> Sequence[Tensor]:
+    """Call a function of a level's tensors, as a node if one of the tensors has a tangent."""
+    values = [autograd.lift(value, level) for value in values]
+    if any(autograd.unpack_dual(value)[1] is not None for value in values):
+        found: Sequence[Tensor] = call_torch_apply(
+            _Node, function, level, torch.is_grad_enabled(), *values
+        )
+        return found
+    create = torch.is_grad_enabled()
+    with autograd.recording(level):
+        outs = function(values)
+    return outs if create else [autograd.detached(out) for out in outs]
+
+
+class _Node(Function):
+    """A function of tensors of one level in the graph of the level."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: _Map, level: TracerLevel | None, grad_mode: bool, *values: Tensor
+    ) -> Any:
+        ctx.function, ctx.level = function, level
+        ctx.save_for_backward(*values)
+        ctx.save_for_forward(*values)
+        ctx.set_materialize_grads(False)
+        with autograd.outside_graph(grad_mode), autograd.recording(level):
+            primals = [autograd.unpack_dual(value)[0] for value in values]
+            leaves = [autograd.fresh_input(autograd.detached(x), level) for x in primals]
+            outs = function(leaves)
+            with DisableTorchFunctionSubclass():
+                constant = [not out.requires_grad for out in outs]
+            outs = tuple(autograd.detached(out) for out in outs)
+        ctx.mark_non_differentiable(*(x for x, fixed in zip(outs, constant, strict=True) if fixed))
+        return outs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        given = {i: ct for i, ct in enumerate(cotangents) if ct is not None}
+        values = ctx.saved_tensors
+        pullback = _pullback(ctx.function, len(values), list(given), ctx.level)
+        return (None, None, None, *_apply(pullback, [*values, *given.values()], ctx.level))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        # torch calls this with tangents switched off, but those of outer levels are propagated.
+        with forward_ad._set_fwd_grad_enabled(True):
+            return _pushed(ctx.function, ctx.saved_tensors, tangents[3:], ctx.level)
+
+
+def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLevel | None) -> _Map:
+    """Return the function of arguments and cotangents that pulls the cotangents back.
+
+    Args:
+        function: the function.
+        count: the number of its arguments.
+        given: the places of the results that have cotangents.
+        level: the level of the arguments.
+    """
+
+    def pull(values: Sequence[Tensor]) -> Sequence[Tensor]:
+        leaves = [autograd.fresh_input(value, level) for value in values[:count]]
+        outs = function(leaves)
+        found = _backward([outs[i] for i in given], values[count:], leaves)
+        pairs = zip(found, leaves, strict=True)
+        return [torch.zeros_like(x) if g is None else g for g, x in pairs]
+
+    return pull
+
+
+def _pushed(
+    function: _Map,
+    values: Sequence[Tensor],
+    tangents: Sequence[Tensor | None],
+    level: TracerLevel | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the tangents of the function's results; None for a result without one."""
+    with autograd.recording(level):
+        primals = [autograd.unpack_dual(value)[0] for value in values]
+        places = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        for i in places:
+            primals[i] = autograd.fresh_input(primals[i], level)
+        outs = function(primals)
+        with DisableTorchFunctionSubclass():
+            kept = [i for i, out in enumerate(outs) if out.requires_grad]
+        cotangents = [autograd.fresh_input(torch.zeros_like(outs[i]), level) for i in kept]
+        pulled = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in places])
+        pairs = [(g, tangents[i]) for g, i in zip(pulled, places, strict=True) if g is not None]
+        pushed = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
+    given = [tangent for tangent in tangents if tangent is not None]
+    connected = any(autograd.requires_grad(x, level) for x in (*values, *given))
+    results: list[Tensor | None] = [None] * len(outs)
+    for i, tangent in zip(kept, pushed, strict=True):
+        if tangent is not None:
+            results[i] = tangent if connected else autograd.detached(tangent)
+    return tuple(results)
+
+
+def _backward(outputs: Any, cotangents: Any, inputs: Any) -> list[Tensor | None]:
+    return autograd.backward(outputs, cotangents, inputs, create_graph=True, retain_graph=True)

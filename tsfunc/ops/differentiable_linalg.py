@@ -1,0 +1,121 @@
+"""Matrix operators as decompositions that can be differentiated any number of times.
+
+torch's derivative formulas of these operators solve with factors that the operator has saved, and
+take them as constants, or (``cholesky_inverse``, ``triangular_solve``) have tangents that are wrong
+for some arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _signs(pivots: Tensor) -> Tensor:
+    """Return the signs of the permutations that the pivots of LU factors describe."""
+    places = torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
+    return 1 - 2 * ((pivots != places).sum(-1) % 2)
+
+
+def _diagonal(factors: Tensor) -> Tensor:
+    return factors.diagonal(dim1=-2, dim2=-1)
+
+
+def _swapped_with_last(place: Tensor, size: int) -> Tensor:
+    """Return the permutation that swaps a place with the last one."""
+    places = torch.arange(size, device=place.device)
+    place = place.unsqueeze(-1)
+    moved = torch.where(places == place, size - 1, places)
+    return torch.where(places == size - 1, place, moved)
+
+
+def linalg_det(a: Tensor) -> Any:
+    """``aten::_linalg_det``, also for singular matrices with one zero singular value.
+
+    The row and the column with the largest minor become the last ones. The determinant is that
+    minor times its Schur complement, which is smooth where it is zero.
+    """
+    size = a.shape[-1]
+    if size == 0:
+        return NotImplemented
+    # The factors below are constants: they choose the minor.
+    factors, pivots, _ = torch.linalg.lu_factor_ex(a.detach())
+    tiny = torch.finfo(a.dtype).eps
+    diagonal = _diagonal(factors)
+    regular = factors + torch.diag_embed(torch.where(diagonal == 0, tiny, 0.0).to(a.dtype))
+    eye = torch.eye(size, dtype=a.dtype, device=a.device).expand(a.shape)
+    inverse = torch.linalg.lu_solve(regular, pivots, eye)
+    place = inverse.abs().flatten(-2).argmax(-1)
+    row, column = place % size, place // size
+
+    rows = _swapped_with_last(row, size).unsqueeze(-1).expand(a.shape)
+    columns = _swapped_with_last(column, size).unsqueeze(-2).expand(a.shape)
+    moved = a.gather(-2, rows).gather(-1, columns)
+    swaps = (row != size - 1).to(torch.long) + (column != size - 1).to(torch.long)
+    det = moved[..., -1, -1]
+    if size > 1:
+        minor, order, _ = torch.linalg.lu_factor_ex(moved[..., :-1, :-1])
+        solved = torch.linalg.lu_solve(minor, order, moved[..., :-1, -1:])
+        det = det - (moved[..., -1:, :-1] @ solved)[..., 0, 0]
+        det = det * _diagonal(minor).prod(-1) * _signs(order)
+    return det * (1 - 2 * (swaps % 2)), factors, pivots
+
+
+def linalg_slogdet(a: Tensor) -> tuple[Tensor, ...]:
+    """``aten::_linalg_slogdet``."""
+    factors, pivots, _ = torch.linalg.lu_factor_ex(a)
+    diagonal = _diagonal(factors)
+    sign = diagonal.sgn().prod(-1) * _signs(pivots)
+    return sign, diagonal.abs().log().sum(-1), factors.detach(), pivots
+
+
+def linalg_solve(
+    a: Tensor, b: Tensor, *, left: bool = True, check_errors: bool = False
+) -> tuple[Tensor, ...]:
+    """``aten::_linalg_solve_ex``."""
+    factors, pivots, info = torch.linalg.lu_factor_ex(a, check_errors=check_errors)
+    is_vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    matrix = b.unsqueeze(-1) if is_vector else b
+    result = torch.linalg.lu_solve(factors, pivots, matrix, left=left)
+    return result.squeeze(-1) if is_vector else result, factors.detach(), pivots, info
+
+
+def triangular_solve(
+    b: Tensor, a: Tensor, upper: bool = True, transpose: bool = False, unitriangular: bool = False
+) -> tuple[Tensor, Tensor]:
+    """``aten::triangular_solve``, which also returns the matrix."""
+    matrix = a.mT if transpose else a
+    solve = torch.linalg.solve_triangular
+    return solve(matrix, b, upper=upper != transpose, unitriangular=unitriangular), a.clone()
+
+
+def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
+    """``aten::cholesky_inverse``, with torch's derivative for cotangents.
+
+    The value depends on one triangle of the factor, and the derivative on the whole factor.
+    """
+
+    def product(x: Tensor) -> Tensor:
+        return x.mH @ x if upper else x @ x.mH
+
+    whole = product(factor)
+    beyond = product(factor.detach()) - product(
+        factor.detach().triu() if upper else factor.detach().tril()
+    )
+    inverse: Tensor = torch.linalg.inv(whole - beyond)
+    return inverse
+
+
+# torch's formulas take the factors as constants.
+FACTORED: dict[str, Callable[..., Any]] = {
+    "aten::_linalg_slogdet": linalg_slogdet,
+    "aten::_linalg_solve_ex": linalg_solve,
+}
+# torch's tangents are wrong.
+PUSHED: dict[str, Callable[..., Any]] = {
+    "aten::triangular_solve": triangular_solve,
+    "aten::cholesky_inverse": cholesky_inverse,
+}
