@@ -5,6 +5,9 @@ the tensor, and torch counts a version for a tensor and its views together. A fa
 made without the mode has a version of its own, and so has each of its views. The writes are
 therefore counted on the storage, and before a call reaches the mode, the version of each argument
 is brought up to date.
+
+Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage;
+``FakeTensor`` is a tensor of FakeTensorMode.
 """
 
 from __future__ import annotations
@@ -46,6 +49,13 @@ def update_versions(args: Iterable[Any]) -> None:
         if x.__dict__.get(_WRITES, 0) != writes:
             x.__dict__[_WRITES] = writes
             increment_version(x)
+
+
+def version_of(x: torch.Tensor) -> tuple[int, int]:
+    """Return a value that differs after each write to a tensor or to one that shares its memory."""
+    fake = type(x) is FakeTensor and x.layout is torch.strided
+    writes = x.untyped_storage().__dict__.get(_WRITES) if fake else None
+    return (x._version, 0) if writes is None else (0, writes)
 
 
 def _note_write(x: torch.Tensor) -> None:

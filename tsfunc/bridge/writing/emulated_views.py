@@ -5,8 +5,6 @@ behaves like a view. The copy is given a hook, and the hook sees each call that 
 copy: the hook updates the copy before a read, writes the copy back after a write, and attaches
 itself to each view of the copy. Each kind of copy defines how to copy and write back:
 ``gathered_views``, ``reshaped_views``.
-
-Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.sizes.write_counts import version_of
 from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
@@ -24,7 +23,7 @@ from tsfunc.bridge.writing.promotion import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
 
-State = tuple[torch.Tensor, int]
+State = tuple[torch.Tensor, tuple[int, int]]
 
 
 @dataclass
@@ -131,7 +130,7 @@ def state_of(base: torch.Tensor) -> State | None:
     memory = physical(base)
     if memory is None or memory.is_inference():
         return None
-    return memory, memory._version
+    return memory, version_of(memory)
 
 
 def _views_in(values: Any) -> list[tuple[Any, EmulatedView]]:
