@@ -30,7 +30,7 @@ from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
-from tsfunc.bridge.trace.opaque import without_opaque_values
+from tsfunc.bridge.trace.opaque import OpaqueValue, without_opaque_values
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
@@ -220,6 +220,7 @@ class _Trace:
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
+        self._hides_any = False  # arguments of type `Any` are hidden
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -320,6 +321,7 @@ class _Trace:
         if request.hide_any is not None:
             args, kwargs = request.hide_any(args, kwargs)
             traced, tree = pytrees.flatten((args, kwargs))
+            self._hides_any = any(type(x) is OpaqueValue for x in traced)
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
             with mode, Lifting(self.level), self.instances, no_seeding(request.what):
@@ -375,9 +377,9 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish(self.assumptions)
         level.tensor_guards.refuse_assignments()
-        apart = with_objects_apart(
-            request.what, without_opaque_values(out), self.instances.builder.placeholder_of
-        )
+        if self._hides_any:
+            out = without_opaque_values(out)
+        apart = with_objects_apart(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
