@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import tsfunc
+from tsfunc.bridge.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -36,6 +37,12 @@ ROOMS = (
     "__main__",
 )
 PRIVATE_NAMES_ROOM = "bridge"
+PRIVATE_ATTRIBUTES = {
+    name.rpartition(".")[2]
+    for entry in PRIVATE_NAMES
+    for name in entry.single_names()
+    if not name.startswith("torch.")
+}
 
 # The rooms within a room, in the same way.
 INNER_ROOMS = {
@@ -233,8 +240,8 @@ def torch_names(tree: ast.Module) -> dict[str, str]:
 def private_uses(module: str, source: str) -> list[str]:
     """Return the places where a module outside the bridge names something private of torch's.
 
-    Seen are imports, and attribute chains that start at a name imported from torch. What is
-    read off a value (``x._base``) can't be told from an attribute of our own.
+    Seen are imports, attribute chains that start at a name imported from torch, and the attributes
+    of values in the bridge's list (``x._base``), except those that a method reads off its object.
     """
     if room_of(module) == PRIVATE_NAMES_ROOM:
         return []
@@ -247,6 +254,10 @@ def private_uses(module: str, source: str) -> list[str]:
             name = dotted_name(node, names)
             if name is not None and is_private(name):
                 found.add((node.lineno, name))
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
+            of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+            if not of_self and dotted_name(node, names) is None:
+                found.add((node.lineno, node.attr))
     return [f"{module}:{line}: {name} is private to torch" for line, name in sorted(found)]
 
 
@@ -354,6 +365,7 @@ def test_private_names_of_torch_are_used_in_one_room() -> None:
         ("import torch as t\nt.Tensor._make_subclass", "torch.Tensor._make_subclass"),
         ("from torch import Tensor as T\nT._make_subclass", "torch.Tensor._make_subclass"),
         ("import torch\nT = torch.Tensor\nT._make_subclass", "torch.Tensor._make_subclass"),
+        ("def f(x):\n    return x.mT._base", "_base"),
         ("import torch.nn.functional as F\nF._verify_spatial_size", "torch.nn.functional._verify"),
     ],
 )
@@ -370,7 +382,7 @@ def test_a_private_name_of_torch_is_found(source: str, name: str) -> None:
         "import torch\ntorch.ops.aten._softmax.default",
         "import torch\naten = torch.ops.aten\naten._to_copy.default",
         "import torch\ntorch.Tensor.__torch_function__\ntorch.__version__",
-        "class A:\n    def f(self):\n        return self.torch._mine",
+        "class A:\n    def f(self):\n        return self.torch._mine, self._base",
         "from tsfunc.dispatch import _state\n_state._table",
         "# torch._C in a comment\n'torch._C in a string'",
     ],

@@ -207,6 +207,8 @@ def test_the_branch_that_is_not_taken_runs_at_most_once_and_without_data(kind: A
     for _ in range(3):
         assert cond(kind(False), yes, no, X).equal(-X)
     assert log.count("no") == 3 and log.count("yes") <= 1
+    cond(kind(False), yes, no, X.double())
+    assert log.count("no") == 4 and log.count("yes") <= 2
     assert kept.tolist() == [0, 0]
 
 
@@ -406,22 +408,26 @@ def test_an_exception_is_the_one_that_was_raised(transform: Transform) -> None:
     assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
 
 
-def effects_before_an_exception(transform: Transform) -> dict[str, int]:
-    """Return the items that a function has set in a captured dict before it raises."""
-    table: dict[str, int] = {}
+def effects_before_an_exception(transform: Transform) -> dict[str, Any]:
+    """Return what a function has assigned to captured objects before it raises."""
+    table: dict[str, Any] = {}
+    box, count = SimpleNamespace(), 0
 
     def f(x: Tensor) -> Tensor:
+        nonlocal count
         table["reached"] = 1
+        box.reached = True
+        count = 2
         raise Special
 
     with pytest.raises(Special):
         transform(f)(X)
-    return table
+    return table | vars(box) | ({"count": count} if count else {})
 
 
 @every(EAGER)
 def test_effects_before_an_exception_stay(transform: Transform) -> None:
-    assert effects_before_an_exception(transform) == {"reached": 1}
+    assert effects_before_an_exception(transform) == {"reached": True, "count": 2}
 
 
 @every(PROGRAMS)
@@ -460,16 +466,34 @@ def test_random_numbers_are_those_of_the_function(transform: Transform) -> None:
     torch.testing.assert_close([g(X), g(X), torch.rand(1)], want)
 
 
-@every(BATCHED)
-def test_random_numbers_of_a_batch_follow_randomness(transform: Transform) -> None:
+SAME_DRAWS: dict[str, Transform] = {
+    "vmap": lambda f: vmap(f, randomness="same"),
+    "specialize(vmap)": lambda f: specialize(vmap(f, randomness="same")),
+    "vmap(specialize)": lambda f: vmap(specialize(f), randomness="same"),
+    "vmap(checkpoint)": lambda f: vmap(checkpoint(f), randomness="same"),
+}
+
+
+@pytest.mark.parametrize("name", list(BATCHED))
+def test_random_numbers_of_a_batch_follow_randomness(name: str) -> None:
     """They are refused unless the caller says how; "same" draws what one example draws."""
     with pytest.raises(RuntimeError, match="randomness"):
-        transform(noisy)(X)
+        BATCHED[name](noisy)(X)
+    g = SAME_DRAWS[name](noisy)
+    g(X)
     torch.manual_seed(3)
-    want = torch.rand(2)
+    found = [g(X), g(X), torch.rand(1)]
     torch.manual_seed(3)
-    got = vmap(lambda x: x * 0 + torch.rand(2), randomness="same")(X)
-    assert torch.equal(got, want.expand(3, 2))
+    state = torch.get_rng_state()
+    for got in found[:2]:
+        start = torch.get_rng_state()
+        rows = []
+        for x in X:
+            torch.set_rng_state(start)
+            rows.append(noisy(x))
+        torch.testing.assert_close(got, torch.stack(rows))
+    assert not torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(found[2], torch.rand(1)), "the generator is where one example leaves it"
 
 
 # --- types
@@ -555,7 +579,9 @@ def memory(values: Sequence[Any]) -> list[list[bool]]:
 @pytest.mark.parametrize("f", SHARED.values(), ids=SHARED.keys())
 @every(SAME, BATCHED)
 def test_results_share_memory_as_the_functions_do(transform: Transform, f: Function) -> None:
-    assert memory([X, W, *transform(f)(X)]) == memory([X, W, *f(X)])
+    g = transform(f)
+    for _ in range(2):
+        assert memory([X, W, *g(X)]) == memory([X, W, *f(X)])
 
 
 AUXILIARY: dict[str, Transform] = {
@@ -572,32 +598,42 @@ AUXILIARY: dict[str, Transform] = {
 @every(AUXILIARY)
 def test_what_is_no_tensor_comes_back_itself(transform: Transform) -> None:
     thing = object()
-    kept = transform(lambda x: (x.sin(), (thing, "word")))(X)[1]
-    assert kept[0] is thing and kept[1] == "word"
+    g = transform(lambda x: (x.sin(), (thing, "word")))
+    for _ in range(2):
+        kept = g(X)[1]
+        assert kept[0] is thing and kept[1] == "word"
 
 
 @pytest.mark.parametrize("transform", [specialize, checkpoint])
 def test_the_argument_and_captured_tensors_come_back_themselves(transform: Any) -> None:
     same = torch.zeros(2)
+    g = transform(lambda x: (x, [same, x], x.sin()))
     for _ in range(2):
         x = torch.ones(3)
-        a, (b, c), d = transform(lambda x: (x, [same, x], x.sin()))(x)
+        a, (b, c), d = g(x)
         assert a is x and b is same and c is x and d is not x
 
 
-@every(EAGER)
+OF_CONTAINERS: dict[str, Transform] = {
+    **EAGER,
+    "vjp": lambda f: lambda x: vjp(f, x),
+    "jvp": lambda f: lambda x: jvp(f, (x,), (pytrees.tree_map(torch.ones_like, x),)),
+}
+
+
+@every(OF_CONTAINERS)
 def test_a_function_gets_containers_of_its_own(transform: Transform) -> None:
+    seen = []
+
     def f(x: Any) -> Any:
         x["more"] = 1
         x["list"].append(2)
+        seen.append(len(x["list"]))
         return x["list"][0].sin()
 
     given = {"list": [X]}
-    if transform in (vmap, checkpoint):
-        transform(f)(given)
-    else:
-        grad(_sum(f))(given)
-    assert list(given) == ["list"] and len(given["list"]) == 1
+    transform(f)(given)
+    assert seen == [2] and list(given) == ["list"] and len(given["list"]) == 1
 
 
 # --- writes
@@ -617,8 +653,9 @@ def test_a_write_into_an_argument_reaches_the_caller(transform: Transform) -> No
     x, want = X.clone(), X.clone()
     batched = transform in (vmap, PROGRAMS["specialize(vmap)"], PROGRAMS["vmap(specialize)"])
     f = (lambda x: x.mul_(2).sin()) if transform is OTHERS["vmap(vmap)"] else writes
+    g = transform(f)
     for _ in range(2):
-        transform(f)(x)
+        g(x)
         for each in want if batched else [want]:
             f(each)
         assert torch.equal(x, want)
@@ -674,11 +711,16 @@ MODES = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 @pytest.mark.parametrize("mode", MODES)
 @every(EAGER, PROGRAMS)
 def test_results_require_grad_as_those_of_the_function(transform: Transform, mode: Any) -> None:
-    for x in (X, X.clone().requires_grad_()):
-        with mode():
-            want = x.sin().requires_grad
-            results = pytrees.leaves_of(transform(torch.sin)(x))
-        assert all(each.requires_grad is want for each in results)
+    captured = torch.tensor(2.0, requires_grad=True)
+    functions: list[Function] = [torch.sin, lambda x: (x * captured).sin()]
+    for f in functions:
+        g = transform(f)
+        for x in (X, X.clone().requires_grad_(), X):
+            for each_mode in (mode, torch.enable_grad, mode):
+                with each_mode():
+                    want = f(x).requires_grad
+                    results = pytrees.leaves_of(g(x))
+                assert all(each.requires_grad is want for each in results)
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
@@ -704,16 +746,19 @@ def test_a_grad_mode_that_is_left_on_return_is_put_back(transform: Transform) ->
 
     def f(x: Tensor) -> Tensor:
         y = x.sin()
-        torch.set_grad_enabled(False)
+        torch.set_grad_enabled(not before)
         return y
 
-    with torch.enable_grad():
-        transform(f)(X)
-        assert torch.is_grad_enabled()
-        for other in OTHERS.values():
-            torch.set_grad_enabled(True)
-            other(f)(X)
-            assert not torch.is_grad_enabled()
+    for before in (True, False):
+        g = transform(f)
+        with torch.set_grad_enabled(before):
+            for _ in range(2):
+                g(X)
+                assert torch.is_grad_enabled() is before
+            for other in OTHERS.values():
+                torch.set_grad_enabled(before)
+                other(f)(X)
+                assert torch.is_grad_enabled() is not before
 
 
 @pytest.mark.parametrize("use", ["dict", "list"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +19,22 @@ import torch
 from torch.autograd import forward_ad
 
 from tests.test_imports import dotted_name, imported, is_private, torch_names
-from tsfunc.bridge.private_names import PRIVATE_NAMES, PrivateNames, Risk, by_risk, covered, table
+from tsfunc.bridge.private_names import (
+    _HOLDERS,
+    PRIVATE_NAMES,
+    PrivateNames,
+    Risk,
+    by_risk,
+    covered,
+    table,
+)
 from tsfunc.bridge.private_names import missing as missing_in_torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BRIDGE = ROOT / "tsfunc" / "bridge"
 
 
-def held(x: torch.Tensor) -> torch.Tensor:
-    """A custom operator, whose private attributes are checked."""
-    return x.clone()
-
-
 Source = tuple[str, str]  # a file's name and its text
-
-# What has the private attributes that are read off values; one is added here when needed.
-HOLDERS: dict[str, Callable[[], Any]] = {
-    "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
-    "ProcessGroup": lambda: torch.distributed.ProcessGroup,
-    "OpOverload": lambda: torch.ops.aten.sin.default,
-    "OpOverloadPacket": lambda: torch.ops.aten.sin,
-    "Tensor": lambda: torch.ones(1),
-    "Optimizer": lambda: torch.optim.SGD([torch.ones(1)]),
-    "CustomOpDef": lambda: torch.library.custom_op("tsfunc_tests::held", mutates_args=())(held),
-}
 
 
 def sources() -> list[Source]:
@@ -67,7 +59,7 @@ def named(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def own_names(texts: list[str]) -> set[str]:
-    """Return the private names that tsfunc itself defines on values: methods, attributes, slots."""
+    """Return the private names that only tsfunc defines on values: methods, attributes, slots."""
     found: set[str] = set()
     for text in texts:
         for node in ast.walk(ast.parse(text)):
@@ -75,13 +67,20 @@ def own_names(texts: list[str]) -> set[str]:
                 found.update(n.name for n in node.body if isinstance(n, ast.FunctionDef))
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)  # in __slots__
-    return found
+            elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+                slots = (n for n in ast.walk(node.value) if isinstance(n, ast.Constant))
+                found.update(str(slot.value) for slot in slots)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+    torchs = [make() for make in _HOLDERS.values()]
+    return {name for name in found if not any(hasattr(value, name) for value in torchs)}
 
 
 def read_off_values(source: Source, own: set[str]) -> Iterator[tuple[str, str]]:
-    """Each private attribute that is read off a value and is none of our own, and the line."""
+    """Each private attribute of a value that is none of our own, and the line.
+
+    What a method reads off its own object (``self._values``) is left out.
+    """
     file, text = source
     tree = ast.parse(text)
     names = torch_names(tree)
@@ -89,7 +88,8 @@ def read_off_values(source: Source, own: set[str]) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
         private = node.attr.startswith("_") and not node.attr.startswith("__")
-        if private and node.attr not in own and dotted_name(node, names) is None:
+        of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
+        if private and not of_self and node.attr not in own and dotted_name(node, names) is None:
             yield node.attr, f"{file}:{node.lineno}"
 
 
@@ -134,8 +134,8 @@ def test_a_private_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(ATTRIBUTES))
 def test_a_private_attribute_is_there(name: str) -> None:
-    assert any(hasattr(make(), name) for make in HOLDERS.values()), (
-        f"torch {torch.__version__} has no .{name} on any of {', '.join(HOLDERS)}, which "
+    assert any(hasattr(make(), name) for make in _HOLDERS.values()), (
+        f"torch {torch.__version__} has no .{name} on any of {', '.join(_HOLDERS)}, which "
         f"tsfunc/bridge reads: {', '.join(ATTRIBUTES[name])}"
     )
 
@@ -144,7 +144,7 @@ def test_names_are_found() -> None:
     assert "torch._C._ForceDispatchKeyGuard" in NAMES
     assert "torch.Tensor._make_wrapper_subclass" in NAMES
     assert "torch.autograd.forward_ad._current_level" in NAMES
-    assert "_schema" in ATTRIBUTES
+    assert {"_schema", "_base", "_version", "_buffers"} <= set(ATTRIBUTES)
     assert hasattr(forward_ad, "_current_level")
 
 
@@ -162,6 +162,9 @@ def test_a_name_that_is_gone_is_told_with_the_file_that_uses_it() -> None:
 def test_an_attribute_of_a_value_is_found_and_our_own_is_not() -> None:
     source = ("doors.py", "def f(op, level):\n    op._schema\n    level._ours\n    op.__name__\n")
     assert list(read_off_values(source, {"_ours"})) == [("_schema", "doors.py:2")]
+    text = "class A:\n    __slots__ = ('_mine', '_base')\n    _kept: int\nname = '_said'"
+    assert own_names([text]) >= {"_mine", "_kept"}
+    assert not own_names([text]) & {"_base", "_said"}, "an attribute of torch's, and a string"
 
 
 @pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda entry: entry.title)

@@ -38,6 +38,14 @@ class Squared(torch.autograd.Function):
         return 2 * x * w * ct, x * x * ct
 
 
+def limited(x: Tensor) -> Tensor:
+    """Return a sum with a smallest value, which is not recorded."""
+    total = x.sum()
+    with torch.no_grad():
+        total.clamp_min_(1e-3)
+    return total
+
+
 # Functions of x that close over w.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "plain": lambda x, w: ((x * w).sin() * w).exp(),
@@ -49,6 +57,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a checkpoint inside": lambda x, w: checkpoint(lambda y: (y * w).sin().exp())(x.cos() * w),
     "a list": lambda x, w: torch.stack([x, w]).prod(0).sin(),
     "its argument": lambda x, w: x,
+    "a write that is not recorded": lambda x, w: x * w / limited(x.square() + w.square()),
+    "such a write in a vmap": lambda x, w: vmap(lambda a: a * x / limited(x * x + a))(w * w).sum(0),
     "a view": lambda x, w: (x * w).flip(0)[None].T.squeeze(),
 }
 
@@ -78,6 +88,9 @@ NESTINGS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "vmap(jvp)": lambda f: vmap(lambda w, x: jvp(f, (w, x), (x, w)))(X, X),
     "jvp(grad)": lambda f: jvp(grad(f, (0, 1)), (W, X[0]), (X[1], W)),
     "grad(jvp)": lambda f: grad(lambda w, x: jvp(f, (w, x), (x, w))[1], (0, 1))(W, X[0]),
+    "grad(vmap(jvp))": lambda f: grad(summed(vmap(lambda w, x: jvp(f, (w, x), (x, w)))), (0, 1))(
+        X, X
+    ),
     "grad(grad)": lambda f: grad(summed(grad(f, (0, 1))), (0, 1))(W, X[0]),
     "grad(vmap(grad))": lambda f: grad(summed(each(grad(f, (0, 1)))), (0, 1))(W, X),
     "vmap(vmap(grad))": lambda f: each(each(grad(f, (0, 1))))(W, X[None]),

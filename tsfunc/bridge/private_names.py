@@ -131,6 +131,7 @@ _HOLDERS: dict[str, Callable[[], Any]] = {
     "CustomOpDef": lambda: torch.library.custom_op("tsfunc_doctor::identity", mutates_args=())(
         _identity
     ),
+    "Module": lambda: torch.nn.Identity(),
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "OpOverload": lambda: torch.ops.aten.sin.default,
     "OpOverloadPacket": lambda: torch.ops.aten.sin,
@@ -331,7 +332,7 @@ def _modes() -> None:
     "Nodes of autograd",
     """torch._C._current_autograd_node torch._C._current_graph_task_id
     torch._C._autograd._get_sequence_nr torch.autograd.Variable._execution_engine
-    Node._sequence_nr Tensor._post_accumulate_grad_hooks""",
+    Node._sequence_nr Tensor._backward_hooks Tensor._post_accumulate_grad_hooks""",
     use="explain and programs find the forward call of an operator of a backward pass; a level "
     "knows that a backward pass runs; gradients are computed without torch.autograd.grad's checks; "
     "one table of hooks serves all inputs of gradients.",
@@ -571,6 +572,22 @@ def _module_hooks() -> None:
 
 
 @_entry(
+    "Buffers of modules",
+    "Module._buffers Module._non_persistent_buffers_set",
+    use="A batched tensor that a function assigns to a buffer of a module from outside is taken "
+    "out of it; export registers each buffer as the module has it, in state_dict() or not.",
+    stand_in="get_buffer and register_buffer; the names that state_dict() lacks.",
+    risk=Risk.LOW,
+)
+def _buffers() -> None:
+    module, x = torch.nn.Identity(), torch.ones(2)
+    module.register_buffer("kept", x)
+    module.register_buffer("left_out", x, persistent=False)
+    _expect(module._buffers["kept"] is x, "the table of buffers")
+    _expect(module._non_persistent_buffers_set == {"left_out"}, "those that are not saved")
+
+
+@_entry(
     "The profiler of one thread",
     """torch._C._autograd._disable_profiler_legacy torch._C._autograd._enable_profiler_legacy
     torch._C._autograd._profiler_enabled torch._C._profiler.ProfilerConfig
@@ -772,8 +789,8 @@ def _frames() -> None:
 
 @_entry(
     "Calls of compiled functions",
-    """set_fullgraph_compiled_frame_count""",
-    below="torch._C._dynamo.eval_frame",
+    """torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count
+    torch._dynamo.eval_frame._callback_from_stance""",
     use="A function that torch.compile has compiled runs as Python inside of a transform.",
     stand_in="torch.compiler.set_stance, which holds for all threads.",
     risk=Risk.MEDIUM,
@@ -782,9 +799,9 @@ def _compiled_calls() -> None:
     from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count as counted
     from torch._dynamo import eval_frame
 
-    assert eval_frame._callback_from_stance(None) is None
+    _expect(eval_frame._callback_from_stance(None) is None, "no callback of no callback")
     before = counted(-1)
-    assert counted(before) == -1
+    _expect(counted(before) == -1, "the count that was set")
 
 
 @_entry(
@@ -894,9 +911,10 @@ def _control_flow() -> None:
 @_entry(
     "Identity and memory of tensors",
     """torch._C._storage_Use_Count torch._C._swap_tensor_impl torch._neg_view
-    torch.Tensor._is_view Tensor._is_view Tensor._use_count UntypedStorage._cdata""",
+    torch.Tensor._is_view Tensor._is_view Tensor._use_count UntypedStorage._cdata
+    Tensor._base Tensor._version""",
     use="A tensor that a transform's function writes to becomes a tracer in place; memory that "
-    "tensors share is told by its address.",
+    "tensors share is told by its address, and writes to it by its version.",
     stand_in="torch.utils.swap_tensors, which refuses tensors with weak references; data_ptr().",
     risk=Risk.MEDIUM,
 )
@@ -907,6 +925,10 @@ def _identity_of_tensors() -> None:
     torch._C._swap_tensor_impl(x, y)
     _expect(x.shape == (3,) and y.shape == (2,), "two tensors that changed places")
     _expect(x[1:]._is_view() and not x._is_view(), "True for a view alone")
+    view, version = x[1:], x._version
+    _expect(view._base is x and x._base is None, "the base of a view")
+    view.add_(1)
+    _expect(x._version == view._version == version + 1, "one count of writes for shared memory")
     _expect(torch._neg_view(y)[0] == -1, "a view with the sign changed")
     count: Any = x
     _expect(count._use_count() >= 1, "the references to a tensor")

@@ -278,7 +278,8 @@ TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.FACTORED,
     **differentiable_norms.NORMS,
 }
-# torch's formula for tracers is not differentiable where singular values are equal.
+# torch's formula for tracers is not differentiable where singular values are equal. These are
+# replaced inside of nested derivatives alone, since they take longer.
 TRACERS_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_det": differentiable_linalg.linalg_det,
 }

@@ -415,9 +415,9 @@ def stored_count(
     x = args[0]
     if is_compressed(x):
         return x.values().shape[1], None
-    if not x._nnz():
+    if not torch.ops.aten._nnz.default(x):
         return 0, None
-    return int(front(x, dims[0])._indices()[0].bincount().max()), None
+    return int(torch.ops.aten._indices.default(front(x, dims[0]))[0].bincount().max()), None
 
 
 @row("aten::_sparse_mask_projection")
@@ -459,7 +459,7 @@ def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
             f"vmap: {op_name(op)} of a batch of tensors of layout {x.layout} with "
             f"{x.sparse_dim() - 1} sparse dims. Call to_dense() or to_sparse() first."
         )
-    places, stored = x._indices(), x._values()
+    places, stored = torch.ops.aten._indices.default(x), torch.ops.aten._values.default(x)
     if not x.is_coalesced():
         order = places[0].argsort(stable=True)
         places, stored = places[:, order], stored[order]

@@ -127,6 +127,7 @@ struct Names {
   X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")         \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")             \
   X("torch_state", quiet, "quiet") X("torch_state", in_modes, "in_modes")                     \
+  X("torch_state", rerun_by, "rerun_by")                                                      \
   X("operator", direct_rule, "direct_rule") X("operator", by_tracers, "by_tracers")           \
   X("operator", composite, "composite") X("operator", overload, "overload")                   \
   X("operator", written, "written") X("operator", keywords, "keywords")                       \
@@ -1066,10 +1067,11 @@ class DispatchHandler : public c10::OperatorKernel {
     c10::impl::LocalDispatchKeySet key_sets(c10::impl::PODLocalDispatchKeySet{});
     key_sets.included_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[0]);
     key_sets.excluded_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[1]);
+    int pass = torch::autograd::get_current_graph_task_id();
     bool want = slot(captured, slots.grad_mode) == Py_True &&
         (grad ||
-         (PyLong_AsLong(slot(captured, slots.quiet)) == 0 &&
-          torch::autograd::get_current_graph_task_id() != -1));
+         (PyLong_AsLong(slot(captured, slots.quiet)) == 0 && pass != -1 &&
+          pass != PyLong_AsLong(slot(captured, slots.rerun_by))));
     Owned below = kernel_state(level);
     Owned kwargs = args.kwnames ? checked(PyDict_New()) : Owned::copy(names.no_kwargs);
     for (size_t i = args.positional; i < call.count(); ++i)

@@ -5,7 +5,8 @@ A checkpoint saves its function's inputs. A backward pass runs the function agai
 tensors that autograd would have saved. Under ``grad(vmap(f))`` the backward pass comes after the
 vmap has ended, and maybe on another thread; but the inputs are values of the vmap, and random
 functions must draw the same numbers. The function therefore runs again under the dispatch state of
-the checkpoint, and levels that have ended are active again during that run.
+the checkpoint, and levels that have ended are active again during that run. A ``no_grad`` in the
+function is the function's own, although the engine too turns grad mode off for a backward pass.
 
 The reentrant form is one node of the graph, whose backward runs another backward pass. torch makes
 it refuse passes with given inputs, which transforms use. Tracers of a level without autograd would
@@ -35,6 +36,7 @@ from tsfunc.bridge.tracers.draw_keys import DrawnBefore
 from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
+from tsfunc.bridge.tracers.torch_state import rerunning
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
 from tsfunc.dispatch.state import tls, using
 
@@ -80,6 +82,7 @@ def _generator(
     given = innermost_level(args)
     if not state.levels and given is not None:
         state = given.inner  # for a thread that was started inside of the level
+    captured = [level.torch_state for level in state.levels if isinstance(level, TracerLevel)]
     inside = differentiates_here()
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
@@ -89,6 +92,7 @@ def _generator(
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
             reenter(state.forgetful()),
+            rerunning(captured),
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
             replaying(made),

@@ -40,6 +40,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.grad import pullbacks
+from tsfunc.bridge.tracers.boundaries import outermost
 from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
@@ -104,7 +105,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition]]:
         (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated),
         (DECOMPOSED, _pushed_and_differentiated),
         (TWICE_DECOMPOSED, _differentiated_twice),
-        (TRACERS_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_by_level(x)),
+        (TRACERS_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again_by_level(x)),
         (PUSHED_DECOMPOSED, _pushed_forward),
         (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x)),
         (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x)),
@@ -170,9 +171,10 @@ def _differentiated_twice(values: Sequence[Any]) -> bool:
     return (recorded and pushed) or traced or _differentiated_inside(values)
 
 
-def _recorded_by_level(values: Sequence[Any]) -> bool:
-    """Return True if autograd records a call on tracers."""
-    return any(isinstance(x, Tracer) for x in values) and _recorded(values)
+def _recorded_again_by_level(values: Sequence[Any]) -> bool:
+    """Return True if autograd records a call on tracers inside of several derivatives."""
+    nested = outermost.recording > 1
+    return nested and any(isinstance(x, Tracer) for x in values) and _recorded(values)
 
 
 def _differentiated_inside(values: Sequence[Any]) -> bool:

@@ -387,14 +387,14 @@ class FakeCache:
     # --- storing
 
     def _described(self, results: Any, tensors: Sequence[Any]) -> _CachedResults:
-        memories = {_memory(value): i for i, value in reversed([*enumerate(tensors)])}
+        memories = {storage_address(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
             return _CachedResults(None, (self._result(results, tensors, memories),))
         found = []
         for result in results:
             found.append(None if result is None else self._result(result, tensors, memories))
             if result is not None:
-                memories.setdefault(_memory(result), _ANOTHER_RESULT)
+                memories.setdefault(storage_address(result), _ANOTHER_RESULT)
         return _CachedResults(type(results), tuple(found))
 
     def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
@@ -407,7 +407,7 @@ class FakeCache:
             raise UnknownError
         metadata = self.metadata.of(value)
         same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
-        source = same if same >= 0 else memories.get(_memory(value), _OWN_MEMORY)
+        source = same if same >= 0 else memories.get(storage_address(value), _OWN_MEMORY)
         if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
             raise UnknownError
         if source >= 0:
@@ -493,6 +493,7 @@ def _is_symbolic(size: Any) -> bool:
     return type(size) is SymInt
 
 
-def _memory(value: torch.Tensor) -> int:
+def storage_address(value: torch.Tensor) -> int:
+    """Return the address of a tensor's storage object, which fake tensors have too."""
     memory: int = value.untyped_storage()._cdata
     return memory

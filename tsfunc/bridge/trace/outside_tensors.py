@@ -211,6 +211,11 @@ _GRAD = vars(torch.Tensor.__base__)["grad"]
 _SET_GRAD = (_GRAD.__set__, _GRAD.__delete__)
 
 
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """True if a backward pass calls hooks of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
 class Lifting(UserCode):
     """A function mode that also records the function's own calls on tensors from outside.
 

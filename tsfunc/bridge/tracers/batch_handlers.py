@@ -245,7 +245,9 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
     except IndexError:
         guard = _ForceDispatchKeyGuard(captured.include, captured.exclude)
     guard.__enter__()
-    want = captured.grad_mode and (grad or (not captured.quiet and _current_graph_task_id() != -1))
+    want = captured.grad_mode and (
+        grad or (not captured.quiet and _current_graph_task_id() not in (-1, captured.rerun_by))
+    )
     if want is not grad:
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)

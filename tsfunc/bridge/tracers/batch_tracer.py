@@ -1,7 +1,7 @@
 """Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
 Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
-without storage; ``_current_graph_task_id`` as in ``torch_state``.
+without storage.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
+from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -99,7 +100,7 @@ class BatchLevel(TracerLevel):
 
     @property
     def in_formula(self) -> bool:
-        return _current_graph_task_id() != -1
+        return in_backward_formula()
 
     def examples(self, device: torch.device) -> torch.Tensor:
         """Return the index of each example in the whole call, as a 1-dim int64 tensor."""

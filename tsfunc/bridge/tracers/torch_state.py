@@ -43,12 +43,12 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from operator import or_
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import DispatchKey as TorchKey
@@ -209,6 +209,7 @@ def _captured_key_sets() -> _KeySets:
 class TorchState:
     """The part of torch's thread-local state that a level captures, without autocast.
 
+    ``rerun_by`` is the backward pass, by id, that runs the function again (``rerunning``), or -1.
     ``quiet`` is more than 0 while a backward pass runs over the graph of an outer level, and its
     results are not differentiated: the pass must not be recorded there. ``paused`` is True while
     ``grad_mode`` is False because a function turned grad mode off. ``guards`` are free guards that
@@ -220,6 +221,7 @@ class TorchState:
 
     __slots__ = (
         "exclude", "grad_mode", "guards", "in_modes", "include", "key_sets", "paused", "quiet",
+        "rerun_by",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -231,6 +233,7 @@ class TorchState:
         self.grad_mode = _is_grad_enabled()
         self.in_modes = _len_torch_dispatch_stack() > 0
         self.quiet = 0
+        self.rerun_by = _reruns.by
         self.paused = False
 
     def __call__(self) -> RestoredTorchState:
@@ -254,8 +257,43 @@ def records_inside(state: TorchState) -> bool:
 
     The engine turns grad mode off while it runs a backward pass, which does not mean these values.
     """
-    now = torch.is_grad_enabled() or (not state.quiet and _current_graph_task_id() != -1)
+    now = torch.is_grad_enabled() or (
+        not state.quiet and _current_graph_task_id() not in (-1, state.rerun_by)
+    )
     return state.grad_mode and now
+
+
+class _Reruns(threading.local):
+    """The backward pass, by id, that runs a function again on this thread, or -1."""
+
+    by = -1
+
+
+_reruns: Final = _Reruns()
+
+
+@contextmanager
+def rerunning(states: Sequence[TorchState]) -> Iterator[None]:
+    """Context manager: a backward pass runs a function again, which sets grad mode itself.
+
+    Args:
+        states: the states that the active levels have captured.
+    """
+    before, own = [state.rerun_by for state in states], _reruns.by
+    _reruns.by = _current_graph_task_id()
+    for state in states:
+        state.rerun_by = _reruns.by
+    try:
+        yield
+    finally:
+        _reruns.by = own
+        for state, by in zip(states, before, strict=True):
+            state.rerun_by = by
+
+
+def in_backward_formula() -> bool:
+    """Return True in a backward pass, except in a function that the pass runs again."""
+    return _current_graph_task_id() not in (-1, _reruns.by)
 
 
 class RestoredTorchState:

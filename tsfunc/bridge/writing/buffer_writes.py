@@ -6,8 +6,8 @@ buffer is read like any other value, and ``functional_call`` restores the previo
 that was made outside of the function has one buffer for all examples, so after the call it would
 hold a tracer of a transform that has ended. The level therefore restores the module's buffer and
 refuses the call, as it refuses an in-place write to such a buffer. torch's buffer registration
-hook reports each assignment; programs, which assign without the hook, call :func:`note_assigned`
-themselves. Calls that assign no buffer pay nothing.
+hook reports each assignment; programs, which assign without the hook, call
+:func:`note_buffer_write` themselves. Calls that assign no buffer pay nothing.
 """
 
 from __future__ import annotations

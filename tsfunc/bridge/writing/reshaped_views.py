@@ -9,8 +9,8 @@ because its views would lose their memory; the user then gets a emulated view.
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
 
-Private names used here (torch 2.11 to 2.13): ``_current_graph_task_id`` is -1 outside of backward
-passes; ``DisableTorchFunctionSubclass`` reads a tracer's own attributes.
+Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reads a tracer's own
+attributes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
+from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.sizes.strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
+from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import (
@@ -51,7 +52,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
     group = _sharing(x)
     with level.restored():
         x.value.new_empty(x.shape).view(sizes)  # raises if no layout has the view
-        if group is None and _current_graph_task_id() != -1:
+        if group is None and in_backward_formula():
             # A backward formula reads a saved value, and does not write to it.
             value = front(x.value, x.bdim)
             return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
@@ -192,7 +193,7 @@ def _reshaping(
     if not isinstance(base, BatchTracer) or not _lies_between(base):
         return NotImplemented
     out: torch.Tensor = call_torch(func, types, args, kwargs)
-    if _current_graph_task_id() != -1:
+    if in_backward_formula():
         return out
     memory = _memory(base)
     if memory == _memory(out) or _is_argument(base, memory):

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.outside_tensors import BackwardPasses
+from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
@@ -579,7 +579,7 @@ class Gradients:
                 "was computed before the call, by operations that a program does not have",
                 ("Pass x.detach().requires_grad_(), or compute it inside of the function"),
             )
-        elif tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+        elif has_hooks(tensor):
             problem = (
                 "has hooks, which a program does not call",
                 ("Remove them, or do in the function what they do"),
@@ -604,5 +604,4 @@ class Gradients:
 
 def _is_plain_leaf(tensor: torch.Tensor) -> bool:
     """Return True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
-    hooks = tensor._backward_hooks or tensor._post_accumulate_grad_hooks
-    return tensor.is_leaf and not hooks
+    return tensor.is_leaf and not has_hooks(tensor)

@@ -27,6 +27,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
+from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -482,14 +483,14 @@ def check_frozen(name: str, level: TraceLevel, reached: Mapping[int, int]) -> No
         ClosureError: the program writes into such a tensor.
     """
     memory = {
-        tracer.value.untyped_storage()._cdata
+        storage_address(tracer.value)
         for tensor, tracer in level.lifted.values()
         if id(tensor) not in reached
     }
     for node in level.graph.nodes:
         for target in written(node) if writes(node) else ():
             value = target.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory:
+            if isinstance(value, torch.Tensor) and storage_address(value) in memory:
                 called = node.meta.get("op", node.target)
                 raise ClosureError(
                     f'specialize({name}, closure="freeze"): {called.name} writes into a tensor '
