@@ -220,7 +220,6 @@ class _Trace:
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
-        self._hides_any = False  # arguments of type `Any` are hidden
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -321,7 +320,6 @@ class _Trace:
         if request.hide_any is not None:
             args, kwargs = request.hide_any(args, kwargs)
             traced, tree = pytrees.flatten((args, kwargs))
-            self._hides_any = any(type(x) is OpaqueValue for x in traced)
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
             with mode, Lifting(self.level), self.instances, no_seeding(request.what):
@@ -377,7 +375,7 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish(self.assumptions)
         level.tensor_guards.refuse_assignments()
-        if self._hides_any:
+        if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
         apart = with_objects_apart(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
