@@ -6,9 +6,9 @@ the call is therefore made without Dynamo, and its operator, such as
 (``transforms/control/torch_forms``).
 
 Private names used here (torch 2.13): torch's functions compile and call an operator by
-``torch._higher_order_ops.utils._hop_compile_and_call``. Without this name (only 2.13 is known to
-have it) the functions go to Dynamo inside of the transforms too, and only the operators are
-replaced. torch 2.11 to 2.13 have ``generic_associative_scan`` in
+``torch._higher_order_ops.utils._hop_compile_and_call``. Without this name the functions would go to
+Dynamo inside of the transforms too, and only the operators would be
+replaced. torch also has ``generic_associative_scan`` in
 ``torch._higher_order_ops.associative_scan``, which is not an operator but a Python function; it
 halves the elements until one is left, and therefore reads their number.
 """
