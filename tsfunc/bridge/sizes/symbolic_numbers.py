@@ -1,6 +1,6 @@
 """Symbolic sizes and numbers: their kind, their text, and their nodes.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr`` and ``shape_env``.
+Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr`` and ``shape_env``.
 
 NOTE [symbolic ints as plain ints]
 Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
@@ -10,7 +10,7 @@ parser, and its result follows from NOTE [guards of operators] in ``fake_results
 fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
 schema, and becomes ``torch.full``.
 
-Private names used here (torch 2.11 to 2.13): the kind of an argument's ``real_type`` in an
+Private names used here (torch 2.13 and 2.14): the kind of an argument's ``real_type`` in an
 overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
 the call; ``torch.return_types`` has the named tuples of functions with several results.
 """
