@@ -222,6 +222,14 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
         lambda x: F.glu(x, 1).repeat(1, 2, 1),
         lambda x: (x[:, :2] / (1 + (-x[:, 2:]).exp())).repeat(1, 2, 1),
     ),
+    "logit": (
+        lambda x: torch.logit(0.9 * x.cos().square()),
+        lambda x: (1 / (1 / (0.9 * x.cos().square()) - 1)).log(),
+    ),
+    "logit of clamped values": (
+        lambda x: torch.logit(x.cos().square(), 0.2),
+        lambda x: (1 / (1 / x.cos().square().clamp(0.2, 0.8) - 1)).log(),
+    ),
     "attention": (attended, attended_by_formula),
     "causal attention": (
         lambda x: attended(x, is_causal=True, scale=0.3),
@@ -325,7 +333,10 @@ def test_in_a_program(name: str) -> None:
     torch.testing.assert_close(tsfunc.specialize(third, {})(X), third(X))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm", "weight_norm", "cdist"])
+@pytest.mark.parametrize(
+    "name",
+    "layer_norm,batch_norm,weight_norm,cdist,logit,logit of clamped values".split(","),
+)
 def test_of_a_program_of_a_gradient(name: str) -> None:
     """The program calls backward formulas, which are differentiated when it runs."""
 
