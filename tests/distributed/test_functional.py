@@ -259,8 +259,33 @@ def of_dtensors(f: Callable[[Tensor, Tensor], Tensor]) -> Check:
     return run
 
 
+def jacobians_of_dtensors(rank: int, size: int) -> None:
+    """Jacobians, and the gradient of each example, are those of the whole tensors."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 4), torch.randn(4, 2)
+    mesh = init_device_mesh("cpu", (size,))
+    dx = distribute_tensor(x, mesh, [Shard(0)])
+
+    def outputs(w: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(x @ w).sum(0)
+
+    def loss(row: Tensor) -> Tensor:
+        return torch.tanh(row * row).sum()
+
+    want = torch.func.jacrev(outputs)(w, x)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        dw = distribute_tensor(w, mesh, [placement])
+        close(whole(tsfunc.jacrev(outputs)(dw, dx)), want)
+        close(whole(tsfunc.jacrev(outputs, chunk_size=2)(dw, dx)), want)
+        placed = distribute_tensor(x, mesh, [placement])
+        close(
+            whole(tsfunc.vmap(tsfunc.grad(loss))(placed)), torch.func.vmap(torch.func.grad(loss))(x)
+        )
+
+
 for _name, _loss in LOSSES.items():
     CHECKS[f"{_name} of DTensors"] = of_dtensors(_loss)
+CHECKS["Jacobians of DTensors"] = jacobians_of_dtensors
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.boundaries import boundary, folding
+from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.transforms.arguments import (
@@ -108,7 +109,8 @@ def jacrev(
         has_aux: if True, ``func`` returns an auxiliary value.
         chunk_size: the number of rows that are pulled back at a time. None takes all rows at once,
             "auto" as many as fit into ``memory_budget``, as for :func:`vmap`. With 1, the rows are
-            pulled back without a vmap, for backward passes that a vmap refuses.
+            pulled back without a vmap, for backward passes that a vmap refuses. The rows of
+            DTensors always are.
         memory_budget: the bytes that the pullbacks may take in addition to the function's own run.
 
     Returns:
@@ -149,10 +151,11 @@ def jacrev(
         def pull_flat(cotangents: Sequence[torch.Tensor]) -> Any:
             return pull(pytrees.unflatten(out_spec, cotangents))
 
-        if chunks is None:
-            rows = vmap(pull_flat)(_bases(outs))
-        elif chunk_size == 1:
+        if chunk_size == 1 or any(map(is_dtensor, outs)):
+            # A batch of plain cotangents can't be replicated as DTensors.
             rows = _one_by_one(pull_flat, outs)
+        elif chunks is None:
+            rows = vmap(pull_flat)(_bases(outs))
         else:
             # Each chunk makes its rows of the basis; the whole basis has the square of the
             # output's size.

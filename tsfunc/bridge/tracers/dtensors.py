@@ -9,11 +9,22 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge.tracers.tracer import Tracer
+
 
 def is_dtensor(value: Any) -> bool:
     """True if a value is a DTensor."""
     kind = _dtensor()
     return kind is not None and isinstance(value, kind)
+
+
+def holds_dtensor(value: Any) -> bool:
+    """True if a value is a DTensor, or a transform's tensor with a DTensor inside."""
+    if _dtensor() is None:
+        return False
+    while isinstance(value, Tracer):
+        value = getattr(value, "value", None)
+    return is_dtensor(value)
 
 
 def _dtensor() -> Any:
@@ -39,7 +50,7 @@ def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:
         like_value: whether to make the cotangent from the value, as DTensors require. Otherwise
             only the dtype and device are read, so that a program need not compute the value.
     """
-    if like_value or is_dtensor(value):
+    if like_value or holds_dtensor(value):
         return torch.ones_like(value)
     return torch.ones((), dtype=value.dtype, device=value.device)
 
