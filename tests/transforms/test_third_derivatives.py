@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -349,6 +350,14 @@ def test_of_a_program_of_a_gradient(name: str) -> None:
     for along in DIRECTIONS[:2]:
         want = reverse(want, along)
     torch.testing.assert_close(tsfunc.grad(got)(X), tsfunc.grad(want)(X), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 0.1, 0.5, -1.0])
+def test_the_gradient_of_logit_at_every_kind_of_value(eps: float | None) -> None:
+    x = torch.tensor([-1, 0, 0.05, 0.3, 0.5, 0.9, 1, 1.2, math.nan])
+    program = tsfunc.specialize(tsfunc.grad(lambda x: torch.logit(x, eps).sum()))
+    want = tsfunc.grad(lambda x: torch.logit(x, eps).sum())(x)
+    torch.testing.assert_close(tsfunc.vjp(program, x)[0], want, equal_nan=True)
 
 
 @pytest.mark.parametrize("matrix", ["identity", "two equal columns", "zero"])

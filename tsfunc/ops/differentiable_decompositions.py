@@ -253,11 +253,12 @@ def group_norm_backward(
 
 def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     """``aten::logit_backward``: zero where the value is clamped, else NaN outside of [0, 1]."""
-    margin, elsewhere = (0.0, math.nan) if eps is None else (eps, 0.0)
-    inside = (x >= margin) & (x <= 1 - margin)
-    probability = torch.where(inside, widened(x), 0.5)
+    # torch takes a negative eps as no eps.
+    margin, elsewhere = (0.0, math.nan) if eps is None or eps < 0 else (eps, 0.0)
+    outside = (x < margin) | (x > 1 - margin)
+    probability = torch.where(outside, 0.5, widened(x))
     pulled = widened(grad) / (probability * (1 - probability))
-    return torch.where(inside, pulled, elsewhere).to(x.dtype)
+    return torch.where(outside, elsewhere, pulled).to(x.dtype)
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
