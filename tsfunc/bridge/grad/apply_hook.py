@@ -4,7 +4,7 @@
 the first transform runs (``f = MyFunction.apply`` at the head of a module), so the hook must also
 reach methods that are already bound.
 
-- torch 2.11 to 2.13: ``Function.apply`` is a Python method that ends in ``super().apply``, which is
+- torch 2.13: ``Function.apply`` is a Python method that ends in ``super().apply``, which is
   the method of the C++ base class. A class method on ``_SingleLevelFunction``, which stands between
   the two, receives every call.
 - torch 2.14: ``Function.apply`` is the method of the C++ base class. A bound method of it holds
@@ -13,8 +13,8 @@ reach methods that are already bound.
   of the class, and the metaclass defines the result: ``FunctionMeta.__call__``. A ``Function``
   class has no other use for a call, since torch has deprecated instances of it.
 
-Private names used here (torch 2.11 to 2.14): ``autograd.function._SingleLevelFunction`` is the base
-class of ``Function`` and of the classes that torch.func derives from one; its own base
+Private names used here (torch 2.13 and 2.14): ``autograd.function._SingleLevelFunction`` is the
+base class of ``Function`` and of the classes that torch.func derives from one; its own base
 ``_C._FunctionBase`` has the ``apply`` that puts a node into the graph;
 ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
 """

@@ -7,7 +7,7 @@ level. Tensors of other levels are lifted to it first, so that the graphs of two
 a differentiated input. Operations on the inner values, under the state that the level captured,
 record the graphs of the outer levels.
 
-Private names used here (torch 2.11 to 2.13): ``Variable._execution_engine`` runs a backward pass
+Private names used here (torch 2.13 and 2.14): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` tells whether a dual level
 is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
 ``forward_ad._set_fwd_grad_enabled`` switches tangents on; ``Node._sequence_nr`` is a node's number,

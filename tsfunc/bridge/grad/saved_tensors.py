@@ -10,7 +10,7 @@ before the level ends, and a checkpoint that runs the transform again would get 
 level. When the unpack hook runs, the levels around the hooks may have ended; these levels are then
 active again during the call.
 
-Private names used here (torch 2.11 to 2.13): none; ``saved_tensors_hooks`` is public, and
+Private names used here (torch 2.13 and 2.14): none; ``saved_tensors_hooks`` is public, and
 ``__enter__`` reads ``pack_hook`` and ``unpack_hook``.
 """
 

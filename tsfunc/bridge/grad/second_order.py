@@ -24,7 +24,7 @@ other operators, whose derivatives are right to any order. Fused attention with 
 so too, as it has no tangent formula. A program contains such formulas as operators, so they are
 also intercepted while it runs (``differentiable``).
 
-Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reaches a tracer's
+Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reaches a tracer's
 own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
 """
 

@@ -26,7 +26,7 @@ The last seven are the boundary of ``shard_map``. Their transposes are those of 
 ``in_dims`` and ``out_dims`` are these specs. They differ from the transposes of ``torch.chunk`` and
 similar operators, which involve one process only.
 
-Private names used here (torch 2.11 to 2.14): ``_C._AutoDispatchBelowAutograd`` and
+Private names used here (torch 2.13 and 2.14): ``_C._AutoDispatchBelowAutograd`` and
 ``_C._after_autograd_keyset`` call an operator below autograd;
 ``_C.DisableTorchFunctionSubclass`` reads a tracer's own tangent; ``forward_ad._current_level``
 tells whether a dual level is entered.

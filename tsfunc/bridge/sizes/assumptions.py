@@ -4,7 +4,7 @@ A trace tells its environment facts by asking for them. A program that was read 
 asked nothing about its symbols: its guards are told to the environment before results are
 computed.
 
-Private names used here (torch 2.11 to 2.13): ``SymBool.node`` and its ``hint``, the answer for the
+Private names used here (torch 2.13 and 2.14): ``SymBool.node`` and its ``hint``, the answer for the
 sizes of the call.
 """
 

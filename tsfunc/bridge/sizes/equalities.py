@@ -6,7 +6,7 @@ descriptors that say so. An equality is needed if the operator raises whenever i
 raises at all tried sizes that satisfy the other equalities but not this one. Sizes 0 and 1, which
 broadcast, are not tried, because they say nothing about other sizes.
 
-Private names used here (torch 2.11 to 2.13): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
+Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
 the remainders of sizes.
 """
 

@@ -3,7 +3,7 @@
 This file has all conversions of sympy's expressions of sizes. The plain data of ``2 * n + 1`` is
 ``["+", ["*", 2, "n"], 1]``, and ``SizeSum.of_form`` in ``types/sizes.py`` computes with it.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node.expr`` is the sympy expression of a
+Private names used here (torch 2.13 and 2.14): ``SymInt.node.expr`` is the sympy expression of a
 size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
 ``torch.utils._sympy`` has the functions in ShapeEnv's expressions; ``PythonPrinter``, which prints
 them; ``sympy_interp``, which walks an expression; and ``PythonReferenceAnalysis``, which maps each

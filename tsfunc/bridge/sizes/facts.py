@@ -3,7 +3,7 @@
 ``torch._check(n > 3)`` in a branch is checked only if that branch is taken. Code outside of the
 branch must not rely on the fact: a question ``n > 3`` there is still open.
 
-Private names used here (torch 2.11 to 2.13): the fact tables of ShapeEnv, by symbol
+Private names used here (torch 2.13 and 2.14): the fact tables of ShapeEnv, by symbol
 (``var_to_range``, ``replacements``, ``deferred_runtime_asserts``, ``size_like``) and by expression
 (``axioms``, ``divisible``); ``num_deferred_runtime_asserts``, the number of assertions;
 ``_version_counter`` and ``_replacements_version_counter``, which invalidate its caches.

@@ -14,7 +14,7 @@ operator accepts too few sizes.
 If a rule fails because it does not support symbolic sizes, the sizes of the results are found in
 the same way (``shape_fitting``).
 
-Private names used here (torch 2.11 to 2.13): ``FakeTensorMode``, which computes results, and its
+Private names used here (torch 2.13 and 2.14): ``FakeTensorMode``, which computes results, and its
 errors for data-dependent results; ``DisableTorchFunction``.
 
 NOTE [cached results]
@@ -40,7 +40,7 @@ of a tensor calls torch's rule once.
 The cache lives as long as the trace: newly registered kernels, and settings that are not in
 ``settings``, do not invalidate it.
 
-Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
 ``UntypedStorage._cdata`` is the address of a storage, also of a fake one; ``SymInt.node`` with its
 ``expr`` and ``hint``; the functions of ``torch._C`` return the allowed attention backends and

@@ -4,7 +4,7 @@ A packed sequence has as many rows as the sum of its lengths, and as many batch 
 longest sequence: NOTE [sizes of data] in ``symbols``. The first batch size is the number of
 sequences.
 
-Private names used here (torch 2.11 to 2.13): ``symbolic_shapes._constrain_range_for_size`` marks a
+Private names used here (torch 2.13 and 2.14): ``symbolic_shapes._constrain_range_for_size`` marks a
 fresh symbol as a size.
 """
 

@@ -1,6 +1,6 @@
 """The environment of symbolic sizes: torch's ShapeEnv, with the user's line for each guard.
 
-Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental.symbolic_shapes`` has
+Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental.symbolic_shapes`` has
 ShapeEnv. Its ``evaluate_expr`` answers questions about sizes, and ``guards`` lists them;
 ``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle questions without an
 answer yet, and ``_version_counter`` invalidates its caches when it learns more.

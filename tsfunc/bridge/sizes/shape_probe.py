@@ -2,7 +2,7 @@
 
 NOTE [guards of operators] in ``fake_results`` describes the purpose.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr``,
+Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr``,
 ``FakeTensorMode``, ``DisableTorchFunction``, and of ShapeEnv ``var_to_range`` and
 ``backed_var_to_val`` (``var_to_val`` in older versions).
 """

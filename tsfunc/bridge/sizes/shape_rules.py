@@ -11,7 +11,7 @@ The size of ``x[:k]`` and the storage offset of ``x[k]`` are new symbols if ``k`
 A derivative slices a value and its tangent alike, and torch requires equal sizes and offsets of
 them. Equal bounds of dims of equal size therefore give the same symbols, within one graph.
 
-Private names used here (torch 2.11 to 2.13): ``statically_known_true`` tells whether a fact
+Private names used here (torch 2.13 and 2.14): ``statically_known_true`` tells whether a fact
 follows from the bounds of the symbols, without a guard; ``SymInt.node`` with its ``shape_env``,
 whose ``is_unbacked_symint`` finds the symbols without a value in the call, and whose
 ``pending_fresh_unbacked_symbols`` are those that no node has yet;

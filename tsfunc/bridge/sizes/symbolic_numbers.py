@@ -2,7 +2,7 @@
 
 The functions that compare sizes do not ask for values, because that would add a guard to the trace.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``expr`` and ``shape_env``;
+Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr`` and ``shape_env``;
 ``statically_known_true`` tells whether a fact follows from the bounds of the symbols.
 
 NOTE [symbolic ints as plain ints]
@@ -13,7 +13,7 @@ parser, and its result follows from NOTE [guards of operators] in ``fake_results
 fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
 schema, and becomes ``torch.full``.
 
-Private names used here (torch 2.11 to 2.13): the kind of an argument's ``real_type`` in an
+Private names used here (torch 2.13 and 2.14): the kind of an argument's ``real_type`` in an
 overload's ``_schema`` distinguishes ``int`` from ``SymInt``; ``SymInt.node.hint`` is the number of
 the call; ``torch.return_types`` has the named tuples of functions with several results.
 """

@@ -6,7 +6,7 @@ made without the mode has a version of its own, and so has each of its views. Th
 therefore counted on the storage, and before a call reaches the mode, the version of each argument
 is brought up to date.
 
-Private names used here (torch 2.11 to 2.13): ``Tensor._version`` counts the writes to a storage;
+Private names used here (torch 2.13 and 2.14): ``Tensor._version`` counts the writes to a storage;
 ``FakeTensor`` is a tensor of FakeTensorMode.
 """
 

@@ -7,7 +7,7 @@ AOTAutograd makes of its derivatives: an initial value must not be an expanded t
 storage is smaller than a new carry; and each symbol in the sizes of stacked results must be an
 operand, or the length of the loop. :class:`LoopsMadeReady` ensures both.
 
-Private names used here (torch 2.11 to 2.14): ``torch._inductor.compile_fx`` is Inductor, which
+Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
 uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
 name; ``forward_ad._current_level`` is 0 or more inside a dual level;
 ``_functorch.maybe_current_level`` is the depth of torch.func's transforms.

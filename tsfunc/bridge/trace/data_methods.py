@@ -5,7 +5,7 @@ themselves instead. The answer is a symbolic number without a hint, like that of
 [sizes of data] in ``symbols``). The same holds for the number of classes that ``one_hot`` infers,
 and for the count of batches from which ``BatchNorm(momentum=None)`` computes its momentum.
 
-Private names used here (torch 2.11 to 2.13): ``torch._ops.OpOverload`` is the class of operators.
+Private names used here (torch 2.13 and 2.14): ``torch._ops.OpOverload`` is the class of operators.
 """
 
 from __future__ import annotations

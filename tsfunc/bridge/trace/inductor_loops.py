@@ -1,6 +1,6 @@
 """An Inductor pass for loops: NOTE [loops in Inductor] in ``backends``.
 
-Private names used here (torch 2.11 to 2.14): ``torch._inductor.custom_graph_pass`` has the base
+Private names used here (torch 2.13 and 2.14): ``torch._inductor.custom_graph_pass`` has the base
 class of passes, and the hash that keys the caches of their results.
 """
 

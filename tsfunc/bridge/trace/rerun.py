@@ -1,6 +1,6 @@
 """Runs a traced graph again on fake values, to compare its operators' results with those recorded.
 
-Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
+Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode;
 ``torch._ops.OpOverload`` is the class of operators.
 """
 

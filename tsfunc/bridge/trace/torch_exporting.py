@@ -9,7 +9,7 @@ of the examples, although the result is right for all sizes that the descriptors
 depend on data. Decompositions of the exported program ask again, so the exported program sets the
 option itself.
 
-Private names used here (torch 2.11 to 2.13): ``torch.fx.experimental._config`` has
+Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental._config`` has
 ``backed_size_oblivious``, which torch's ONNX exporter sets as well.
 """
 

@@ -4,13 +4,13 @@ The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the run of the prog
 saw the trace too would act twice, and the program would keep its effects for calls without the
 mode.
 
-Private names used here (torch 2.11 to 2.13): in ``_C`` ``_len_torch_function_stack``,
+Private names used here (torch 2.13 and 2.14): in ``_C`` ``_len_torch_function_stack``,
 ``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
 modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
 ``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe;
 ``_DisableTorchDispatch`` takes operators past all dispatch modes.
 
-Private names used here (torch 2.11 to 2.13): ``torch.random.default_generator`` is the generator
+Private names used here (torch 2.13 and 2.14): ``torch.random.default_generator`` is the generator
 that its functions seed; ``torch._compile`` and ``torch._dynamo.eval_frame`` wrap these functions,
 so their frames are between the functions and the caller.
 

@@ -6,7 +6,7 @@ Specialize kernel, and records the call. Both kernels see the operators as the u
 autograd is outside of the level, so composite operators stay whole, and a program can be
 differentiated, vmapped and traced again.
 
-Private names used here (torch 2.11 to 2.13): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
+Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 which runs operators on shapes, and the errors for data-dependent results; ``DisableTorchFunction``
 disables function modes in kernels; ``_functorch.maybe_get_level`` is the depth of the torch.func
 transform that wrapped a tensor.

@@ -2,7 +2,7 @@
 
 C++ can't answer these calls: it would answer for the wrapper tensor, or would not dispatch back.
 
-Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reads a tracer's own
+Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
 attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
 ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
 """

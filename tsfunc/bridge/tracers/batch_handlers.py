@@ -1,6 +1,6 @@
 """The handlers of batched tensors: they run a call by its plan, or leave it to the table.
 
-Private names used here (torch 2.11 to 2.13): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
+Private names used here (torch 2.13 and 2.14): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
 ``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
 inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
 """

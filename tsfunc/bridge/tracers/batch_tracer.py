@@ -1,6 +1,6 @@
 """Batched tensors: the level of a vmap, and its tracers; ``batch_handlers`` adds the handlers.
 
-Private names used here (torch 2.11 to 2.13): ``Tensor._make_wrapper_subclass`` makes a tensor
+Private names used here (torch 2.13 and 2.14): ``Tensor._make_wrapper_subclass`` makes a tensor
 without storage.
 """
 

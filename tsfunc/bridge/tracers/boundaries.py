@@ -23,7 +23,7 @@ A torch guard that an interrupted frame has entered and not left restores older 
 freed. The traceback keeps such frames, so their variables are released before the keys are
 restored (NOTE [guards in frames] in ``torch_state``).
 
-Private names used here (torch 2.11 to 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
+Private names used here (torch 2.13 and 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
 dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode,
 ``_get_torch_function_state`` and its setter calls of ``__torch_function__``; the lengths of torch's
 mode stacks, and the functions that pop a mode; ``_functorch`` has torch.func's stack.

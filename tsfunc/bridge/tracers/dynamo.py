@@ -25,7 +25,7 @@ While torch records a graph (torch.compile, torch.export, make_fx), control flow
 torch's own, so that the graph has them as operators; ``transforms/control/in_torch`` lists them.
 Inside an active transform, torch instead records the operators on batches and cotangents.
 
-Private names used here (torch 2.11 to 2.13): ``_C._dynamo.eval_frame.set_code_exec_strategy`` sets
+Private names used here (torch 2.13 and 2.14): ``_C._dynamo.eval_frame.set_code_exec_strategy`` sets
 Dynamo's treatment of frames of a code object, and of frames below them; ``_torchdynamo_disable``
 on a function stops Dynamo from tracing calls of it, and ``_torchdynamo_disable_msg`` is the reason
 in its messages; Dynamo traces ``_torchdynamo_inline`` of a function in its place.

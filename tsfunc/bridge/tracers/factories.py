@@ -5,7 +5,7 @@ active, the kernels here send such a call to the innermost level of the thread t
 random function in a vmap gets its batching rule (which obeys ``randomness``), and a factory in a
 trace is recorded.
 
-Private names used here (torch 2.11 to 2.13): ``torch.library`` itself is public; the kernels are
+Private names used here (torch 2.13 and 2.14): ``torch.library`` itself is public; the kernels are
 registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
 """
 

@@ -5,7 +5,7 @@ autograd must not run on them, and a tracer of this package would leave their le
 order. A transform that is called there delegates to the torch.func transform of the same name, as
 it does while Dynamo traces it (NOTE [transforms in torch.compile] in ``dynamo``).
 
-Private names used here (torch 2.11 to 2.13): ``_functorch.maybe_current_level`` is the depth of
+Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level`` is the depth of
 torch.func's stack; ``is_functorch_wrapped_tensor``, ``is_batchedtensor``, ``get_unwrapped``,
 ``maybe_get_bdim`` and ``maybe_get_level`` inspect a tensor of its transforms, and
 ``_add_batch_dim`` makes one.

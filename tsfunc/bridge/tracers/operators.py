@@ -2,12 +2,12 @@
 
 ``OpOverload`` is torch's Python object for one overload of an operator. The object itself is
 public (``torch.ops.aten.sin.default``), but its class, its ``_schema`` and its composite kernels
-have only private names (torch 2.11 to 2.13). ``_jit_resolve_packet`` finds the overload whose
+have only private names (torch 2.13 and 2.14). ``_jit_resolve_packet`` finds the overload whose
 schema accepts given arguments, as a call of the packet does. ``_maybe_get_opdef`` finds the
 definition of a ``torch.library.custom_op``, which has the rule of ``register_vmap`` as
 ``_vmap_fn``.
 
-Private names used here (torch 2.11 to 2.13): ``OpOverload._schema``.
+Private names used here (torch 2.13 and 2.14): ``OpOverload._schema``.
 """
 
 from __future__ import annotations

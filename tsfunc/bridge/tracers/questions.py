@@ -9,14 +9,14 @@ without function modes, so the mode is active exactly while the function's own c
 transform that the function calls runs under the mode too; what it asks for its own sake is inside
 of :func:`implementation`.
 
-Private names used here (torch 2.11 to 2.14): ``_C._is_torch_function_mode_enabled`` is False while
+Private names used here (torch 2.13 and 2.14): ``_C._is_torch_function_mode_enabled`` is False while
 function modes are disabled; ``overrides._get_current_function_mode_stack`` lists the active modes.
 
 A question about a named dim restricts a trace to sizes with the same answer. But a tracer only
 repeats known metadata: when torch makes it, torch asks whether it is contiguous or empty, and the
 answers change nothing in the program.
 
-Private names used here (torch 2.11 to 2.13): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
+Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
 ``evaluate_expr``, which answers questions about sizes, ``suppress_guards``, and ``_log_guard``,
 which receives each answer that does not follow from the bounds.
 """

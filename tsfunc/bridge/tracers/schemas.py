@@ -1,6 +1,6 @@
 """Schemas of torch's operators as plain data, for the catalogue in ``ops``.
 
-Private names used here (torch 2.11 to 2.13): ``_dispatch_get_all_op_names`` lists the operators
+Private names used here (torch 2.13 and 2.14): ``_dispatch_get_all_op_names`` lists the operators
 registered with the dispatcher, ``_dispatch_find_schema_or_throw`` tests whether a name is
 registered, and ``_dispatch_has_kernel_for_dispatch_key`` whether it has a kernel;
 ``OpOverload._schema`` is an overload's schema; ``CustomOpDef``, the result of

@@ -1,6 +1,6 @@
 """torch's thread-local state: the part that a level captures, and how it is restored.
 
-Private names used here (torch 2.11 to 2.13 have them all; ``tests/bridge/test_private_names.py``
+Private names used here (torch 2.13 and 2.14 have them all; ``tests/bridge/test_private_names.py``
 fails by name if one is missing):
 
 - ``_dispatch_tls_local_include_set``, ``_dispatch_tls_local_exclude_set``: the C++ dispatcher's
@@ -27,7 +27,7 @@ fails by name if one is missing):
 A program is made under certain settings and serves calls under the same settings. They are read at
 every call, so each is read by the cheapest function.
 
-Private names used here (torch 2.11 to 2.13), each the C++ function behind a public one:
+Private names used here (torch 2.13 and 2.14), each the C++ function behind a public one:
 ``_is_any_autocast_enabled`` (``is_autocast_enabled`` for every type of device),
 ``_get_deterministic_algorithms`` and ``_get_deterministic_algorithms_warn_only``,
 ``_get_cudnn_deterministic``, ``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``;

@@ -9,7 +9,7 @@ because its views would lose their memory; the user then gets a emulated view.
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
 
-Private names used here (torch 2.11 to 2.13): ``DisableTorchFunctionSubclass`` reads a tracer's own
+Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
 attributes.
 """
 
