@@ -91,6 +91,7 @@ NESTINGS: dict[str, Callable[[Callable[..., Tensor]], Any]] = {
     "grad(vmap(jvp))": lambda f: grad(summed(vmap(lambda w, x: jvp(f, (w, x), (x, w)))), (0, 1))(
         X, X
     ),
+    "jvp(jvp)": lambda f: jvp(lambda w, x: jvp(f, (w, x), (x, w))[1], (W, X[0]), (X[1], W)),
     "grad(grad)": lambda f: grad(summed(grad(f, (0, 1))), (0, 1))(W, X[0]),
     "grad(vmap(grad))": lambda f: grad(summed(each(grad(f, (0, 1)))), (0, 1))(W, X),
     "vmap(vmap(grad))": lambda f: each(each(grad(f, (0, 1))))(W, X[None]),

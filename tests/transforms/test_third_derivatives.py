@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -222,6 +223,14 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
         lambda x: F.glu(x, 1).repeat(1, 2, 1),
         lambda x: (x[:, :2] / (1 + (-x[:, 2:]).exp())).repeat(1, 2, 1),
     ),
+    "logit": (
+        lambda x: torch.logit(0.9 * x.cos().square()),
+        lambda x: (1 / (1 / (0.9 * x.cos().square()) - 1)).log(),
+    ),
+    "logit of clamped values": (
+        lambda x: torch.logit(x.cos().square(), 0.2),
+        lambda x: (1 / (1 / x.cos().square().clamp(0.2, 0.8) - 1)).log(),
+    ),
     "attention": (attended, attended_by_formula),
     "causal attention": (
         lambda x: attended(x, is_causal=True, scale=0.3),
@@ -325,7 +334,10 @@ def test_in_a_program(name: str) -> None:
     torch.testing.assert_close(tsfunc.specialize(third, {})(X), third(X))
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "batch_norm", "weight_norm", "cdist"])
+@pytest.mark.parametrize(
+    "name",
+    "layer_norm,batch_norm,weight_norm,cdist,logit,logit of clamped values".split(","),
+)
 def test_of_a_program_of_a_gradient(name: str) -> None:
     """The program calls backward formulas, which are differentiated when it runs."""
 
@@ -338,6 +350,14 @@ def test_of_a_program_of_a_gradient(name: str) -> None:
     for along in DIRECTIONS[:2]:
         want = reverse(want, along)
     torch.testing.assert_close(tsfunc.grad(got)(X), tsfunc.grad(want)(X), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 0.1, 0.5, -1.0])
+def test_the_gradient_of_logit_at_every_kind_of_value(eps: float | None) -> None:
+    x = torch.tensor([-1, 0, 0.05, 0.3, 0.5, 0.9, 1, 1.2, math.nan])
+    program = tsfunc.specialize(tsfunc.grad(lambda x: torch.logit(x, eps).sum()))
+    want = tsfunc.grad(lambda x: torch.logit(x, eps).sum())(x)
+    torch.testing.assert_close(tsfunc.vjp(program, x)[0], want, equal_nan=True)
 
 
 @pytest.mark.parametrize("matrix", ["identity", "two equal columns", "zero"])

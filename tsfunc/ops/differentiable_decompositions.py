@@ -8,6 +8,7 @@ attention).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -250,6 +251,16 @@ def group_norm_backward(
     )
 
 
+def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
+    """``aten::logit_backward``: zero where the value is clamped, else NaN outside of [0, 1]."""
+    # torch takes a negative eps as no eps.
+    margin, elsewhere = (0.0, math.nan) if eps is None or eps < 0 else (eps, 0.0)
+    outside = (x < margin) | (x > 1 - margin)
+    probability = torch.where(outside, 0.5, widened(x))
+    pulled = widened(grad) / (probability * (1 - probability))
+    return torch.where(outside, elsewhere, pulled).to(x.dtype)
+
+
 DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
@@ -295,6 +306,7 @@ BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # Backward operators that have no derivative at all.
 UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::logit_backward": logit_backward,
     **attention_decompositions.BACKWARD,
     **differentiable_norms.UNDIFFERENTIABLE_BACKWARD,
 }

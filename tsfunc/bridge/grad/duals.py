@@ -136,7 +136,9 @@ def _how(value: Any) -> _Build | None:
     pushed = _how(tangent)  # a jvp around the tangent's own jvp
 
     def build(value: Any) -> torch.Tensor:
-        found = value if inside is None else _around(inside(value.value), value)
+        inner = None if inside is None else inside(value.value)
+        # A tensor that still has all of its tangents is returned itself: a call may write to it.
+        found = value if inner is None or inner is value.value else _around(inner, value)
         if tangent is None or unpack_dual(found)[1] is not None:
             return found
         return make_dual(found, tangent if pushed is None else pushed(tangent), level)
