@@ -26,7 +26,13 @@ from tsfunc.bridge.batch import (
     selection_sums,
     sized_composites,
 )
-from tsfunc.bridge.grad import custom_function, saved_tensors, second_order, zero_tangents
+from tsfunc.bridge.grad import (
+    checkpoints,
+    custom_function,
+    saved_tensors,
+    second_order,
+    zero_tangents,
+)
 from tsfunc.bridge.sizes import kernel_sizes
 from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
 from tsfunc.bridge.tracers import (
@@ -35,12 +41,11 @@ from tsfunc.bridge.tracers import (
     checks,
     compressed,
     containers,
-    factories,
     grad_level,
     methods,
 )
 from tsfunc.bridge.tracers.function_registry import registry
-from tsfunc.bridge.writing import reshaped_views, reshaping, writes
+from tsfunc.bridge.writing import creation_tracking, reshaped_views, reshaping, writes
 from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
@@ -52,6 +57,11 @@ _RULES = (
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, tracing)
+# The modules that declare what the first transform or level of a process prepares.
+_PREPARATIONS = (
+    checkpoints, checks, creation_tracking, custom_function, saved_tensors, second_order,
+    zero_tangents,
+)  # fmt: skip
 
 
 def _reader() -> Any:
@@ -64,6 +74,3 @@ def _reader() -> Any:
 install(_reader)
 registry.load([module.function_rules for module in _RULES])
 pytrees.on_unknown(containers.register)
-factories.on_first_transform(custom_function.install)
-for _module in (saved_tensors, second_order, zero_tangents):
-    factories.on_first_level(_module.install)

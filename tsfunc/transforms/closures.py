@@ -23,7 +23,7 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.torch_settings import is_compiling
 from tsfunc.bridge.trace.tracing import TraceLevel, node_of_output
-from tsfunc.bridge.tracers.factories import watching_factories, watching_random
+from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
 from tsfunc.dispatch.state import outside_all_levels
 from tsfunc.program.graphs.codegen import generate

@@ -9,7 +9,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
-from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.transforms.out_dims import result_of
 from tsfunc.transforms.vmap_spec import Spec
 

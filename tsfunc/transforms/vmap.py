@@ -21,8 +21,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary, folding, outermost
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
-from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
+from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.dispatch.state import tls

@@ -30,6 +30,8 @@ from torch._C import _FunctionBase, _functorch
 from torch.autograd import Function
 from torch.autograd.function import FunctionMeta, _SingleLevelFunction
 
+from tsfunc.bridge.tracers.registrations import on_first_transform
+
 Handler = Callable[..., Any]  # takes a class, and its arguments bound to those of ``forward``
 
 _descriptor: Any = _FunctionBase.__dict__["apply"]
@@ -46,15 +48,13 @@ def call_torch_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return _own.__get__(None, cls)(*args, **kwargs)
 
 
-def install(handler: Handler) -> None:
-    """Give the calls of ``apply`` to ``handler``. A second call replaces the handler.
+def hook(handler: Handler) -> None:
+    """Declare the handler of the calls of ``apply``, from the first transform on.
 
-    Raises:
-        RuntimeError: torch's method table does not have the expected form.
+    The first transform raises a RuntimeError if torch's method table has not the expected form.
     """
     if not applies_in_cpp():
-        base: Any = _SingleLevelFunction
-        base.apply = classmethod(handler)
+        on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(handler))
         return
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,10 +69,8 @@ def install(handler: Handler) -> None:
             return call_torch_apply(cls, *args, **kwargs)  # raises the error
         return handler(cls, *args)
 
-    metaclass: Any = FunctionMeta
-    metaclass.__call__ = call
-    if _own is _descriptor:
-        _redirect_method_table()
+    on_first_transform(setattr, FunctionMeta, "__call__", call)
+    on_first_transform(_redirect_method_table)
 
 
 class _MethodDef(ctypes.Structure):

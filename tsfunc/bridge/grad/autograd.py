@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
-from tsfunc.bridge.tracers.factories import prepare, watching_random
+from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
 from tsfunc.dispatch import current_levels

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
 from tsfunc.bridge.tracers.draw_keys import DrawnBefore
-from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.reentry import reenter
+from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
 from tsfunc.bridge.tracers.torch_state import rerunning
 from tsfunc.bridge.tracers.tracer import TracerLevel, current_tracer_level, innermost_level
@@ -49,12 +49,6 @@ _theirs: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
 _OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
 
 
-@on_first_transform
-def _install() -> None:
-    """Patch torch so that checkpoints rerun functions at the levels where they were made."""
-    setattr(torch.utils.checkpoint, _NAME, _current if _NAME == _CURRENT else _former)
-
-
 @functools.wraps(_theirs)
 def _current(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
@@ -66,6 +60,12 @@ def _current(
 def _former(fn: Callable[..., Any], *options_and_args: Any, **kwargs: Any) -> _Steps:
     args = options_and_args[_OPTIONS:]
     return _generator(fn, args, lambda again: _theirs(again, *options_and_args, **kwargs))
+
+
+# Checkpoints rerun functions at the levels where they were made.
+on_first_transform(
+    setattr, torch.utils.checkpoint, _NAME, _current if _NAME == _CURRENT else _former
+)
 
 
 def _generator(

@@ -55,11 +55,6 @@ from tsfunc.dispatch.recording import run_as
 _torch_vmap = Function.vmap
 
 
-def install() -> None:
-    """Install ``_apply`` as the handler of ``Function.apply``; a second call has no effect."""
-    apply_hook.install(_apply)
-
-
 def torch_apply(cls: Any, *args: Any) -> Any:
     """Call torch's own method, which adds one node to the graph of the tensor arguments."""
     if cls.jvp is not torch_jvp and tangents_here():
@@ -96,6 +91,9 @@ def _apply(cls: Any, *args: Any) -> Any:
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
         return torch_apply(cls, *args)
     return _at_level(cls, level, args)
+
+
+apply_hook.hook(_apply)
 
 
 # Functions (class, level, arguments) that record a call in a trace. The transforms package sets

@@ -18,8 +18,8 @@ from torch.autograd import Function, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import tangents_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.factories import watching_random
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import outside_all_levels, tls, using
 from tsfunc.ops.dims import batched_at

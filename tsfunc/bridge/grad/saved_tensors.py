@@ -23,15 +23,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tsfunc.bridge.tracers.reentry import any_ended, reenter
+from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import Tracer, serials
 from tsfunc.dispatch.state import tls
 
 _theirs = saved_tensors_hooks.__enter__
-
-
-def install() -> None:
-    """Patch ``saved_tensors_hooks`` so that hooks handle tracers as described above."""
-    saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
 
 
 def _enter(self: saved_tensors_hooks) -> None:
@@ -41,6 +37,9 @@ def _enter(self: saved_tensors_hooks) -> None:
         _theirs(self)
     finally:
         self.pack_hook, self.unpack_hook = pack, unpack
+
+
+on_first_level(setattr, saved_tensors_hooks, "__enter__", _enter)
 
 
 class _UnhookedTensor:

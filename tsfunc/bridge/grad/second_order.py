@@ -31,7 +31,6 @@ own methods; ``forward_ad._current_level`` tells whether a dual level is entered
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,9 +40,8 @@ from torch.autograd import forward_ad
 
 from tsfunc.bridge.grad import pullbacks
 from tsfunc.bridge.tracers.boundaries import outermost
-from tsfunc.bridge.tracers.factories import watching_random
-from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
+from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels, watching_random
+from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
@@ -59,24 +57,6 @@ PULLED_BACK = "_linalg_eigh linalg_eig linalg_householder_product".split()
 
 _Decomposition = Callable[..., Any]
 _Condition = Callable[[Sequence[Any]], bool]
-
-_libraries: list[torch.library.Library] = []
-
-
-def install() -> None:
-    """Register the kernels; a second call has no effect."""
-    if _libraries:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        for name, decomposition, met in _replacements():
-            overload = overload_of(name)
-            if overload is not None:
-                kernel = _kernel(overload, decomposition, met)
-                library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
-
 
 # The backward formulas that a program intercepts while it runs.
 BACKWARD_FORMULAS = frozenset({*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED})
@@ -115,29 +95,34 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition]]:
             yield name, decomposition, met
 
 
-def _kernel(
-    overload: Any, decomposition: _Decomposition | None, met: _Condition
-) -> Callable[..., Any]:
-    """Return the kernel of an operator for use while a level or a jvp is active.
+def _replaced(
+    decomposition: _Decomposition | None,
+    met: _Condition,
+    overload: Any,
+    rest: Any,
+    keys: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call an operator while a level or a jvp is active.
 
     Args:
-        overload: the operator.
         decomposition: the operator in other operators. None: its tangents come from its pullback.
         met: True for arguments with which torch's own formulas are not used.
+        overload: the operator.
+        rest: the keys after the one that this is a kernel of.
+        keys: the keys of the call.
+        args: its arguments.
+        kwargs: its keyword arguments.
     """
-    rest = after(RANDOM_KEY_NAME)
-
-    def operator(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        # Below autograd, in the kernel of another operator, no derivatives are taken.
-        if not below_autograd() and met((*args, *kwargs.values())):
-            if decomposition is None:
-                return pullbacks.call(overload, args, kwargs)
-            out = decomposition(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-        return overload.redispatch(keys & rest, *args, **kwargs)
-
-    return operator
+    # Below autograd, in the kernel of another operator, no derivatives are taken.
+    if not below_autograd() and met((*args, *kwargs.values())):
+        if decomposition is None:
+            return pullbacks.call(overload, args, kwargs)
+        out = decomposition(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+    return overload.redispatch(keys & rest, *args, **kwargs)
 
 
 def _recorded(values: Sequence[Any]) -> bool:
@@ -195,3 +180,13 @@ def _differentiated(value: torch.Tensor) -> bool:
     # A program may later be differentiated by any value that it traces.
     traced = hasattr(value, "node")
     return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
+
+
+on_first_level(
+    register_kernels,
+    RANDOM_KEY_NAME,
+    {
+        name: functools.partial(_replaced, decomposition, met)
+        for name, decomposition, met in _replacements()
+    },
+)

@@ -12,49 +12,39 @@ Private names used here (torch 2.13 and 2.14): ``Tensor._is_zerotensor`` recogni
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.torch_state import after
+from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels
 from tsfunc.bridge.tracers.tracer import Tracer
 
 # The operators that torch computes lazily. All others get zeros in memory.
 _LAZY = "add.Tensor sub.Tensor mul.Tensor div.Tensor linalg_cross".split()
 _KEY = "ZeroTensor"
 
-_libraries: list[torch.library.Library] = []
 
+def _meeting_tracers(
+    lazy: Any, overload: Any, rest: Any, keys: Any, x: Any, y: Any, **kwargs: Any
+) -> Any:
+    """Call an operator on a lazy zero and another operand.
 
-def install() -> None:
-    """Register the kernels, once a process."""
-    if _libraries:
-        return
-    library = torch.library.Library("aten", "IMPL")
-    _libraries.append(library)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
-        for name in _LAZY:
-            lazy = torch.library.get_kernel(f"aten::{name}", _KEY)
-            library.impl(name, _kernel(overload_of(f"aten::{name}"), lazy), _KEY, with_keyset=True)
-
-
-def _kernel(overload: Any, lazy: Any) -> Callable[..., Any]:
-    rest = after(_KEY)
-    packet = overload.overloadpacket
-
-    def operator(keys: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-            # C++ hands Python numbers, lazy zeros among them, to Python as numbers.
-            return packet(_in_memory(x), _in_memory(y), **kwargs)
-        if isinstance(x, Tracer) or isinstance(y, Tracer):
-            return overload.redispatch(keys & rest, _in_memory(x), _in_memory(y), **kwargs)
-        return lazy.call_boxed(keys, x, y, **kwargs)
-
-    return operator
+    Args:
+        lazy: torch's own kernel.
+        overload: the operator.
+        rest: the keys after the one that this is a kernel of.
+        keys: the keys of the call.
+        x: the first operand.
+        y: the second operand.
+        kwargs: the keyword arguments.
+    """
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        # C++ hands Python numbers, lazy zeros among them, to Python as numbers.
+        return overload.overloadpacket(_in_memory(x), _in_memory(y), **kwargs)
+    if isinstance(x, Tracer) or isinstance(y, Tracer):
+        return overload.redispatch(keys & rest, _in_memory(x), _in_memory(y), **kwargs)
+    return lazy.call_boxed(keys, x, y, **kwargs)
 
 
 def _in_memory(value: Any) -> Any:
@@ -62,3 +52,13 @@ def _in_memory(value: Any) -> Any:
         zero: torch.Tensor = torch.zeros((), dtype=value.dtype, device=value.device)
         return zero.expand(value.shape)
     return value
+
+
+on_first_level(
+    register_kernels,
+    _KEY,
+    {
+        name: functools.partial(_meeting_tracers, torch.library.get_kernel(name, _KEY))
+        for name in (f"aten::{each}" for each in _LAZY)
+    },
+)

@@ -58,7 +58,6 @@ from tsfunc.bridge.trace.tensor_guards import (
 from tsfunc.bridge.trace.tracer_copies import copied
 from tsfunc.bridge.tracers.boundaries import Lines
 from tsfunc.bridge.tracers.checks import refused_outcome
-from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
@@ -68,6 +67,7 @@ from tsfunc.bridge.tracers.questions import (
     has_symbols,
     suppress_guards,
 )
+from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,

@@ -33,10 +33,10 @@ import torch
 from torch.distributions import Distribution, constraints
 
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
-from tsfunc.bridge.tracers.factories import on_first_transform
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
+from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.places import Place, users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
@@ -183,29 +183,29 @@ def _is_batched(value: Any) -> bool:
     return isinstance(value, BatchTracer)
 
 
-def _install() -> None:
-    """Let torch's functions for checks take batched tensors, and tensors of a trace."""
-    with_bool: Any = torch._check_with
-    with_tensor: Any = torch._check_tensor_all_with
-
-    @functools.wraps(with_bool)
-    def check_with(error_type: Any, cond: Any, message: Any) -> None:
-        if not _is_batched(cond):
-            with_bool(error_type, cond, message)
-        elif not cond.all():
-            raise _raised(error_type, message)
-
-    @functools.wraps(with_tensor)
-    def check_tensor_all_with(error_type: Any, cond: Any, message: Any = None) -> None:
-        if not isinstance(cond, Tracer) or cond.dtype is not torch.bool:
-            with_tensor(error_type, cond, message)
-        elif not cond.all():
-            raise _raised(error_type, message)
-
-    vars(torch).update(_check_with=check_with, _check_tensor_all_with=check_tensor_all_with)
+# torch's functions for checks take batched tensors, and tensors of a trace.
+_with_bool: Any = torch._check_with
+_with_tensor: Any = torch._check_tensor_all_with
 
 
-on_first_transform(_install)
+@functools.wraps(_with_bool)
+def _check_with(error_type: Any, cond: Any, message: Any) -> None:
+    if not _is_batched(cond):
+        _with_bool(error_type, cond, message)
+    elif not cond.all():
+        raise _raised(error_type, message)
+
+
+@functools.wraps(_with_tensor)
+def _check_tensor_all_with(error_type: Any, cond: Any, message: Any = None) -> None:
+    if not isinstance(cond, Tracer) or cond.dtype is not torch.bool:
+        _with_tensor(error_type, cond, message)
+    elif not cond.all():
+        raise _raised(error_type, message)
+
+
+on_first_transform(setattr, torch, "_check_with", _check_with)
+on_first_transform(setattr, torch, "_check_tensor_all_with", _check_tensor_all_with)
 
 
 def _is_all_true(

@@ -18,8 +18,8 @@ from torch._C import DispatchKey as TorchKey
 from torch._C import _skip_one_hop_torch_function
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.factories import watching_factories
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.registrations import watching_factories
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, lift_where
 

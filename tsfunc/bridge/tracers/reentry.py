@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tsfunc.bridge.tracers.factories import watching_random
+from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import State, active_levels, capturing, using

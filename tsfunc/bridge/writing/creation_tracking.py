@@ -37,7 +37,7 @@ from typing import Any, Final
 
 import torch
 
-from tsfunc.bridge.tracers.factories import on_first_level
+from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import active_levels
 
@@ -127,12 +127,14 @@ def _before_collection(phase: str, info: Mapping[str, Any]) -> None:
             noted[id(item)] = weakref.ref(item), _creations.levels
 
 
-@on_first_level
 def _watch_collections() -> None:
     """Register the callback; the first level is there already, and may have left generation 0."""
     for item in live_objects((TracerLevel,)):
         item.created_at = _creations.levels = 1
     gc.callbacks.append(_before_collection)
+
+
+on_first_level(_watch_collections)
 
 
 def created_in(level: TracerLevel) -> dict[int, torch.Tensor]:

@@ -21,10 +21,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.factories import before_drawing
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradLevel
 from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
+from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.naming import Described
 from tsfunc.bridge.writing.promotion import CreatedOutside, NoCommonBase, aliases_of, promote

@@ -37,7 +37,7 @@ from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.boundaries import protected
-from tsfunc.bridge.tracers.factories import watching_factories, watching_random
+from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.places import place_of

@@ -1,9 +1,21 @@
-"""Factory and random functions, which have no tensor argument that leads to a level.
+"""Everything that tsfunc registers with torch, once a process.
 
-NOTE [the factory keys] in ``torch_state`` describes how they are intercepted. While a level is
-active, the kernels here send such a call to the innermost level of the thread that handles it: a
-random function in a vmap gets its batching rule (which obeys ``randomness``), and a factory in a
-trace is recorded.
+Importing the package changes nothing in torch. The first transform and the first tracer level of a
+process run the preparations that other modules have declared, and register the kernels.
+
+NOTE [kernels of factories]
+Factory and random functions have no tensor argument that leads to a level. NOTE [the factory keys]
+in ``torch_state`` describes how they are intercepted. While a level is active, the kernels here
+send such a call to the innermost level of the thread that handles it: a random function in a vmap
+gets its batching rule (which obeys ``randomness``), and a factory in a trace is recorded.
+
+NOTE [dispatch handlers]
+C++ brings a call on a tracer to ``__torch_dispatch__``. Before that it asks whether the tracer is
+a DTensor, and the first such question of a process imports ``torch.distributed.tensor`` and
+sympy, which takes half a second. A handler that ``torch.library.register_torch_dispatch`` has
+registered for the operator and the class is called first, without that question. The handlers
+registered here are those of the classes themselves. The registration is for the operators that
+have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual.
 
 Private names used here (torch 2.13 and 2.14): ``torch.library`` itself is public; the kernels are
 registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
@@ -11,9 +23,12 @@ registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,9 +43,13 @@ from tsfunc.bridge.tracers.torch_state import (
     with_random_key,
     without_factory_keys,
 )
-from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.dispatch import Level, current_levels
 from tsfunc.dispatch.state import tls
+from tsfunc.ops.registry import all_rows
+
+# --- the kernels of factories and random functions
+
 
 RANDOM = (
     "rand rand.generator randn randn.generator randint randint.generator randint.low "
@@ -182,38 +201,110 @@ def _zero_tangent(keys: Any, size: Sequence[Any], **kwargs: Any) -> Any:
 _RANDOM_NAMES = {name.partition(".")[0] for name in RANDOM}
 
 
-# Importing this package changes nothing in torch.
+# --- other kernels
+
+
+Kernel = Callable[..., Any]
+"""A function of an overload, the keys after the kernel's key, and a call with its keys first."""
+
+_others: list[torch.library.Library] = []
+
+
+def register_kernels(key: str, kernels: Mapping[str, Kernel]) -> None:
+    """Register kernels for a key.
+
+    Args:
+        key: the name of the key.
+        kernels: by the names of the operators, in place of those that torch has for the key.
+            Operators that torch does not have are left out.
+    """
+    rest = after(key)
+    library = torch.library.Library("aten", "IMPL")
+    _others.append(library)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
+        for name, kernel in kernels.items():
+            overload = overload_of(name)
+            if overload is not None:
+                made = functools.partial(kernel, overload, rest)
+                library.impl(name.removeprefix("aten::"), made, key, with_keyset=True)
+
+
+# --- the dispatch handlers of tracers
+
+
+_DTENSOR = "torch.distributed.tensor"
+
+
+@functools.cache
+def register_dispatch_handlers() -> torch.library.Library | None:
+    """Register the dispatch handler of each class of tracers, once: NOTE [dispatch handlers].
+
+    Returns:
+        The library that keeps the registrations; None if DTensor is imported already.
+    """
+    if _DTENSOR in sys.modules:
+        return None
+    library = torch.library.Library("aten", "FRAGMENT")
+    handlers = {cls: _dispatch_handler(cls) for cls in _subclasses(Tracer)}
+    for name in all_rows():
+        if name.startswith("aten::"):
+            for cls, handler in handlers.items():
+                torch.library.register_torch_dispatch(name, cls, handler, lib=library)
+    return library
+
+
+def _subclasses(cls: type[Tracer]) -> Iterator[type[Tracer]]:
+    for each in cls.__subclasses__():
+        yield each
+        yield from _subclasses(each)
+
+
+def _dispatch_handler(cls: type[Tracer]) -> Callable[..., Any]:
+    """Return the dispatch handler of a class as a function of the class and the call."""
+    own = getattr(cls.__torch_dispatch__, "__func__", None)
+    return own if isinstance(own, FunctionType) else _compiled_dispatch_handler
+
+
+def _compiled_dispatch_handler(cls: type[Tracer], *call: Any) -> Any:
+    return cls.__torch_dispatch__(*call)
+
+
+# --- preparations
+
+
 _on_first_transform: list[Callable[[], None]] = []
 _on_first_level: list[Callable[[], None]] = []
 
 
-def on_first_transform(preparation: Callable[[], None]) -> Callable[[], None]:
-    """Register a function to call once, when the process enters its first transform."""
-    _on_first_transform.append(preparation)
-    return preparation
+def on_first_transform(function: Callable[..., Any], *args: Any) -> None:
+    """Declare a call to make once, when the process enters its first transform."""
+    _on_first_transform.append(functools.partial(function, *args))
 
 
-def on_first_level(preparation: Callable[[], None]) -> Callable[[], None]:
-    """Register a function to call once, when the process enters its first tracer level."""
-    _on_first_level.append(preparation)
-    return preparation
+def on_first_level(function: Callable[..., Any], *args: Any) -> None:
+    """Declare a call to make once, when the process enters its first tracer level."""
+    _on_first_level.append(functools.partial(function, *args))
 
 
 def prepare() -> None:
     """Run the preparations; every transform calls this before it runs."""
-    if _on_first_transform:
+    _run(_on_first_transform)
+
+
+def _run(preparations: list[Callable[[], None]]) -> None:
+    if preparations:
         with _lock:
-            for preparation in _on_first_transform:
+            for preparation in preparations:
                 preparation()
-            _on_first_transform.clear()
+            preparations.clear()
 
 
 def watching_random() -> Any:
     """Context manager: random functions reach the active levels."""
     if RANDOM_KEY_NAME not in _libraries:
         prepare()
-        for preparation in _on_first_level:
-            preparation()
+        _run(_on_first_level)
         _install(RANDOM_KEY_NAME, RANDOM)
     return with_random_key()
 
