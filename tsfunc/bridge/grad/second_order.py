@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ from tsfunc.ops.differentiable_decompositions import (
     TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
 )
-from tsfunc.ops.dims import op_name
 
 # Operators whose pullbacks can be differentiated any number of times.
 PULLED_BACK = "_linalg_eigh linalg_eig linalg_householder_product".split()
@@ -79,16 +78,16 @@ def install() -> None:
                 library.impl(name.removeprefix("aten::"), kernel, RANDOM_KEY_NAME, with_keyset=True)
 
 
-def differentiable(function: Callable[..., Any], targets: Iterable[Any]) -> Callable[..., Any]:
-    """Return a program's function so that its backward formulas can be differentiated.
+# The backward formulas that a program intercepts while it runs.
+BACKWARD_FORMULAS = frozenset({*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED})
+
+
+def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a program's function so that the backward formulas in it can be differentiated.
 
     Args:
-        function: calls operators, and among them perhaps backward formulas of its function.
-        targets: the operators that it calls.
+        function: calls operators, and some of ``BACKWARD_FORMULAS`` among them.
     """
-    names = {*BACKWARD_DECOMPOSED, *UNDIFFERENTIABLE_DECOMPOSED}
-    if names.isdisjoint(op_name(target) for target in targets):
-        return function
 
     @functools.wraps(function)
     def intercepted(*args: Any) -> Any:

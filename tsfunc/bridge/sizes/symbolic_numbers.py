@@ -1,9 +1,6 @@
-"""Symbolic sizes and numbers: their kind, their text, known equality, and their nodes.
+"""Symbolic sizes and numbers: their kind, their text, and their nodes.
 
-The functions that compare sizes do not ask for values, because that would add a guard to the trace.
-
-Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr`` and ``shape_env``;
-``statically_known_true`` tells whether a fact follows from the bounds of the symbols.
+Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr`` and ``shape_env``.
 
 NOTE [symbolic ints as plain ints]
 Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
@@ -30,16 +27,10 @@ import torch.fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
-from tsfunc.bridge.tracers.questions import in_user_code
+from tsfunc.bridge.tracers.questions import KINDS, LISTS, has_symbols, in_user_code
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
 from tsfunc.dispatch import current_levels
 from tsfunc.types.sizes import DimExpr, solved_for
-
-KINDS: dict[type, Callable[[Any], Any]] = {
-    torch.SymInt: int,
-    torch.SymFloat: float,
-    torch.SymBool: bool,
-}
 
 
 def size_text(size: Any) -> str:
@@ -48,32 +39,6 @@ def size_text(size: Any) -> str:
         return str(size)
     text: str = size.node.shape_env.symbols.spell_size(size)
     return text
-
-
-def same_size(left: Any, right: Any) -> bool:
-    """True if two sizes are known to be equal; adds no guard."""
-    return bool(_expression(left) == _expression(right))
-
-
-def _expression(size: Any) -> Any:
-    return size if isinstance(size, int) else size.node.expr
-
-
-def same_number(left: Any, right: Any) -> bool:
-    """True if two numbers have one kind and are known to be equal; adds no guard."""
-    if type(left) is not type(right):
-        return False
-    symbolic = type(left) in KINDS
-    return bool(left.node.expr == right.node.expr if symbolic else left == right)
-
-
-def known_to_hold(fact: Any) -> bool:
-    """True if a fact about sizes is known to hold for all sizes; adds no guard."""
-    if isinstance(fact, bool):
-        return fact
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(fact)
 
 
 def kind_of(value: Any) -> type:
@@ -103,23 +68,6 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
 
 
 # --- symbolic ints as arguments that schemas declare as plain ints
-
-
-_NUMBERS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
-_LISTS = frozenset({list, tuple, torch.Size})
-
-
-def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if there is a symbolic number among the arguments, or in a list of them."""
-    return _any(args) or (bool(kwargs) and _any(kwargs.values()))
-
-
-def _any(values: Any) -> bool:
-    for value in values:
-        kind = type(value)  # isinstance would read the property __class__ of a tracer
-        if kind in _NUMBERS or (kind in _LISTS and _any(value)):
-            return True
-    return False
 
 
 def call_past_parser(
@@ -185,8 +133,8 @@ _C_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 def _hinted(values: Sequence[Any]) -> list[Any]:
     """Replace symbolic arguments by their hints, or by stand-ins if they depend on data."""
     return [
-        type(value)(_hinted(value)) if type(value) in _LISTS
-        else _hint(value) if type(value) in _NUMBERS
+        type(value)(_hinted(value)) if type(value) in LISTS
+        else _hint(value) if type(value) in KINDS
         else value
         for value in values
     ]  # fmt: skip
@@ -203,7 +151,8 @@ _STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if a symbolic int is given for a plain int argument."""
     return any(
-        _any([args[i] if i < len(args) else kwargs.get(name)]) for i, name in _plain_ints(overload)
+        has_symbols([args[i] if i < len(args) else kwargs.get(name)], {})
+        for i, name in _plain_ints(overload)
     )
 
 
@@ -222,13 +171,13 @@ def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
 
 def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
     """Return ``torch.tensor`` of symbolic numbers, or of lists of them."""
-    if type(data) in _LISTS:
+    if type(data) in LISTS:
         if dtype is None and _has_floats(data):
             dtype = torch.get_default_dtype()
         parts = [_tensor(part, dtype, device) for part in data]
         return NotImplemented if NotImplemented in parts else torch.stack(parts)
     if dtype is None:
-        if type(data) not in _NUMBERS and not isinstance(data, bool | int | float):
+        if type(data) not in KINDS and not isinstance(data, bool | int | float):
             return NotImplemented
         dtype = _dtype_of(data)
     return torch.full((), data, dtype=dtype, device=device)
@@ -243,7 +192,7 @@ def _dtype_of(number: Any) -> torch.dtype:
 
 def _has_floats(values: Sequence[Any]) -> bool:
     return any(
-        _has_floats(value) if type(value) in _LISTS
+        _has_floats(value) if type(value) in LISTS
         else isinstance(value, float | torch.SymFloat)
         for value in values
     )  # fmt: skip

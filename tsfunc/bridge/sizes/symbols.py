@@ -39,7 +39,8 @@ from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_n
 from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
-from tsfunc.bridge.sizes.symbolic_numbers import KINDS, divided
+from tsfunc.bridge.sizes.symbolic_numbers import divided
+from tsfunc.bridge.tracers.questions import KINDS
 from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
 from tsfunc.types import Dim

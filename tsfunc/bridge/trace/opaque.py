@@ -99,6 +99,4 @@ for _name in (
 
 def without_opaque_values(tree: Any) -> Any:
     """Replace the opaque values in a pytree by their values."""
-    if not any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(tree)):
-        return tree
     return pytrees.tree_map(lambda x: _of(x, "_value") if type(x) is OpaqueValue else x, tree)

@@ -28,7 +28,7 @@ import torch
 import torch.fx
 from torch._C import DisableTorchFunctionSubclass
 
-from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser, has_symbols
+from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import (
     ANSWERS,
@@ -41,7 +41,7 @@ from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
-from tsfunc.bridge.tracers.questions import UserCode
+from tsfunc.bridge.tracers.questions import UserCode, has_symbols
 from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
 )

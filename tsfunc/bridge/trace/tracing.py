@@ -31,11 +31,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import FakeCache, results_of
+from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, results_of
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,
-    has_symbols,
     shape_node,
     size_node,
     symbols_in,
@@ -56,7 +55,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     set_class,
     stride,
 )
-from tsfunc.bridge.trace.tracer_cache import TracerCache
+from tsfunc.bridge.trace.tracer_copies import copied
 from tsfunc.bridge.tracers.boundaries import Lines
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dispatch_rules import register_dispatch_handlers
@@ -64,7 +63,11 @@ from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import defer_guards
+from tsfunc.bridge.tracers.questions import (
+    defer_guards,
+    has_symbols,
+    suppress_guards,
+)
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
@@ -111,11 +114,11 @@ class TraceLevel(TracerLevel):
         symbols: the symbolic numbers of the trace.
         fake: the mode that computes results.
         results: the cache of results.
-        tracer_cache: the originals that tracers are copied from.
         sizes: records a symbolic number as a node of the graph.
         lines: finds the user's line of a call.
         lifted: the tensors from outside that the function reads, each with its tracer.
         on_lift: is called with each such tracer and tensor.
+        originals: the tensors that tracers of symbolic sizes are copies of, by their metadata.
         tensor_guards: the guards on properties of tensors other than types and sizes.
         bodies: the levels of the control-flow bodies that are being traced, outermost first.
         of_dtensors: True if inputs or tensors from outside are DTensors.
@@ -134,13 +137,13 @@ class TraceLevel(TracerLevel):
         "lines",
         "of_dtensors",
         "on_lift",
+        "originals",
         "passes",
         "records",
         "results",
         "sizes",
         "symbols",
         "tensor_guards",
-        "tracer_cache",
     )  # fmt: skip
 
     def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
@@ -154,7 +157,7 @@ class TraceLevel(TracerLevel):
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
         self.results = FakeCache(self.fake)
-        self.tracer_cache = TracerCache(self.fake, self.results.metadata)
+        self.originals: dict[MetadataKey, torch.Tensor] = {}
         self.sizes: Callable[[Any], Any] = symbols.record
         self.lines = Lines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
@@ -346,7 +349,13 @@ def traced_as(
     value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
 ) -> TraceTracer:
     """Return the tracer of a node, given its fake value."""
-    tracer: TraceTracer = level.tracer_cache.made(TraceTracer, value, level)
+    tracer: TraceTracer | None = None
+    with DisableTorchFunction():
+        if has_symbols(value.shape, {}):
+            tracer = copied(TraceTracer, value, level, level.results.metadata, level.originals)
+        if tracer is None:
+            with suppress_guards(level.fake):
+                tracer = TraceTracer.make(value, level)
     tracer.value = value
     tracer.node = node
     tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())

@@ -18,14 +18,15 @@ answers change nothing in the program.
 
 Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
 ``evaluate_expr``, which answers questions about sizes, ``suppress_guards``, and ``_log_guard``,
-which receives each answer that does not follow from the bounds.
+which receives each answer that does not follow from the bounds. ``SymInt.node.expr`` is a size as
+an expression; ``statically_known_true`` tells whether a fact follows from the symbols' bounds.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -104,6 +105,55 @@ _HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handle
 
 
 # --- questions about symbolic sizes that add no guards
+
+
+KINDS: dict[type, Callable[[Any], Any]] = {
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+}
+"""The types of symbolic numbers, with those of the numbers that they stand for."""
+LISTS = frozenset({list, tuple, torch.Size})
+"""The sequences in which operators take numbers."""
+
+
+def has_symbols(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if there is a symbolic number among the arguments, or in a list of them."""
+    return _any(args) or (bool(kwargs) and _any(kwargs.values()))
+
+
+def _any(values: Any) -> bool:
+    for value in values:
+        kind = type(value)  # isinstance would read the property __class__ of a tracer
+        if kind in KINDS or (kind in LISTS and _any(value)):
+            return True
+    return False
+
+
+def same_size(left: Any, right: Any) -> bool:
+    """True if two sizes are known to be equal; adds no guard."""
+    return bool(_expression(left) == _expression(right))
+
+
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def same_number(left: Any, right: Any) -> bool:
+    """True if two numbers have one kind and are known to be equal; adds no guard."""
+    if type(left) is not type(right):
+        return False
+    symbolic = type(left) in KINDS
+    return bool(left.node.expr == right.node.expr if symbolic else left == right)
+
+
+def known_to_hold(fact: Any) -> bool:
+    """True if a fact about sizes is known to hold for all sizes; adds no guard."""
+    if isinstance(fact, bool):
+        return fact
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(fact)
 
 
 def environment_of(shape: Sequence[Any]) -> Any:

@@ -30,7 +30,7 @@ from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
-from tsfunc.bridge.trace.opaque import without_opaque_values
+from tsfunc.bridge.trace.opaque import OpaqueValue, without_opaque_values
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
@@ -375,9 +375,9 @@ class _Trace:
         request, level, symbols = self.request, self.level, self.symbols
         updates = self.instances.finish(self.assumptions)
         level.tensor_guards.refuse_assignments()
-        apart = with_objects_apart(
-            request.what, without_opaque_values(out), self.instances.builder.placeholder_of
-        )
+        if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
+            out = without_opaque_values(out)
+        apart = with_objects_apart(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)

@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.grad.second_order import differentiable
+from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.boundaries import PLACES
@@ -237,9 +237,10 @@ def generate(
     }
     scope = {**names.scope, PLACES: places}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
-    function: Callable[[Sequence[Any]], Sequence[Any]] = differentiable(
-        scope[called], (node.target for node in graph.nodes if node.op == "call_function")
-    )
+    function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
+    operators = (node.meta.get("op") for node in graph.nodes)
+    if any(isinstance(op, TorchOperator) and op.name in BACKWARD_FORMULAS for op in operators):
+        function = differentiable(function)
     meshes = {
         str(node.args[4]).partition(";")[0] for node in every_node(graph) if node.target is MAP
     }

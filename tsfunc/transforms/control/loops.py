@@ -28,7 +28,6 @@ from tsfunc.bridge.control.subsets import (
     run_in_subset,
     subset_of,
 )
-from tsfunc.bridge.sizes.symbolic_numbers import known_to_hold
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import (
@@ -40,6 +39,7 @@ from tsfunc.bridge.tracers.draw_keys import (
     set_draw_counts,
 )
 from tsfunc.bridge.tracers.dynamo import torch_records
+from tsfunc.bridge.tracers.questions import known_to_hold
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
 from tsfunc.transforms.checkpoint import run as run_checkpointed

@@ -10,9 +10,10 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.sizes.symbolic_numbers import kind_of, same_number, size_text
+from tsfunc.bridge.sizes.symbolic_numbers import kind_of, size_text
 from tsfunc.bridge.trace.tracing import SYMBOLIC
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
+from tsfunc.bridge.tracers.questions import same_number
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
