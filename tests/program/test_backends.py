@@ -332,3 +332,22 @@ def test_a_program_that_can_not_run_again_refuses_a_second_derivative(
     torch.testing.assert_close(got, torch.autograd.grad(func(x).sum(), x)[0])
     with pytest.raises(RuntimeError, match=r"derivative is differentiated\. Leave the backend out"):
         torch.autograd.grad(run(x).sum(), x, create_graph=True)
+
+
+def test_rows_of_a_jacobian_of_a_compiled_gradient() -> None:
+    """The backward pass maps over its cotangents, which the compiled backward can't take."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).prod()
+
+    def pushed(of: Any, x: torch.Tensor) -> Any:
+        pull = tsfunc.vjp(of, x)[1]
+        return tsfunc.jvp(lambda cotangent: pull(cotangent)[0], (x,), (x,))[1]
+
+    x = torch.randn(3, dtype=torch.float64)
+    compiled = tsfunc.specialize(tsfunc.grad(f), backend="aot_eager")
+    hessian = torch.func.jacrev(torch.func.grad(f))
+    same = torch.testing.assert_close
+    same(tsfunc.jacrev(compiled)(x), hessian(x), msg=lambda text: f"{text} at {x}")
+    same(tsfunc.jacrev(tsfunc.jacrev(compiled))(x), torch.func.jacrev(hessian)(x))
+    same(pushed(compiled, x), hessian(x) @ x)

@@ -202,7 +202,7 @@ _VIEWS = templates(
     F.pad({x}, (1, 2))
     F.pad({x}, (0, 1), value=0.5)
     torch.constant_pad_nd({x}, (-1, 1))
-    {x}.as_strided((2,), (1,))
+    {x}.contiguous().as_strided((2,), (1,))
     {x}.reshape({x}.shape[0], -1)
     {x}.reshape(*{x}.shape[:-1], 1, -1)
     {x}.reshape({x}.shape[::-1])

@@ -123,6 +123,10 @@ def weight_norm_backward(
     grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int
 ) -> tuple[Tensor, Tensor]:
     """``aten::_weight_norm_interface_backward``, with the norms recomputed from the weight."""
+    if v.dim() == 1:  # each element is a row; a reduction over no dims would be one over all
+        grad, v, g, norms = (x.unsqueeze(-1) for x in (grad, v, g, norms))
+        by_v, by_g = weight_norm_backward(grad, v, g, norms, 0)
+        return by_v.squeeze(-1), by_g.squeeze(-1)
     dims = [d for d in range(v.dim()) if d != dim % v.dim()]
     norm = vector_norm(widened(v), 2, dims, True)
     unit = widened(v) / norm

@@ -138,8 +138,11 @@ def test_a_loop_over_numbers_is_one_node() -> None:
     program = specialize(f)
     x = torch.randn(3)
     assert_same(program(x), f(x))
-    # One loop, whose carries are copied into memory of their own first; not a hundred steps.
-    assert len(program.graph_module.graph.nodes) <= 10
+    # One loop, not a hundred steps. Its carries are copied into memory of their own before it, and
+    # selected after it, since a loop without steps has another derivative.
+    nodes = program.graph_module.graph.nodes
+    assert [node.target for node in nodes].count(torch.ops.higher_order.while_loop) == 1
+    assert len(nodes) < 20
     batched = specialize(vmap(f))
     assert_same(batched(x.view(3, 1))[1], vmap(f)(x.view(3, 1))[1])
 

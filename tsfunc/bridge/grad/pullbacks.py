@@ -98,8 +98,10 @@ class _Node(Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         given = {i: ct for i, ct in enumerate(cotangents) if ct is not None}
         values = ctx.saved_tensors
-        pullback = _pullback(ctx.function, len(values), list(given), ctx.level)
-        return (None, None, None, *_apply(pullback, [*values, *given.values()], ctx.level))
+        # The cotangents may be of a level further in, such as that of a vmap of the pullback.
+        level = innermost_level([*values, *given.values()])
+        pullback = _pullback(ctx.function, len(values), list(given), level)
+        return (None, None, None, *_apply(pullback, [*values, *given.values()], level))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

@@ -4,8 +4,9 @@ NOTE [second derivatives of compiled code]
 AOTAutograd compiles a graph and its backward pass, and no more. A second derivative through its
 node raises an error, or is zero without one: the node saves its inputs detached if they are views,
 as the inputs of a transform are. Compiled code therefore runs inside of a node of our own. A plain
-backward pass runs the compiled backward. A pass that is itself recorded (``create_graph=True``)
-runs the uncompiled function on the saved inputs, and differentiates that.
+backward pass runs the compiled backward. A pass that is itself recorded (``create_graph=True``), or
+whose cotangents are values of a transform (the rows of ``jacrev``), runs the uncompiled function
+on the saved inputs, and differentiates that.
 
 NOTE [kept graphs of compiled code]
 AOTAutograd lets a backward pass reuse the saved buffers ("donated"), unless the first pass that
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import Function
+
+from tsfunc.bridge.trace.backends import runs_plainly
 
 Run = Callable[..., Sequence[Any]]
 
@@ -87,11 +90,13 @@ class _Call(Function):
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors
         outs, inputs = ctx.recorded
-        again = torch.is_grad_enabled()
+        recorded = torch.is_grad_enabled()
+        again = recorded or not runs_plainly([x for x in cotangents if x is not None])
         if again:
             # An alias of each: the derivatives are those of this call, whatever else uses a tensor.
-            tensors = [x.view_as(x) if x.requires_grad else x for x in tensors]
-            results = ctx.uncompiled(*tensors)
+            with torch.enable_grad():
+                tensors = [x.view_as(x) if x.requires_grad else x for x in tensors]
+                results = ctx.uncompiled(*tensors)
             outs, inputs = [results[i] for i in ctx.smooth], [tensors[i] for i in ctx.wrt]
         given = [cotangents[i] for i in ctx.smooth]
         pairs = [
@@ -103,7 +108,7 @@ class _Call(Function):
             with without_donated_buffers() if retain else nullcontext():
                 pulled = torch.autograd.grad(
                     [x for x, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True,
-                    create_graph=again, retain_graph=retain,
+                    create_graph=recorded, retain_graph=retain,
                 )  # fmt: skip
             for i, grad in zip(ctx.wrt, pulled, strict=True):
                 found[2 + i] = grad
