@@ -371,12 +371,12 @@ def without_autocast() -> Any:
 
 
 def with_random_key() -> Any:
-    """Context manager: random functions reach the kernels of ``factories``."""
+    """Context manager: random functions reach the kernels of ``registrations``."""
     return _IncludeDispatchKeyGuard(_RANDOM_KEY)
 
 
 def with_factory_key() -> Any:
-    """Context manager: other factory functions reach the kernels of ``factories``."""
+    """Context manager: other factory functions reach the kernels of ``registrations``."""
     return _IncludeDispatchKeyGuard(_FACTORY_KEY)
 
 
