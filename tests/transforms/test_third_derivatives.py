@@ -231,6 +231,10 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
         lambda x: torch.logit(x.cos().square(), 0.2),
         lambda x: (1 / (1 / x.cos().square().clamp(0.2, 0.8) - 1)).log(),
     ),
+    "copysign": (
+        lambda x: torch.copysign(x.sin() * x, x.cos()) + torch.copysign(x.exp(), -1.0),
+        lambda x: (x.sin() * x).abs() * x.cos().sign() - x.exp(),
+    ),
     "attention": (attended, attended_by_formula),
     "causal attention": (
         lambda x: attended(x, is_causal=True, scale=0.3),

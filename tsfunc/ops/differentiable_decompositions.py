@@ -94,6 +94,17 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
     return (out if keepdim else out.squeeze(dims)).to(x.dtype)
 
 
+def copysign(x: Tensor, y: Tensor | float) -> Any:
+    """``aten::copysign``; the derivative at 0 is 0, as torch's is."""
+    if not x.is_floating_point():
+        return NotImplemented
+    if not isinstance(y, Tensor):
+        y = x.new_full((), y)
+    x_sign, y_sign = x.detach().signbit(), y.detach().signbit()
+    out = torch.where(x_sign == y_sign, x, -x)
+    return torch.where(x == 0, out.detach(), out).to(torch.result_type(x, y))
+
+
 def glu(x: Tensor, dim: int = -1) -> Tensor:
     """``aten::glu``."""
     half = x.shape[dim] // 2
@@ -286,6 +297,8 @@ PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
 }
 # Two derivatives of torch's formulas are wrong or fail, also without tangents.
 TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
+    "aten::copysign.Tensor": copysign,
+    "aten::copysign.Scalar": copysign,
     **differentiable_linalg.FACTORED,
     **differentiable_norms.NORMS,
 }
