@@ -23,7 +23,7 @@ SLACK = 20.0  # CPU seconds that imports may take
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a mutant was killed, and by which test; the tests that ran, and their cost.
+    """The outcome of a mutant: the test that killed it, if any, the tests that ran, and their cost.
 
     ``fresh``: the package was imported with the mutant.
     """

@@ -799,7 +799,7 @@ def _compiled_calls() -> None:
     from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count as counted
     from torch._dynamo import eval_frame
 
-    _expect(eval_frame._callback_from_stance(None) is None, "no callback of no callback")
+    _expect(eval_frame._callback_from_stance(None) is None, "None stays None without a stance")
     before = counted(-1)
     _expect(counted(before) == -1, "the count that was set")
 

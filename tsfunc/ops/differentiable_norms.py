@@ -22,6 +22,10 @@ def _guarded(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.where(zero, 0.0, f(torch.where(zero, 1.0, x)))
 
 
+def _other_dims(x: Tensor, dim: int) -> list[int]:
+    return [d for d in range(x.dim()) if d != dim % x.dim()]
+
+
 def vector_norm(
     x: Tensor,
     ord: float | None = 2,
@@ -63,8 +67,7 @@ def dist(x: Tensor, y: Tensor, p: float = 2) -> Any:
 
 def renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Any:
     """``aten::renorm``."""
-    dims = [d for d in range(x.dim()) if d != dim % x.dim()]
-    norm = vector_norm(widened(x), p, dims, True)
+    norm = vector_norm(widened(x), p, _other_dims(x, dim), True)
     if norm is NotImplemented:
         return norm
     longer = norm > maxnorm
@@ -127,7 +130,7 @@ def weight_norm_backward(
         grad, v, g, norms = (x.unsqueeze(-1) for x in (grad, v, g, norms))
         by_v, by_g = weight_norm_backward(grad, v, g, norms, 0)
         return by_v.squeeze(-1), by_g.squeeze(-1)
-    dims = [d for d in range(v.dim()) if d != dim % v.dim()]
+    dims = _other_dims(v, dim)
     norm = vector_norm(widened(v), 2, dims, True)
     unit = widened(v) / norm
     along = (grad * unit).sum(dims, keepdim=True)

@@ -228,6 +228,11 @@ class RandomStates(ControlFlow):
         super().__init__("random_states", ())
         self.devices = tuple(devices)
 
+    @staticmethod
+    def count(devices: Sequence[torch.device]) -> int:
+        """Return the number of results: the state of each device, and the numbers of draws."""
+        return len(devices) + 1
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         return (*[random_state(device) for device in self.devices], packed_draw_counts())
 

@@ -72,7 +72,7 @@ def _size(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
 
 
 def _form(node: ast.expr) -> Any:
-    """Return a size as plain data, see ``expressions``; raise _Untold if there is no such form."""
+    """Return a size as plain data, see ``expressions``; raise _Untold if it has none."""
     match node:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return value

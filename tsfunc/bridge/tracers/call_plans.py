@@ -43,7 +43,6 @@ PLAIN: Final = frozenset({
     torch.nn.Parameter, torch.dtype, torch.memory_format, torch.device, torch.layout,
     list, tuple, torch.Size,
 })  # fmt: skip
-ITEMS: Final = frozenset({int, slice, type(None), type(Ellipsis)})  # the same in lists
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS: Final = frozenset({int, float})
 _MOST_PLANS: Final = 512

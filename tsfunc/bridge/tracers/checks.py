@@ -107,7 +107,7 @@ FAILED_CHECKS: Final[list[FailedCheck]] = []
 
 @passes_call_on
 def outcome_of_check(tracer: BatchTracer) -> bool | None:
-    """Return the outcome of the test that runs now on a batched tracer; None if it is no check.
+    """Return the outcome of the test that runs now on a batched tracer; None if it is not a check.
 
     If an example fails, :data:`FAILED_CHECKS` gets the check. Values of traces are reduced to one
     value, which the trace asserts.

@@ -13,6 +13,7 @@ from tsfunc.bridge.control.control_flow import (
     ControlFlow,
     Narrowed,
     NoTorchOperator,
+    RandomStates,
     random_state,
 )
 from tsfunc.bridge.control.effects import muted
@@ -195,7 +196,7 @@ class Replayed(ControlFlowOperator):
     @property
     def _stop(self) -> int:
         """The position after the random states, the last of which has the numbers of draws."""
-        return self.count + len(self.devices) + 1
+        return self.count + RandomStates.count(self.devices)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         *states, drawn = operands[self.count : self._stop]

@@ -189,7 +189,7 @@ def _encode_replayed(op: Replayed, graph: EncodeGraph) -> dict[str, Any]:
 def _decode_replayed(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
     _, _, of, count_field, devices_field = field.record("kind", "name", "of", "count", "devices")
     devices = [graph.device(each) for each in devices_field.items()]
-    states = len(devices) + 1  # with the numbers of draws
+    states = RandomStates.count(devices)
     count = _count(count_field, kinds, states)
     inner = [*kinds[:count], *kinds[count + states :]]
     return Replayed(_operator(of, graph, inner), count, devices)
