@@ -20,7 +20,7 @@ from tsfunc.types.annotation import (
     require_hashable,
 )
 from tsfunc.types.classes import check_interface, is_interface
-from tsfunc.types.descriptors import children_of, class_type, literal
+from tsfunc.types.descriptors import class_type, literal
 from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
@@ -51,7 +51,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
-from tsfunc.types.values import class_name, entry_text
+from tsfunc.types.values import children_of, class_name, entry_text
 
 
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
