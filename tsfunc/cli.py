@@ -261,7 +261,7 @@ def _one_operator(name: str) -> None:
 
 
 def _function_rules(operator: str) -> list[list[str]]:
-    """Return a row for each function rule of an operator, in the order in which a call asks."""
+    """Return a row for each function rule of an operator, in the order in which they are tried."""
     rows = []
     for function, rule in registry.rules_of(operator):
         file, _, line = rule.source.rpartition(":")

@@ -218,7 +218,7 @@ class TestContainers:
         [
             (GRAPH, lambda d: d["state"]["reads"][0].update(cell=9), "expected an integer from 0"),
             (GRAPH, lambda d: d["state"]["reads"][0].update(path=["x"]), "there is nothing there"),
-            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "there is no tensor there"),
+            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "not the path of a tensor"),
             (GRAPH, lambda d: d["state"]["updates"].pop(1), "results for them"),
             (GRAPH, lambda d: d["state"].update(arguments=7), "inputs that the call does not have"),
             (GRAPH, lambda d: d["state"].update(reads=[]), "the graph has 2 inputs"),

@@ -253,7 +253,7 @@ def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
 
 
 def operators_of(op: Any) -> Sequence[Operator]:
-    """Return the rows that an Operator, a name, or an object that a resolver knows stands for."""
+    """Return the rows of an Operator, of a name, or of an object that a resolver resolves."""
     if isinstance(op, Operator):
         return (op,)
     if isinstance(op, str) and op in _operators:

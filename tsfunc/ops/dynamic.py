@@ -53,7 +53,7 @@ def item(
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
-            f"operations ({op_name(op)} was asked for one Python value at {users_place()}, but "
+            f"operations ({op_name(op)} at {users_place()} has to return one Python value, but "
             f"each example has its own), {OUTSIDE}."
         )
     agree(op, level, front(args[0], dims[0]))

@@ -85,7 +85,7 @@ def specialize(
     auto_widen: bool = True,
     backend: Any = "python",
 ) -> Any:
-    """Make a function run as programs, each traced once for calls that look alike.
+    """Make a function run as programs, each traced once for calls with the same types and sizes.
 
     Args:
         func: takes and returns pytrees; a function or an ``nn.Module``; or a ``classmethod``,

@@ -234,7 +234,7 @@ def _device(device: object) -> torch.device | None:
         found = torch.device(device)
     except RuntimeError:
         raise DescriptorError(
-            f"MetaTensorType(device=...): torch knows no device {device!r}; "
+            f"MetaTensorType(device=...): torch has no device {device!r}; "
             "write for example 'cpu', 'cuda' or 'cuda:1'"
         ) from None
     # There is only one CPU: a tensor on "cpu:0" has the device "cpu".

@@ -1,4 +1,4 @@
-"""Replacements for torch functions whose composite kernels ask for sizes as plain ints.
+"""Replacements for torch functions whose composite kernels read sizes as plain ints.
 
 A trace has such ints only for fixed sizes. If a level records autograd and a size is symbolic, the
 function handler therefore calls the replacements below, which use operators that accept symbolic

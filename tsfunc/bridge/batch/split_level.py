@@ -58,7 +58,7 @@ class SplitLevel(BatchLevel):
     """An active vmap that continues with the examples whose answers agree (NOTE [splitting]).
 
     Attributes:
-        lanes: the indices of the call's examples that are in the batch, in ascending order.
+        subset: the indices of the call's examples that are in the batch, in ascending order.
         put_off: the groups of examples that gave other answers.
         generation: the number of times that the batch became smaller.
         reads_values: True if the function has read a Python value.
@@ -76,16 +76,16 @@ class SplitLevel(BatchLevel):
         "alone",
         "copying",
         "generation",
-        "lanes",
         "put_off",
         "reads_values",
+        "subset",
         "writes_arguments",
         "written",
     )  # fmt: skip
 
     def __init__(
         self,
-        lanes: torch.Tensor,
+        subset: torch.Tensor,
         randomness: str,
         name: str,
         strict: bool,
@@ -93,9 +93,9 @@ class SplitLevel(BatchLevel):
         keys: CallKeys | None,
         copying: bool,
     ) -> None:
-        super().__init__(len(lanes), randomness, name, strict, 0, generators, keys)
+        super().__init__(len(subset), randomness, name, strict, 0, generators, keys)
         self.kind = SplitTracer
-        self.lanes = lanes
+        self.subset = subset
         self.put_off: list[torch.Tensor] = []
         self.generation = 0
         self.reads_values = False
@@ -109,7 +109,7 @@ class SplitLevel(BatchLevel):
         self._moves: _Moves = outer[0]._moves if outer else _Moves()
 
     def examples(self, device: torch.device) -> torch.Tensor:
-        return self.lanes.to(device)
+        return self.subset.to(device)
 
     def from_factory(self, result: Any) -> Any:
         """Return a plain value to a function that has its only example as one.
@@ -140,15 +140,15 @@ class SplitLevel(BatchLevel):
         if len(groups) == 1:
             return None
         kept = max(groups, key=len)
-        self.put_off += [self.lanes[group] for group in groups if group is not kept]
-        self._past.append(self.lanes)
+        self.put_off += [self.subset[group] for group in groups if group is not kept]
+        self._past.append(self.subset)
         self._picked.clear()
-        self.lanes = self.lanes[kept]
+        self.subset = self.subset[kept]
         self.generation += 1
         self.batch_size = len(kept)
         if self._comes_apart():
-            self.put_off += self.lanes[1:].split(1)
-            self.lanes = self.lanes[:1]
+            self.put_off += self.subset[1:].split(1)
+            self.subset = self.subset[:1]
             raise StartAnew(self)
         return kept
 
@@ -160,11 +160,11 @@ class SplitLevel(BatchLevel):
         step for each example, and each split would rerun all that leave. They run one by one
         instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop would.
         """
-        gone = len(self._past[0]) - len(self.lanes)
+        gone = len(self._past[0]) - len(self.subset)
         often = self.generation
         return (
             self.randomness == "error"
-            and len(self.lanes) > 1
+            and len(self.subset) > 1
             and often >= 3
             and often * 2 >= gone
             and gone * 4 >= len(self._past[0])
@@ -179,7 +179,7 @@ class SplitLevel(BatchLevel):
         """Select the remaining examples of a value from an earlier generation."""
         places = self._picked.get(generation)
         if places is None:
-            places = torch.searchsorted(self._past[generation], self.lanes)
+            places = torch.searchsorted(self._past[generation], self.subset)
             self._picked[generation] = places
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
             taken = take_examples(value, at, places)

@@ -1,11 +1,11 @@
-"""Result shapes of reshapes, which ask only that the number of elements stays the same.
+"""Result shapes of reshapes, which require only that the number of elements stays the same.
 
 A size of -1 must divide evenly. For a single dim, whose descriptor can promise it
-(``multiple_of``), this is asked; otherwise the operator checks it when the program runs.
+(``multiple_of``), this is guarded; otherwise the operator checks it when the program runs.
 
 torch's fake-tensor rules walk the dims of both shapes, merge and split them until they agree, and
-ask at each step which of two sizes is larger and whether it is a multiple. A contiguous tensor can
-be viewed as every shape, whatever the answers.
+test at each step which of two sizes is larger and whether it is a multiple. A contiguous tensor can
+be viewed as every shape, whatever the results of these tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Result shapes of splits: the number of parts is asked, their lengths are expressions.
+"""Result shapes of splits: the number of parts is guarded, their lengths are expressions.
 
-torch's fake-tensor rules walk the parts and ask for each whether its begin and end lie within the
-dim. That takes minutes, and adds more guards on a named dim than the number of parts.
+torch's fake-tensor rules walk the parts and compare the begin and end of each with the dim. That
+takes minutes, and adds more guards on a named dim than the number of parts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     """``aten::chunk``: parts of equal length, the shortest length for at most ``chunks`` parts.
 
     There are exactly ``chunks`` parts if the dim divides evenly or is longer than ``(chunks - 1)
-    ** 2``, which is asked first; for a smaller dim the number of parts is asked.
+    ** 2``, which is tested first; for a smaller dim the number of parts is guarded.
     """
     if not _is_served(x) or type(chunks) is not int or chunks < 1:
         return NotImplemented

@@ -74,7 +74,7 @@ def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
 
 
 def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return the strides of the result of operands that are laid out alike, without gaps."""
+    """Return the strides of the result of operands that have one layout, without gaps."""
     first = operands[0]
     for order in (torch.contiguous_format, torch.channels_last):
         if (order is torch.contiguous_format or first.dim() == 4) and all(
@@ -82,8 +82,8 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
         ):
             dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
             return _dense_strides(first.shape, [*reversed(dims)])
-    alike = all(x.stride() == first.stride() for x in operands)
-    return list(first.stride()) if alike and _is_dense(first) else None
+    same = all(x.stride() == first.stride() for x in operands)
+    return list(first.stride()) if same and _is_dense(first) else None
 
 
 def _is_dense(x: torch.Tensor) -> bool:

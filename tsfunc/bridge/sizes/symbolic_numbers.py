@@ -251,8 +251,8 @@ def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
 def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
 
-    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
-    reads the text of the number, which is a question for its value.
+    The symbols of NOTE [automatic dynamic sizes] replace plain numbers, so the user's code gets the
+    text of the number, which reads its value.
     """
     own = kind.__repr__
 

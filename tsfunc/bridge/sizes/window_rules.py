@@ -1,6 +1,6 @@
 """Result shapes for windows of symbolic sizes: pooling, and the patches of ``unfold``.
 
-torch's own rules ask for the size of a window, which adds a guard on its value. The operator
+torch's own rules read the size of a window, which adds a guard on its value. The operator
 checks that a window fits when the program runs.
 """
 

@@ -29,7 +29,7 @@ class OpaqueValue:
     @property
     def __class__(self) -> type[Any]:
         """Raise; ``isinstance`` reads the class of objects that are not direct instances."""
-        _refuse(self, "its class is asked for")
+        _refuse(self, "its class is read")
 
     @__class__.setter
     def __class__(self, cls: type[Any]) -> None:

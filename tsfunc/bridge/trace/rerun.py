@@ -79,10 +79,10 @@ def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
         return f"its dtype is {found.dtype}, not {said.dtype}"
     if found.device != said.device:
         return f"its device is {found.device}, not {said.device}"
-    alike = found.dim() == said.dim() and all(
+    same_shape = found.dim() == said.dim() and all(
         same_size(m, n) for m, n in zip(found.shape, said.shape, strict=True)
     )
-    return None if alike else f"its shape is {_shape_text(found)}, not {_shape_text(said)}"
+    return None if same_shape else f"its shape is {_shape_text(found)}, not {_shape_text(said)}"
 
 
 def _shape_text(value: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
 """Steps that a ``GradScaler`` skips, in traces.
 
-A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It asks for the data,
+A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It reads the data,
 which a trace does not have. In a trace the step is always made, and its writes are undone by
 ``torch.where`` if it is to be skipped.
 

@@ -359,8 +359,8 @@ class FirstCall:
     def _one_of(self, general: Made, fixed: Made) -> Made:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
         (one, reached), (other, same_reached) = general, fixed
-        alike = list(map(id, reached)) == list(map(id, same_reached))
-        if alike and self._does_the_same(one, other):
+        same_reads = list(map(id, reached)) == list(map(id, same_reached))
+        if same_reads and self._does_the_same(one, other):
             other = dataclasses.replace(other, program=one.program)
         return other, same_reached
 

@@ -8,21 +8,20 @@ size of 2 or more, bounds restrict the program to the sizes for which the same f
 other sizes have programs of their own. If no bounds express the facts (the function needs the
 number), each size keeps a program of its own.
 
-Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. The
-user has not asked for symbols, and ``isinstance(k, int)`` is false for a symbol. The program is
-therefore compared with the program for the numbers of the call, and kept only if it does the same
-with them; numbers of 0 and 1 wait for others, since ``x * 1`` has no operator. A text of such a
-symbol is the text of the number, and makes it a constant. If the function needs a number itself,
-the other numbers become inputs without it.
+Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. Such a
+symbol is not an ``int``, although the user's code may expect one. The program is therefore compared
+with the program for the numbers of the call, and kept only if it does the same with them. The
+numbers 0 and 1 are not compared, since ``x * 1`` has no operator: the next other number is. The
+``repr`` of a symbol is that of the number, and makes the number a constant. If the function needs
+one number itself, the other numbers become inputs without it.
 
 A value that keeps a program for each of its values is reported by a ``RetraceWarning``
 (``retraces``).
 
 NOTE [retraces]
 The second new program for a value that varies either serves all its values (NOTE [automatic
-dynamic sizes]), or the user is told once which value varies,
-and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
-which the next settles it.
+dynamic sizes]), or a warning names, once, the value and the descriptors that make its programs one.
+The sizes and numbers 0 and 1 give no warning: the next value decides.
 """
 
 from __future__ import annotations

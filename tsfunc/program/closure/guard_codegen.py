@@ -283,7 +283,7 @@ class Source:
 
     @staticmethod
     def of_object(value: Any, text: str = "", owner: str = "", own: bool = True) -> Source:
-        """Return the source of an object that the code knows itself."""
+        """Return the source of an object that is a constant of the code."""
         return Source(None, "", value, text, owner or text, own)
 
     @staticmethod

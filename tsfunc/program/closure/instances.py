@@ -61,7 +61,7 @@ _TORCH_LOOKUPS = {
 
 
 class Instances:
-    """The objects that a trace knows; a context manager in which they are watched.
+    """The objects that a trace has met; a context manager in which they are watched.
 
     Args:
         name: the name of the specialized function, for errors.
@@ -208,9 +208,9 @@ class Instances:
         for own in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(own)
             known = [i.source for i in self._instances.values()]
-            alike = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
-            if len(alike) > 1:
-                guards.add(Distinct(alike))
+            guarded = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
+            if len(guarded) > 1:
+                guards.add(Distinct(guarded))
         changes = self.put_back()
         if self._counted_tensors:
             raise Retrace(assumptions.moved(guards_changed=True))

@@ -424,11 +424,12 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
     text, about_data = symbols.explained(error)
     if about_data:
         place = place_of(error)
-        asked = condition_of(place)
+        condition = condition_of(place)
         raise DataDependentError(
-            f"{what}: {asked or text} depends on data, which a trace does not have, and is asked "
-            f"at {place}{source_of(place, ': ')}\nIf it always holds say so before, with "
-            f"torch._check({asked or '...'}): the program then checks it when it runs. {ways_out()}"
+            f"{what}: {condition or text} depends on data, which a trace does not have, and is "
+            f"needed at {place}{source_of(place, ': ')}\nIf it always holds, state it before with "
+            f"torch._check({condition or '...'}): the program then checks it when it runs. "
+            f"{ways_out()}"
         ) from None
     for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
         if theirs in text:

@@ -60,8 +60,8 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
 
 def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
     """Return the named dims for which torch, or this package, relies on an unpromised fact."""
-    asked = [need.expr.free_symbols for need in needs if not need.by_user]
-    return frozenset(str(symbol) for symbol in set().union(*asked))
+    symbols = [need.expr.free_symbols for need in needs if not need.by_user]
+    return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
 def _is_of_edges(fact: Any) -> bool:
@@ -197,7 +197,7 @@ def _refusal(
     suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
-        f"because the function asks for more than they promise:\n{lines}"
+        f"because the function needs more than they promise:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
         f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}",
         suggested,

@@ -53,7 +53,7 @@ from tsfunc.program.guarding.guards import (
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.sizes import fact_code
+from tsfunc.types.size_facts import fact_code
 
 # --- the kinds of calls that programs answer, as JSON and back
 
@@ -76,7 +76,7 @@ def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
             leaf = _named(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
     conditions = [Holds(each).json() for each in form.conditions]
-    asked = [Property(each).json() for each in form.property_guards]
+    properties = [Property(each).json() for each in form.property_guards]
     one = Aliasing(form.groups).json()
     return {
         "arguments": encode_tree(form.tree),
@@ -87,7 +87,7 @@ def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
             for setting, value in zip(SETTINGS, form.ambient, strict=True)
         },
         **({"conditions": conditions} if conditions else {}),
-        **({"asked": asked} if asked else {}),
+        **({"properties": properties} if properties else {}),
         **({"one": one} if one else {}),
     }
 
@@ -132,7 +132,7 @@ class FormReader:
     def decode(self, field: Field) -> CallSpec:
         """Return the form that `encode_form` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
-        field.require_keys(keys, ("conditions", "asked", "one"))
+        field.require_keys(keys, ("conditions", "properties", "one"))
         arguments, leaves_field, dims, ambient_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
@@ -157,12 +157,14 @@ class FormReader:
             Holds.read(each, bounds, scalars).condition for each in _items(field.get("conditions"))
         )
         positions = frozenset(spec.position for spec in inputs)
-        asked = tuple(Property.read(x, positions).asks for x in _items(field.get("asked")))
+        properties = tuple(
+            Property.read(x, positions).guard for x in _items(field.get("properties"))
+        )
         one = field.get("one")
         groups = () if one is None else Aliasing.read(one, positions).groups
         return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            asked, groups, tuple(scalars),
+            properties, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:

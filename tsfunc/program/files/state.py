@@ -257,7 +257,7 @@ class ProgramState:
                 key_field.fail("there is nothing there")
             source = source.item(key, f"{source.text}[{key!r}]")
         if not isinstance(value, torch.Tensor):
-            field.fail("there is no tensor there")
+            field.fail("not the path of a tensor")
         self.read_guards.input(source, value)
 
 

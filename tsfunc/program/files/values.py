@@ -231,7 +231,7 @@ class ValueReader:
         try:
             found = torch.device(field.text(_DEVICE, "a device"))
         except RuntimeError:
-            field.expected("a device that torch knows")
+            field.expected("a device of torch's")
         return found if self._device is None else self._device
 
 

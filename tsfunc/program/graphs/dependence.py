@@ -250,13 +250,13 @@ class _OperatorCall:
         return found.isnan()
 
     def along(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the pairs of an operator along dims: each result depends on its whole lane."""
+        """Return the pairs of an operator along dims: each result depends on its whole slice."""
         if not x.numel():
             return None
         reached = self._spoiled(i, place, (0,) * x.dim()).nonzero()
         mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
-        lanes = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
-        return _within(lanes.expand(x.shape), lanes.expand(x.shape))
+        slices = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
+        return _within(slices.expand(x.shape))
 
     def reduced(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
@@ -273,11 +273,10 @@ class _OperatorCall:
         return torch.stack([rows, torch.arange(x.numel())])
 
 
-def _within(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return all pairs of entries of the same lane."""
-    order = torch.argsort(columns.reshape(-1), stable=True)
-    lanes = columns.reshape(-1)[order]
-    size = int((lanes == lanes[0]).sum())
+def _within(slices: torch.Tensor) -> torch.Tensor:
+    """Return all pairs of entries with the same slice number; all slices have the same size."""
+    order = torch.argsort(slices.reshape(-1), stable=True)
+    size = int((slices == slices.reshape(-1)[0]).sum())
     groups = order.view(-1, size)
     first = groups[:, :, None].expand(-1, -1, size).reshape(-1)
     return torch.stack([first, groups[:, None, :].expand(-1, size, -1).reshape(-1)])

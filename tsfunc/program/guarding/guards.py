@@ -49,7 +49,8 @@ from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.sizes import fact_code, solved_for
+from tsfunc.types.size_facts import fact_code
+from tsfunc.types.sizes import solved_for
 from tsfunc.types.values import describe, same_value, tensor_text
 
 Facts = Mapping[str, Any]
@@ -348,21 +349,21 @@ class Holds(Guard):
 class Property(Guard):
     """A fact about a tensor argument that the function read, other than its type and sizes."""
 
-    asks: PropertyGuard
+    guard: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        asked = f"asked_{len(code.scope)}"
-        code.scope[asked] = self.asks.holds
-        return (f"if not {asked}(args[{self.asks.position}]): return None",)
+        holds = f"property_{len(code.scope)}"
+        code.scope[holds] = self.guard.holds
+        return (f"if not {holds}(args[{self.guard.position}]): return None",)
 
     def texts(self, name: Names) -> Iterable[str]:
-        return (f"{self.asks.fact.format(name(self.asks.position))} is {self.asks.answer}",)
+        return (f"{self.guard.fact.format(name(self.guard.position))} is {self.guard.answer}",)
 
     def json(self) -> Any:
-        answer = self.asks.answer
+        answer = self.guard.answer
         return {
-            "argument": self.asks.position,
-            "fact": self.asks.fact,
+            "argument": self.guard.position,
+            "fact": self.guard.fact,
             "answer": list(answer) if isinstance(answer, tuple) else answer,
         }
 
@@ -371,7 +372,7 @@ class Property(Guard):
         argument, fact, answer = field.record("argument", "fact", "answer")
         text = fact.line()
         if reader_of(text) is None:
-            fact.fail("there is no such question")
+            fact.fail("not a property of tensors that a guard can have")
         given = answer.value
         if isinstance(given, list):
             given = tuple(each.integer(0) for each in answer.items())

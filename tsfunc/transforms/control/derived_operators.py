@@ -122,7 +122,7 @@ class MappedOperator(ControlFlowOperator):
             and isinstance(self.op, MappedOperator)
             and self._is_cheap_as_one(operands)
         ):
-            # Use one batch of all examples, since the lanes of an inner batch could not be read.
+            # Use one batch of all examples, since the choices of an inner batch could not be read.
             inner = self.op
             either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
             return flattened(MappedOperator(inner.op, either), self.batched, inner.batched)(
