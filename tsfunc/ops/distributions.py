@@ -49,8 +49,8 @@ def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
 
 def below(draw: Words, count: Any, chance: Any) -> Tensor:
     """Return True with a probability, one number or one for each element. To 32 bits."""
-    found: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
-    return found
+    drawn: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
+    return drawn
 
 
 def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:

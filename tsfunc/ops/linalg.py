@@ -194,10 +194,10 @@ def lu_unpack(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that were not requested are empty and have no batch dim."""
-    found = _unpacked(op, level, dims, args, kwargs)
-    if found is NotImplemented:
-        return found
-    outs, at = found
+    unpacked = _unpacked(op, level, dims, args, kwargs)
+    if unpacked is NotImplemented:
+        return unpacked
+    outs, at = unpacked
     return outs, tuple(None if out.numel() == 0 and out.dim() == 1 else at for out in outs)
 
 

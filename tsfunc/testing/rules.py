@@ -98,8 +98,8 @@ def _check(
         every = list(leaves)
         for i, value in zip(smooth, values, strict=True):
             every[i] = value
-        found = pytrees.leaves_of(of_leaves(*every))
-        return tuple(x for x in found if isinstance(x, torch.Tensor) and _is_smooth(x))
+        flat = pytrees.leaves_of(of_leaves(*every))
+        return tuple(x for x in flat if isinstance(x, torch.Tensor) and _is_smooth(x))
 
     primals = [leaves[i] for i in smooth]
     cotangents = [torch.randn_like(x) for x in of_smooth(*primals)]
@@ -130,8 +130,8 @@ def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: flo
     zeros = pytrees.tree_map(
         lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, rest
     )
-    found = func.rule(*fixed, rest, zeros)[0]
-    same("the value that the jvp rule returns and the function", found, func(*args), rtol, atol)
+    value = func.rule(*fixed, rest, zeros)[0]
+    same("the value that the jvp rule returns and the function", value, func(*args), rtol, atol)
 
 
 def _check_types(
@@ -148,10 +148,10 @@ def _check_types(
     _equal(f"{where}the value under reverse mode and of the function", values, own, types)
     pulled = pull(tuple(torch.ones_like(x) for x in values))
     _equal(f"{where}the cotangents and of the arguments", pulled, primals, types)
-    found = _forward(func, primals, [torch.ones_like(x) for x in primals])
-    if found is not None:
-        _equal(f"{where}the value under forward mode and of the function", found[0], own, types)
-        _equal(f"{where}the tangents and of the results", found[1], own, types)
+    duals = _forward(func, primals, [torch.ones_like(x) for x in primals])
+    if duals is not None:
+        _equal(f"{where}the value under forward mode and of the function", duals[0], own, types)
+        _equal(f"{where}the tangents and of the results", duals[1], own, types)
 
 
 def _equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
@@ -193,9 +193,9 @@ def _check_derivatives(
     own = func(*primals)
     same(f"{where}the value under reverse mode and the function", values, own, rtol, atol)
     pulled = pull(tuple(cotangents))
-    found = inner(pulled, directions)
+    product = inner(pulled, directions)
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
-    same(what, found, inner(cotangents, quotient), rtol, atol)
+    same(what, product, inner(cotangents, quotient), rtol, atol)
     forward = _forward(func, primals, directions)
     if forward is None:
         return
@@ -209,7 +209,7 @@ def _check_derivatives(
         atol,
     )
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
-    same(what, found, inner(cotangents, pushed), rtol, atol)
+    same(what, product, inner(cotangents, pushed), rtol, atol)
 
 
 Batching = list[int | None]

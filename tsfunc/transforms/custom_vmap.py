@@ -80,9 +80,9 @@ class custom_vmap(Rule):
     def _what(self) -> str:
         return f"custom_vmap: the rule of {self.name}"
 
-    def checked(self, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
+    def checked(self, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
         """Return the rule's result for ``size`` examples, flattened, and a flag for each leaf."""
-        return checked_result(self._what, found, size)
+        return checked_result(self._what, returned, size)
 
     def alone(self, *args: Any) -> Any:
         """Call the function on unbatched arguments; a trace records the call with its rule."""
@@ -151,8 +151,8 @@ class _Alone(RuleFunction):
     def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
-            found = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
-        return tuple(x for x in found if isinstance(x, torch.Tensor))
+            leaves = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
 custom_vmap.kind = _Alone

@@ -104,10 +104,10 @@ def groups_by_size(sources: Sequence[Any], size: int) -> list[torch.Tensor]:
     nested = [source for source in sources if isinstance(source, Nested)]
     if not nested or not size:
         return [torch.arange(size, device="cpu")]
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i in range(size):
-        found.setdefault(tuple(n.examples[i].shape for n in nested), []).append(i)
-    return [torch.tensor(group, device="cpu") for group in found.values()]
+        groups.setdefault(tuple(n.examples[i].shape for n in nested), []).append(i)
+    return [torch.tensor(group, device="cpu") for group in groups.values()]
 
 
 # Returns the chunk sizes for a group of examples; None to run the group at once.
@@ -216,11 +216,11 @@ class _Joined:
 
     def _listed(self, values: Sequence[Any], dim: int) -> list[Any]:
         """Return a list with an entry for each example."""
-        found: list[Any] = []
+        items: list[Any] = []
         for subset, value in zip(self.subsets, values, strict=True):
             each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(subset)
-            found.extend(each)
-        return [found[i] for i in self.back.tolist()]
+            items.extend(each)
+        return [items[i] for i in self.back.tolist()]
 
     def _tensors(self, values: Sequence[torch.Tensor], dim: int) -> Any:
         sizes = [_without(value, dim) for value in values]

@@ -173,11 +173,11 @@ def mesh_axes(
             "mesh_axes: expected a mesh of processes, got a VirtualMesh, whose ranks are in one "
             "process. Use shard_map(f, mesh, in_specs, out_specs)."
         )
-    found = mesh_of(mesh)
-    axes = tuple(found.sizes)
+    known = mesh_of(mesh)
+    axes = tuple(known.sizes)
     _refuse_hidden(axes)
     _check_option("check", check, ("programs", "calls", "values", None))
-    with bound(found, axes, check):
+    with bound(known, axes, check):
         yield
 
 

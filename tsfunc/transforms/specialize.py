@@ -191,12 +191,12 @@ def specialize(
     return Specialized(func, every, max_specializations, closure, auto_widen, backend)
 
 
-def _of_class(found: Any, of_function: Callable[[Any], Any]) -> Any:
+def _of_class(member: Any, of_function: Callable[[Any], Any]) -> Any:
     """Return the same kind of class member around the specialized function."""
-    if isinstance(found, property):
-        reads = None if found.fget is None else of_function(found.fget)
-        return property(reads, found.fset, found.fdel, found.__doc__)
-    return type(found)(of_function(found.__func__))
+    if isinstance(member, property):
+        reads = None if member.fget is None else of_function(member.fget)
+        return property(reads, member.fset, member.fdel, member.__doc__)
+    return type(member)(of_function(member.__func__))
 
 
 def _is_list_of_mappings(value: Any) -> bool:

@@ -289,10 +289,10 @@ def _opaque_leaves(tree: Any) -> tuple[list[Any], optree.PyTreeSpec] | None:
     if module is None:
         return None
     leaves, structure = pytrees.flatten(tree, module.is_tensor_collection)
-    found = [module.is_tensor_collection(leaf) for leaf in leaves]
-    if not any(found):
+    are_collections = [module.is_tensor_collection(leaf) for leaf in leaves]
+    if not any(are_collections):
         return None
-    pairs = zip(leaves, found, strict=True)
+    pairs = zip(leaves, are_collections, strict=True)
     return [_Opaque(leaf) if is_one else leaf for leaf, is_one in pairs], structure
 
 

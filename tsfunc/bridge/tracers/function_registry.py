@@ -166,7 +166,7 @@ class FunctionRegistry:
         if namespace != "aten":
             return []
         base = name.partition(".")[0]
-        found: list[tuple[str, FunctionRule]] = []
+        rules: list[tuple[str, FunctionRule]] = []
         for stage in Stage:
             for owner, prefix in _OWNERS:
                 for attribute in (base, *_DUNDERS.get(base, ())):
@@ -175,8 +175,8 @@ class FunctionRegistry:
                         function = function.__get__
                     rule = self.find(stage, function)
                     if rule is not None:
-                        found.append((f"{prefix}.{attribute}", rule))
-        return found
+                        rules.append((f"{prefix}.{attribute}", rule))
+        return rules
 
 
 _OWNERS: Final = (

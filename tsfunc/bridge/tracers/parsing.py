@@ -102,16 +102,16 @@ class Form:
         """Do the same for packed arguments, followed by the values of keyword arguments."""
         defaults = self.defaults
         given = (*given, *defaults)
-        found = []
+        positional = []
         for place, convert in self.places:
             value = given[place]
             if convert is not None:
                 value = convert(value)
                 if value is None:
                     return None
-            found.append(value)
-        while found and _is_default(found[-1], defaults[len(found) - 1]):
-            del found[-1]
+            positional.append(value)
+        while positional and _is_default(positional[-1], defaults[len(positional) - 1]):
+            del positional[-1]
         named = {}
         for name, place, convert, default in self.named:
             value = given[place]
@@ -121,7 +121,7 @@ class Form:
                     return None
             if not _is_default(value, default):
                 named[name] = value
-        return found, named
+        return positional, named
 
     def result_of(self, out: Any) -> Any:
         """Return several results in the function's class: a named tuple, or a tuple."""
@@ -265,10 +265,10 @@ def _result_class(schema: Any) -> Any:
     names = [value.name for value in schema.returns]
     if len(names) < 2 or not all(names):
         return None
-    found = getattr(torch.return_types, schema.name.partition("::")[2], None)
-    if found is None:
+    cls = getattr(torch.return_types, schema.name.partition("::")[2], None)
+    if cls is None:
         raise _NoForm
-    return found
+    return cls
 
 
 class _Told(Exception):

@@ -84,9 +84,9 @@ def caller_of_handlers() -> FrameType:
             at = at.f_back
         if at is None or at.f_code not in _passed_on:
             break
-    found = at or own
-    assert found is not None, "Python has frames"
-    return found
+    frame = at or own
+    assert frame is not None, "Python has frames"
+    return frame
 
 
 def passes_call_on(method: F) -> F:
@@ -187,12 +187,12 @@ def defer_guards(env: Any) -> Iterator[list[Any]]:
         evaluated.append(expr)
         try:
             with env.suppress_guards():
-                found = evaluate(expr, *args, **kwargs)
+                value = evaluate(expr, *args, **kwargs)
         finally:
             evaluated.pop()
         if expr in answered:
             deferred.append(expr)
-        return found
+        return value
 
     def log_guard(*args: Any, **kwargs: Any) -> None:
         # ShapeEnv calls this once for each condition that does not follow from the bounds.

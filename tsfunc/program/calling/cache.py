@@ -238,12 +238,12 @@ _SHOWN = 4  # maximum number of differences in a reason
 
 def differing(facts: Facts, others: Facts) -> list[str]:
     """Return the names of the facts in which two calls differ."""
-    found = []
+    names = []
     for name in dict.fromkeys((*facts, *others)):
         now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
         if now is not before and before is not ANY and not same_value(now, before):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _difference(name: str, facts: Facts, others: Facts) -> str:

@@ -209,12 +209,12 @@ class FirstCall:
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
-        found: dict[str, list[Read]] = {}
+        values: dict[str, list[Read]] = {}
         if self.target.backend is None:  # backends make numbers constants
             for entry in cache.entries:
                 for text, value in entry.program.numbers.items():
-                    found.setdefault(text, []).append(value)
-        return found
+                    values.setdefault(text, []).append(value)
+        return values
 
     def after(self, held: Assumptions, error: Exception) -> Assumptions | None:
         """Return the next weaker assumptions after a trace that has failed, or None.

@@ -58,11 +58,11 @@ def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping
     for spec in form.scalars if form.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
-    found = facts_of_call(
+    own = facts_of_call(
         guards_on_arguments(leaves, form.inputs), names_of_form(form, call.target.signature),
         form.ambient, form.orders, passed_text(len(args), kwargs),
     )  # fmt: skip
     if not any(spec.any_grad for spec in form.inputs):
-        return found
+        return own
     return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
-            for name, value in found.items()}  # fmt: skip
+            for name, value in own.items()}  # fmt: skip

@@ -40,7 +40,7 @@ def also_answered(
     """Return entries for variations of an entry's call that no other entry answers."""
     if tracing_here():
         return []
-    found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
+    entries = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
     arguments = _tensors_of_arguments(entry.form)
     everything = frozenset().union(*arguments)
     for sizes, grad, requires_grad in itertools.chain(
@@ -50,18 +50,18 @@ def also_answered(
         (({}, True, some) for some in _some(arguments)),
     ):
         flat = example_call(entry.form, sizes, requires_grad)
-        found += _traced(target, entry, flat, grad, [*others, *found])
-    return found
+        entries += _traced(target, entry, flat, grad, [*others, *entries])
+    return entries
 
 
 def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
     """Return the positions of the differentiable tensors of each argument."""
     paths = form.tree.paths()
-    found: dict[Any, set[int]] = {}
+    positions: dict[Any, set[int]] = {}
     for spec in form.inputs:
         if _is_smooth(spec):
-            found.setdefault(paths[spec.position][:2], set()).add(spec.position)
-    return [frozenset(places) for places in found.values()]
+            positions.setdefault(paths[spec.position][:2], set()).add(spec.position)
+    return [frozenset(places) for places in positions.values()]
 
 
 def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:

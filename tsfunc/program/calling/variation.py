@@ -182,12 +182,12 @@ def with_dim(
     dim: Dim,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
     """Return inputs with a named dim in place of some sizes."""
-    found = list(inputs)
+    specs = list(inputs)
     for i, k in at:
-        dims = list(found[i].dims)
+        dims = list(specs[i].dims)
         dims[k] = dim
-        found[i] = dataclasses.replace(found[i], dims=tuple(dims))
-    return found, {**bounds, dim.name: dim}
+        specs[i] = dataclasses.replace(specs[i], dims=tuple(dims))
+    return specs, {**bounds, dim.name: dim}
 
 
 # --- descriptors that are offered to the user for values that vary, as Python code
@@ -220,21 +220,21 @@ def descriptors_text(
     args, kwargs = optree.tree_unflatten(tree, leaves)
     given = signature.bind(*args, **kwargs).arguments
     concerned = {places[i][0] for i in vary}
-    found = dict(described)
+    descriptors = dict(described)
     for name in given:
         if name in concerned:
-            found[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in found.items())}}}"
+            descriptors[name] = as_descriptor(given[name], name)
+    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in descriptors.items())}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
-    found = described.get(path[0])
+    descriptor = described.get(path[0])
     for i in range(1, len(path)):
-        if not isinstance(found, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        if not isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
             return None
-        found = child_at(found, tuple(path[i:]))
-    return found
+        descriptor = child_at(descriptor, tuple(path[i:]))
+    return descriptor
 
 
 def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) -> Any:

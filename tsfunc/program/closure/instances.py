@@ -124,7 +124,7 @@ class Instances:
         if isinstance(value, torch.nn.Module):
             self._hooks_of_all_modules()
         self._instances[id(value)] = WatchedObject(
-            value, source, self.builder, self.paused, lambda found: self.met(found)
+            value, source, self.builder, self.paused, lambda method: self.met(method)
         )
         self._watching.add(type(value))
         self.met(type(value))
@@ -305,9 +305,9 @@ def _plain(cls: type, name: str) -> Any:
     """Return the class's own function, skipping ours in the class and its bases."""
     for base in cls.__mro__:
         own = _watched[base][1].get(name, _ABSENT) if base in _watched else _ABSENT
-        found = own if base in _watched else vars(base).get(name, _ABSENT)
-        if found is not _ABSENT:
-            return found
+        function = own if base in _watched else vars(base).get(name, _ABSENT)
+        if function is not _ABSENT:
+            return function
     raise AssertionError(f"object has {name}")
 
 

@@ -239,13 +239,13 @@ def _text(name: str, descriptor: Descriptor) -> str:
 
 
 def _encode_parameter(parameter: inspect.Parameter) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": parameter.name, "kind": str(parameter.kind).lower()}
+    record: dict[str, Any] = {"name": parameter.name, "kind": str(parameter.kind).lower()}
     if parameter.default is not parameter.empty:
         try:
-            found["default"] = encode(parameter.default)
+            record["default"] = encode(parameter.default)
         except NoFileForm:
-            found["default"] = {"unknown": True}
-    return found
+            record["default"] = {"unknown": True}
+    return record
 
 
 # --- reading
@@ -321,12 +321,12 @@ class _CallKind:
 
 
 def _read_calls(field: Field, count: int, forms: FormReader) -> list[_CallKind]:
-    found = []
+    kinds = []
     for call in field.items():
         number, reason, form = call.record("program", "reason", "form")
         program = number.integer(0, count - 1)
-        found.append(_CallKind(call, program, reason.line(), forms.decode(form)))
-    return found
+        kinds.append(_CallKind(call, program, reason.line(), forms.decode(form)))
+    return kinds
 
 
 def _count_of_programs(archive: Archive) -> int:
@@ -347,9 +347,9 @@ def _read_answers(
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
-    found = _read_calls(calls, count, forms)
+    calls_read = _read_calls(calls, count, forms)
     made_for: dict[int, _CallKind] = {}
-    for call in found:
+    for call in calls_read:
         # A program was made for its call with the most named dims; its other calls are special
         # cases.
         own = made_for.setdefault(call.program, call)
@@ -364,7 +364,7 @@ def _read_answers(
         program = decode_program(archive.json(f"programs/{i}.json"), context, own.form)
         programs.append(_of_form(own.field, program, own.form, signature))
     return tuple(
-        _answer(call.field, programs[call.program], call.form, call.reason) for call in found
+        _answer(call.field, programs[call.program], call.form, call.reason) for call in calls_read
     )
 
 
@@ -450,14 +450,14 @@ def _default(field: Field | None) -> Any:
 def _read_descriptors(
     field: Field, signature: inspect.Signature, classes: Mapping[str, type]
 ) -> dict[str, Descriptor]:
-    found = {}
+    descriptors = {}
     for name, text in field.mapping().items():
         if name not in signature.parameters:
             text.fail("there is no such parameter")
         if len(text.line()) > _LONGEST_TEXT:
             text.fail("the descriptor is too long")
         try:
-            found[name] = parse_descriptor(text.value, classes)
+            descriptors[name] = parse_descriptor(text.value, classes)
         except (DescriptorError, ValueError, TypeError, RecursionError) as error:
             text.fail(f"not a descriptor: {error}")
-    return found
+    return descriptors

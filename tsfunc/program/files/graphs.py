@@ -150,8 +150,8 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
     """
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
-    found: ControlFlow = kind.decode(field, name, graph, kinds)
-    return found
+    operator: ControlFlow = kind.decode(field, name, graph, kinds)
+    return operator
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
@@ -379,10 +379,10 @@ class GraphReader:
 
     def _result(self, field: Field) -> Any:
         value = self._values.decode(field)
-        found: list[torch.fx.Node] = []
+        nodes: list[torch.fx.Node] = []
         if isinstance(value, list | dict):  # a constant, which contains no node
-            torch.fx.map_arg(value, found.append)
-        if found or type(value) is tuple:
+            torch.fx.map_arg(value, nodes.append)
+        if nodes or type(value) is tuple:
             field.expected("the value of a leaf")
         return value
 

@@ -84,8 +84,8 @@ def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Operato
 
 def function_named(field: Field) -> Callable[..., Any]:
     """Return the Python function on numbers of a name."""
-    found: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
-    return found
+    function: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
+    return function
 
 
 def kind_of_results(signature: OperatorSignature) -> Kind:

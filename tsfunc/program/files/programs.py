@@ -393,13 +393,13 @@ def _decode_part(
 
 def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
     """Return the numbers among a graph's inputs: their symbols, names, and values in the trace."""
-    found = []
+    numbers = []
     for node in graph.nodes:
         symbol = symbol_of(node.meta.get("number"))
         if node.op == "placeholder" and symbol is not None:
             value = node.meta["number"].node.hint
-            found.append((symbol, node.meta["expr"], type(value)(value)))
-    return found
+            numbers.append((symbol, node.meta["expr"], type(value)(value)))
+    return numbers
 
 
 def _symbols(field: Field, numbers: Field | None, form: CallSpec) -> Symbols:

@@ -81,8 +81,8 @@ def resolve(backend: object) -> Backend:
             f"specialize(backend=...): expected a name, or a function of a torch.fx module and "
             f"example inputs, got {type(backend).__name__}."
         )
-    found: Backend = backend
-    return found
+    named: Backend = backend
+    return named
 
 
 class Compiled:
@@ -163,7 +163,7 @@ class Compiled:
         return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
 
     def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        found = tuple(
+        results = tuple(
             tensors[out.at]
             if type(out) is _ResultIndex
             else values[out.index]
@@ -172,9 +172,9 @@ class Compiled:
             for out in self._outputs
         )
         if self._assign is None:
-            return found
-        self._assign([*values, *found[self._count :]])
-        return found[: self._count]
+            return results
+        self._assign([*values, *results[self._count :]])
+        return results[: self._count]
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph for sizes like those of a call."""
@@ -227,10 +227,10 @@ def _check(
         )
     devices = {x.device.type for x in tensors}
     if name == "cudagraphs" and devices != {"cuda"}:
-        found = ", ".join(sorted(devices)) or "no device"
+        kinds = ", ".join(sorted(devices)) or "no device"
         raise ValueError(
             f"{program.name}: backend 'cudagraphs' records what a CUDA device does, and the "
-            f"program's tensors are on {found}; move them to 'cuda', or use 'inductor'."
+            f"program's tensors are on {kinds}; move them to 'cuda', or use 'inductor'."
         )
 
 
@@ -279,12 +279,12 @@ def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], 
 
 def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
     """Return the place of the size of each named dim that is a dim itself."""
-    found: dict[str, tuple[int, int]] = {}
+    places: dict[str, tuple[int, int]] = {}
     for spec in form.inputs if form is not None else ():
         for k, dim in enumerate(spec.dims):
             if isinstance(dim, Dim):
-                found.setdefault(dim.name, (spec.position, k))
-    return found
+                places.setdefault(dim.name, (spec.position, k))
+    return places
 
 
 def _examples(

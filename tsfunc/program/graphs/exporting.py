@@ -212,8 +212,8 @@ def _parameters(program: ProgramData, form: CallSpec, count: int) -> list[str]:
     names = []
     for i, each in enumerate(numbered):
         leaves, _ = pytrees.flatten(each)
-        found = program.places.get(leaves[0], ()) if leaves else ()
-        name = str(found[0]) if found else ""
+        path = program.places.get(leaves[0], ()) if leaves else ()
+        name = str(path[0]) if path else ""
         names.append(name if name.isidentifier() and name not in names else f"arg_{i}")
     return names[:count]
 
@@ -231,9 +231,9 @@ def _module(
             flat, _ = pytrees.flatten((args, kwargs))
             given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
             given += [_at(self, p).clone() if p in copied else _at(self, p) for p in places]
-            found = graph.forward(*given)
+            outputs = graph.forward(*given)
             count = program.out_tree.num_leaves
-            results, values = list(found[:count]), found[count:]
+            results, values = list(outputs[:count]), outputs[count:]
             _assign(self, program, results, values)
             return pytrees.unflatten(program.out_tree, results)
 
@@ -325,8 +325,8 @@ def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
     value: Any = root
     for each in place.split("."):
         value = getattr(value, each)
-    found: torch.Tensor = value
-    return found
+    tensor: torch.Tensor = value
+    return tensor
 
 
 def _assign(

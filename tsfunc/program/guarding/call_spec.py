@@ -276,17 +276,17 @@ def guards_on_arguments(
     """
     specs = {spec.position: spec for spec in inputs}
     numbers = {spec.position: spec for spec in scalars}
-    found: list[ArgumentGuard] = []
+    guards: list[ArgumentGuard] = []
     for i, value in enumerate(flat):
         if i in specs:
-            found.append(TensorMeta(i, specs[i]))
+            guards.append(TensorMeta(i, specs[i]))
         elif i in numbers:
-            found.append(AnyNumber(i, numbers[i], value))
+            guards.append(AnyNumber(i, numbers[i], value))
         elif isinstance(value, Watched) or is_instance(value):
-            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+            guards.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
         else:
-            found.append(ValueIs(i, value))
-    return found
+            guards.append(ValueIs(i, value))
+    return guards
 
 
 def guard_lines(
@@ -324,7 +324,7 @@ def as_one(
 
 def groups_of(inputs: Sequence[InputSpec]) -> Groups:
     """Return the positions of the tensors among the arguments, grouped by identity."""
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for spec in inputs:
-        found.setdefault(id(spec.example), []).append(spec.position)
-    return tuple(tuple(group) for group in found.values())
+        groups.setdefault(id(spec.example), []).append(spec.position)
+    return tuple(tuple(group) for group in groups.values())

@@ -143,16 +143,16 @@ def describe_scalars(
     """
     taken = {*(spec.name for spec in inputs), *bounds}
     described = {} if contract is None else contract.descriptors
-    found = []
+    specs = []
     for i, value in enumerate(flat):
         if not is_tame(value):
             continue
         name, *path = places[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            found.append(ScalarSpec(i, _input_name(places[i], taken), value))
+            specs.append(ScalarSpec(i, _input_name(places[i], taken), value))
         elif i in by_themselves:
-            found.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
-    return found
+            specs.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
+    return specs
 
 
 def is_tame(value: Any) -> bool:
@@ -221,16 +221,16 @@ def _dims(
     forms: Sequence[DimForm] | None,
     bounds: Mapping[str, Dim],
 ) -> tuple[DimForm, ...]:
-    found: list[DimForm] = []
+    dims: list[DimForm] = []
     forms = (*(None,) * (value.dim() - len(forms or ())), *(forms or ()))
     for size, form in zip(value.shape, forms, strict=True):
         if isinstance(form, Dim) and form.name in bounds:
-            found.append(bounds[form.name])
+            dims.append(bounds[form.name])
         elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
-            found.append(form)
+            dims.append(form)
         else:
-            found.append(size)
-    return tuple(found)
+            dims.append(size)
+    return tuple(dims)
 
 
 def names_in(dim: DimForm) -> tuple[str, ...]:
