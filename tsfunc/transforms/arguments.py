@@ -93,7 +93,7 @@ def level_of(values: Any) -> TracerLevel | None:
     A level that runs its one example unbatched has no tracers to record on, and is skipped.
     """
     current = current_tracer_level()
-    while isinstance(current, SplitLevel) and current.alone and current.axis_name is None:
+    while isinstance(current, SplitLevel) and current.single and current.axis_name is None:
         current = tracer_level_outside(current)
     innermost = innermost_level(pytrees.leaves_of(values))
     if innermost is None or (current is not None and current.depth >= innermost.depth):

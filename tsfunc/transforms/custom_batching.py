@@ -97,8 +97,8 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise CustomRuleError(
-            f"{what} must return a pair, the result of all examples and what of it is "
-            f"batched, got {type(returned).__name__}."
+            f"{what} must return a pair, the result of all examples and the flags of its batched "
+            f"leaves, got {type(returned).__name__}."
         )
     out = pytrees.leaves_of(returned[0])
     try:

@@ -159,7 +159,7 @@ class custom_jvp(Rule):
             where = f"custom_jvp: the rule of {self.name}:"
             if not isinstance(leaves[place], SymbolicZero):
                 check_like(f"{where} the result, as the function returns it,", leaves[place], x)
-            t = tangents[place] if x.smooth else None
+            t = tangents[place] if x.is_differentiable else None
             checked.append(check_like(f"{where} the tangent of a result", t, x))
         return checked
 
@@ -253,7 +253,7 @@ class _Jvp(RuleFunction):
             pushed = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
         # torch needs dense zeros for the tangents of results.
         pairs = zip(pushed, call.results, strict=True)
-        return tuple(x.zero() if t is None and x.smooth else t for t, x in pairs)
+        return tuple(x.zero() if t is None and x.is_differentiable else t for t, x in pairs)
 
 
 custom_jvp.kind = _Jvp

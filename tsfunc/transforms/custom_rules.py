@@ -44,7 +44,7 @@ class ResultMetadata:
     device: torch.device
 
     @property
-    def smooth(self) -> bool:
+    def is_differentiable(self) -> bool:
         """True if the dtype has derivatives."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 

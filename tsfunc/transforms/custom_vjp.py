@@ -194,7 +194,7 @@ def _pushed(
     fixed, rest = call.arguments(sizes, operands)
     rule: Any = call.rule
     _, residuals = rule.forward(call, fixed, rest)
-    of = [i for i, x in enumerate(call.results) if x.smooth]
+    of = [i for i, x in enumerate(call.results) if x.is_differentiable]
     by = [i for i, t in enumerate(tangents) if t is not None and differentiable(operands[i])]
     zeros = [x.zero() for x in call.results]
 

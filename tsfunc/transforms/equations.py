@@ -122,13 +122,13 @@ def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
     return _conjugated(pull(tuple(_conjugated(values))))
 
 
-def _smooth(closed: Values) -> list[int]:
+def _differentiable(closed: Values) -> list[int]:
     return [i for i, x in enumerate(closed) if isinstance(x, torch.Tensor) and differentiable(x)]
 
 
 def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> list[Any]:
     """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
-    by = _smooth(closed)
+    by = _differentiable(closed)
     gradients: list[Any] = [None] * len(closed)
     if by:
         _, pull = vjp(
@@ -141,7 +141,7 @@ def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> 
 
 def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Values) -> Any:
     """Return the tangents of a function of the closed-over tensors; None if there are none."""
-    by = [i for i in _smooth(closed) if tangents[i] is not None]
+    by = [i for i in _differentiable(closed) if tangents[i] is not None]
     if not by:
         return None
     return jvp(

@@ -95,7 +95,7 @@ def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int])
             raise MeshError(
                 f"{what}: expected dim {dim} to be a multiple of {parts}, the size of "
                 f"{' times '.join(map(repr, names))}, for the spec {spec!r}, got a tensor of shape "
-                f"{tuple(x.shape)}. Pad the tensor, or spread another dim."
+                f"{tuple(x.shape)}. Pad the tensor, or shard another dim."
             )
 
 

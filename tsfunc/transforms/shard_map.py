@@ -260,7 +260,7 @@ class bound:
 
 
 def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None:
-    """Tell the other ranks that this rank's body has raised.
+    """Report to the other ranks that this rank's body has raised.
 
     If each collective along an axis is preceded by an agreement, the error is exchanged in one.
     Along other axes, ranks may wait in a collective that this rank does not join, and read a
@@ -366,7 +366,7 @@ _MOST_PLANS = 64  # the most argument structures that one function keeps
 
 
 def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
-    """Context manager: tensors that the body captures are as arguments with ``P()``.
+    """Context manager: tensors that the body captures are treated as arguments with ``P()``.
 
     This matters to derivatives by these tensors, which are summed over the ranks.
     """

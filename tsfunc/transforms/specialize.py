@@ -111,8 +111,7 @@ def specialize(
         closure: the treatment of values that the function reads and that are not arguments:
             variables, defaults, its own objects. ``"guard"``: every call checks that they are
             unchanged, and reads the data of tensors anew. ``"freeze"``: the values become
-            constants.
-            ``"error"``: reading them is an error.
+            constants. ``"error"``: reading them is an error.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and

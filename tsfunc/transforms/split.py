@@ -105,19 +105,19 @@ class Runner:
     def add(self, group: torch.Tensor) -> None:
         """Run the function for a group of examples, and for the groups that split off from it."""
         pending = deque([group])
-        alone = False
+        single = False
         while pending:
             subset = pending.popleft()
             if self.generators is not None and self._runs:
                 self.generators.rewind()
             self._runs += 1
-            pending.extendleft(reversed(self._attempt(subset, alone and len(subset) == 1)))
-            alone = self.randomness == "error"
+            pending.extendleft(reversed(self._attempt(subset, single and len(subset) == 1)))
+            single = self.randomness == "error"
 
-    def _attempt(self, subset: torch.Tensor, alone: bool) -> list[torch.Tensor]:
+    def _attempt(self, subset: torch.Tensor, single: bool) -> list[torch.Tensor]:
         """Run the function once, and return the groups that are still to be run.
 
-        See NOTE [single examples] for ``alone``.
+        See NOTE [single examples] for ``single``.
         """
         spec = self.spec
         level = SplitLevel(
@@ -125,8 +125,8 @@ class Runner:
             self._copying,
         )  # fmt: skip
         level.splitter = level if spec.splits else None
-        level.alone = alone
-        inputs = _inputs(self.sources, level, alone)
+        level.single = single
+        inputs = _inputs(self.sources, level, single)
         try:
             out = self.run(level, inputs)
         except StartAnew as anew:
@@ -136,7 +136,7 @@ class Runner:
             return [level.subset, *level.put_off]
         self._parts.append(GroupResult(level.subset, out, level.reads_values))
         for i, source in enumerate(self.sources):
-            if i in level.written or (alone and level.copying and was_written(inputs[i])):
+            if i in level.written or (single and level.copying and was_written(inputs[i])):
                 self._written.append(_Written(source, level, level.subset, inputs[i]))
         return level.put_off
 
@@ -176,13 +176,13 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
 
 
 # NOTE [single examples]
-# An example that is put off alone is passed to the function as a plain tensor: there is nothing to
-# batch, and torch's own calls take a fifth of the time of a tracer's. A batch in which every
-# example takes its own path therefore costs little more than a loop. The level is active all the
-# same, for operators without a tensor argument. Random operators raise at such a level; if the
-# randomness mode allows them, single examples are passed as tracers too.
-def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]:
-    """Return the level's examples as its tracers; plain tensors if ``alone``."""
+# An example that is put off by itself is passed to the function as a plain tensor, since torch's own
+# calls take a fifth of the time of a tracer's. A batch in which every example takes its own path
+# therefore costs little more than a loop. The level is still active, for operators without a tensor
+# argument. Random operators raise at such a level; if the randomness mode allows them, single
+# examples are passed as tracers too.
+def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any]:
+    """Return the level's examples as its tracers; plain tensors if ``single``."""
     inputs: list[Any] = []
     taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
     for i, source in enumerate(sources):
@@ -193,7 +193,7 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]
         if key not in taken:
             value = source.take(level.subset)
             taken[key] = value.clone() if level.copying else value
-        if alone:
+        if single:
             inputs.append(taken[key].select(source.dim, 0))
             continue
         level.note_argument(taken[key], i)

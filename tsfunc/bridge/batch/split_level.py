@@ -63,7 +63,7 @@ class SplitLevel(BatchLevel):
         generation: the number of times that the batch became smaller.
         reads_values: True if the function has read a Python value.
         copying: True if the level's arguments are copies of the caller's.
-        alone: True if the only example is passed as a plain value, not as a tracer.
+        single: True if the only example is passed as a plain value, not as a tracer.
         written: the input positions of the copies that were written into.
         writes_arguments: True if the function was about to write into an argument that is not
             a copy.
@@ -73,11 +73,11 @@ class SplitLevel(BatchLevel):
         "_moves",
         "_past",
         "_picked",
-        "alone",
         "copying",
         "generation",
         "put_off",
         "reads_values",
+        "single",
         "subset",
         "writes_arguments",
         "written",
@@ -102,7 +102,7 @@ class SplitLevel(BatchLevel):
         self.copying = copying
         self.written: set[int] = set()
         self.writes_arguments = False
-        self.alone = False
+        self.single = False
         self._past: list[torch.Tensor] = []
         self._picked: dict[int, torch.Tensor] = {}
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]
@@ -116,7 +116,7 @@ class SplitLevel(BatchLevel):
 
         No random numbers are drawn there, but a dropout that is switched off comes here as well.
         """
-        if not self.alone:
+        if not self.single:
             return result
         if isinstance(result, tuple):
             return tuple([self.from_factory(part) for part in result])
@@ -133,7 +133,7 @@ class SplitLevel(BatchLevel):
             The positions of the remaining examples in the batch, or None if all examples agree.
 
         Raises:
-            StartAnew: the batch comes apart; its first example runs alone, and the others later.
+            StartAnew: the batch is split; its first example runs by itself, and the others later.
         """
         self.reads_values = True
         groups = groups_of(answers)

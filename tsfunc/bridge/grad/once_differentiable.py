@@ -99,7 +99,7 @@ def _refuse(name: str) -> None:
         f"{name}: trying to differentiate twice a function whose backward is marked with "
         f"@once_differentiable, which has no derivative itself (nor a forward mode, unless the "
         f"function has a jvp method). If backward consists of differentiable operators, remove the "
-        f"mark."
+        f"decorator."
     )
 
 

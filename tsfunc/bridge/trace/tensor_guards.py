@@ -271,13 +271,13 @@ class TensorGuards:
                     f"to attributes of tensors. Return the value, and assign it after the call."
                 )
 
-    def refuse(self, read: str, why: str, mend: str) -> NoReturn:
+    def refuse(self, read: str, why: str, remedy: str) -> NoReturn:
         """Raise for a question that a program cannot answer.
 
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {mend}")
+        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {remedy}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer

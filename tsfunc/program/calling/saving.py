@@ -59,7 +59,7 @@ def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
     paths = form.tree.paths()
     positions: dict[Any, set[int]] = {}
     for spec in form.inputs:
-        if _is_smooth(spec):
+        if _may_require_grad(spec):
             positions.setdefault(paths[spec.position][:2], set()).add(spec.position)
     return [frozenset(places) for places in positions.values()]
 
@@ -98,13 +98,15 @@ def _traced(
 def _for_any_grad(entry: CachedProgram) -> CachedProgram:
     """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
     form = entry.form
-    inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
+    inputs = tuple(
+        dataclasses.replace(spec, any_grad=_may_require_grad(spec)) for spec in form.inputs
+    )
     return CachedProgram.of_form(
         entry.program, dataclasses.replace(form, inputs=inputs), entry.reason
     )
 
 
-def _is_smooth(spec: InputSpec) -> bool:
+def _may_require_grad(spec: InputSpec) -> bool:
     return spec.example.is_floating_point() or spec.example.is_complex()
 
 

@@ -393,10 +393,10 @@ class Gradients:
                 ("Remove them, or do in the function what they do"),
             )
         if problem is not None:
-            why, mend = problem
+            why, remedy = problem
             raise TypeCheckError(
                 f"{self._level.name}: backward() at {users_place()} would add to "
-                f"{source.text}.grad, but {source.text} {why}. {mend}."
+                f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
         self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
 

@@ -172,8 +172,8 @@ class WatchedObject:
         cls = type(self.value)
         if value is None or is_traced(value) or is_installed(cls) or not says_any(cls, name):
             return value
-        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return OpaqueValue(value, f"{self.source.text}.{name}", mend)
+        remedy = f"{cls.__name__} declares it so: annotate it there with a concrete type."
+        return OpaqueValue(value, f"{self.source.text}.{name}", remedy)
 
     def check(self, name: str, value: Any, use: str) -> None:
         """Check an attribute against the annotation in the user's class.

@@ -139,7 +139,7 @@ def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
     outs = call.run([x.value for x in values])
     varies = any(x.varies for x in values)
     results = [
-        _Value(out, call.pattern(i, out) if _smooth(out) else None, varies)
+        _Value(out, call.pattern(i, out) if _is_differentiable(out) else None, varies)
         for i, out in enumerate(outs if isinstance(outs, list | tuple) else [outs])
     ]
     return results if isinstance(outs, list | tuple) else results[0]
@@ -211,7 +211,7 @@ class _OperatorCall:
             return None  # the destinations depend on the inputs
 
         def numbers(j: int, x: _Value) -> Any:
-            if not _smooth(x.value):
+            if not _is_differentiable(x.value):
                 return x.value
             here = _numbers(x.value).double()
             return here + 1 if j == i else torch.zeros_like(here)
@@ -225,7 +225,7 @@ class _OperatorCall:
 
         def of_entries(entries: torch.Tensor) -> Any:
             def made(j: int, v: _Value) -> Any:
-                if not _smooth(v.value):
+                if not _is_differentiable(v.value):
                     return v.value
                 if j == i:
                     return entries
@@ -292,7 +292,7 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
     return _numbers_of(x.shape)
 
 
-def _smooth(x: Any) -> bool:
+def _is_differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 

@@ -345,8 +345,8 @@ def opaque_arguments(
                 said, by = as_descriptor(annotated[parameter]), "annotation"
             else:
                 return value
-            mend = _mend(func, parameter, by)
-            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), mend))
+            remedy = _remedy(func, parameter, by)
+            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), remedy))
 
         positions = signature.bind(*range(len(args)), **{name: name for name in kwargs}).arguments
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -389,7 +389,7 @@ def _hidden(
     return value if unchanged else node.unflatten_func(node.metadata, children)
 
 
-def _mend(func: Callable[..., Any], parameter: str, by: str) -> str:
+def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
     code = getattr(inspect.unwrap(func), "__code__", None)
     at = f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     if by == "descriptor":
