@@ -46,7 +46,7 @@ class Program(ProgramData):
         run: takes the flattened arguments and returns the flattened results.
         constants: the names of the lifted tensors that constant folding has computed.
         updates: the assignments that it ends with; the graph's last results are their tensors.
-        form: the assumptions about its arguments; None if they were not recorded.
+        call_spec: the assumptions about its arguments; None if they were not recorded.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
         guards: the facts that hold in every call that it answers; printed, one line each;
             ``print`` shows all of them.
@@ -217,7 +217,7 @@ class Program(ProgramData):
             raise MalformedProgramError(
                 f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
             )
-        conditions = () if self.form is None else self.form.conditions
+        conditions = () if self.call_spec is None else self.call_spec.conditions
         verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
 
     def save(self, path: str | os.PathLike[str]) -> None:

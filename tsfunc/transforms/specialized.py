@@ -533,9 +533,9 @@ def read_loaded(
     programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
     refused = loaded.target.refused_by(None, True)
     loaded.cache.entries = tuple(
-        CachedProgram.of_form(
+        CachedProgram.of_call_spec(
             programs[answer.program],
-            answer.form,
+            answer.call_spec,
             answer.reason,
             refused,
         )

@@ -176,7 +176,7 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
 
 
 # NOTE [single examples]
-# An example that is put off by itself is passed to the function as a plain tensor, since torch's own
+# An example that is put off by itself is passed to the function as a plain tensor: torch's own
 # calls take a fifth of the time of a tracer's. A batch in which every example takes its own path
 # therefore costs little more than a loop. The level is still active, for operators without a tensor
 # argument. Random operators raise at such a level; if the randomness mode allows them, single

@@ -360,7 +360,8 @@ class Variation:
             self._tried = names = names - needed
             names = frozenset() if names in self.cache.fixed else names
         elif any(condition.dims for condition in entry.program.conditions) or (
-            not names.isdisjoint(self.positions) and entry.form.unmet(self.call.flat, self.sizes)
+            not names.isdisjoint(self.positions)
+            and entry.call_spec.unmet(self.call.flat, self.sizes)
         ):
             names = frozenset()
         if names != assumptions.varying:
@@ -372,7 +373,7 @@ class Variation:
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
             place_text(self.call.places[spec.position], self.call.arguments)
-            for spec in entry.form.scalars
+            for spec in entry.call_spec.scalars
             if spec.by_itself and spec.name in needed
         )
 
@@ -490,5 +491,6 @@ class Variation:
 def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
     """Return True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
-        name not in known and dim != Dim(name, min=2) for name, dim in entry.form.bounds.items()
+        name not in known and dim != Dim(name, min=2)
+        for name, dim in entry.call_spec.bounds.items()
     )

@@ -41,15 +41,17 @@ def reached(program: ProgramData) -> tuple[Any, ...] | None:
     Returns:
         The values; None if a guard on one of them fails.
     """
-    if program.read_guards is None or program.form is None:
+    if program.read_guards is None or program.call_spec is None:
         return ()
-    return program.read_guards.function(settings())(program.form.leaves)
+    return program.read_guards.function(settings())(program.call_spec.leaves)
 
 
 def is_current(program: ProgramData) -> bool:
     """Return True if the guards on the values that a program read from outside still hold."""
-    form = program.form
-    of_objects = form is not None and any(isinstance(leaf, Watched) for leaf in form.leaves)
+    call_spec = program.call_spec
+    of_objects = call_spec is not None and any(
+        isinstance(leaf, Watched) for leaf in call_spec.leaves
+    )
     return of_objects or reached(program) is not None
 
 
@@ -140,7 +142,7 @@ class StateWriter:
 
 def _count(program: ProgramData) -> int:
     """Return the number of flattened arguments of a program."""
-    return len(program.form.leaves) if program.form is not None else 0
+    return len(program.call_spec.leaves) if program.call_spec is not None else 0
 
 
 def _named_tensor(value: Any, tensors: TensorWriter) -> Any:

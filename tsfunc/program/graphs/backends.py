@@ -89,7 +89,7 @@ class Compiled:
     """The ``run`` of a program that a backend compiles; the constructor compiles one variant.
 
     Args:
-        program: a traced program with its form; it also runs as Python if necessary.
+        program: a traced program with its ``call_spec``; it also runs as Python if necessary.
         backend: compiles the graph.
         name: the user's name of the backend, for errors.
         values: the values that the program is about to run on.
@@ -104,7 +104,7 @@ class Compiled:
     ) -> None:
         self._program, self._backend, self._name = program, backend, name
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
-        self._sizes = _named_sizes(program.form)
+        self._sizes = _named_sizes(program.call_spec)
         self._separate = _writes_outside(program.graph)
         self._repeatable = not self._separate and not any(map(is_random, program.graph.nodes))
         self._lock = threading.Lock()
@@ -178,8 +178,8 @@ class Compiled:
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph for sizes like those of a call."""
-        form = self._program.form
-        bounds = form.bounds if form is not None else {}
+        call_spec = self._program.call_spec
+        bounds = call_spec.bounds if call_spec is not None else {}
         sizes = self._sizes_of(values)
         symbols = Symbols({dim.name: dim for dim in bounds.values()}, sizes)
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
@@ -277,10 +277,10 @@ def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], 
     return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
 
 
-def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
+def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
     """Return the place of the size of each named dim that is a dim itself."""
     places: dict[str, tuple[int, int]] = {}
-    for spec in form.inputs if form is not None else ():
+    for spec in call_spec.inputs if call_spec is not None else ():
         for k, dim in enumerate(spec.dims):
             if isinstance(dim, Dim):
                 places.setdefault(dim.name, (spec.position, k))
@@ -291,10 +291,10 @@ def _examples(
     program: ProgramData, given: Sequence[torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
     """Return example inputs, with symbols as the sizes of named dims."""
-    form = program.form
-    if form is None or not form.bounds:
+    call_spec = program.call_spec
+    if call_spec is None or not call_spec.bounds:
         return list(given)
-    shapes = {spec.position: spec.shape(symbols.sizes) for spec in form.inputs}
+    shapes = {spec.position: spec.shape(symbols.sizes) for spec in call_spec.inputs}
     return [
         _fake(x, shapes.get(position, list(x.shape)), symbols)
         for position, x in zip(program.inputs, given, strict=True)
