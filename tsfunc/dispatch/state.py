@@ -415,7 +415,7 @@ class Level:
         self.alive = False
         active_levels.pop(self, None)
         # These states refer to the level: without them no cycle keeps it, and the call's arguments,
-        # until the next garbage collection. They are made anew if a backward pass needs them.
+        # until the next garbage collection. They are made again if a backward pass needs them.
         self._inner = None
         self._kernel_states.clear()
 

@@ -243,7 +243,7 @@ def solve(
 ) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
-    ``_linalg_solve_ex`` returns factors beside the solution.
+    ``_linalg_solve_ex`` returns factors besides the solution.
     """
     a, b = args
     if not ranks_at_least(dims, args, 2, 1):

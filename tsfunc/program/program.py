@@ -39,7 +39,7 @@ class Program(ProgramData):
             call's flattened arguments, in order, then one for each number that is an input.
         inputs: the index of each of the graph's inputs among the flattened arguments; larger
             indices are tensors that are read of objects among the arguments.
-        lifted: the tensors from outside of the function that it reads anew at every call, by
+        lifted: the tensors from outside of the function that it reads at every call, by
             their names in the graph and the source.
         out_tree: the structure of its results.
         source: the Python that it runs as; ``str`` returns it with comments.

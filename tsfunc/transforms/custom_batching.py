@@ -105,7 +105,7 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
         flat = pytrees.broadcast_prefix(returned[1], returned[0], lambda x: isinstance(x, bool))
     except ValueError:
         raise CustomRuleError(
-            f"{what} must return, beside the result, a pytree of bools that is a prefix of "
+            f"{what} must return, besides the result, a pytree of bools that is a prefix of "
             f"it, got {returned[1]!r}."
         ) from None
     _check_sizes(what, out, flat, size)

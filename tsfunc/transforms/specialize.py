@@ -110,7 +110,7 @@ def specialize(
             callable. Inside of transforms and traces a program always runs as Python.
         closure: the treatment of values that the function reads and that are not arguments:
             variables, defaults, its own objects. ``"guard"``: every call checks that they are
-            unchanged, and reads the data of tensors anew. ``"freeze"``: the values become
+            unchanged, and reads the data of tensors again. ``"freeze"``: the values become
             constants. ``"error"``: reading them is an error.
 
     Returns:
@@ -212,7 +212,7 @@ def load(
     """Load a specialized function from a file.
 
     No code of the file is run: its programs are graphs of torch operators, found by name, and
-    their Python code is generated anew.
+    their Python code is generated again.
 
     Args:
         path: a file that ``save`` of a specialized function, or of a program, has written.

@@ -389,7 +389,7 @@ class _Join:
     # --- unions
 
     def unions(self, left: TSType, right: TSType) -> TSType:
-        """Join unions. None beside one alternative is separated; a written union stays a union."""
+        """Join unions. None besides one alternative is separated; a written union stays a union."""
         ones, others = (
             [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
         )

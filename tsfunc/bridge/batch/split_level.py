@@ -19,9 +19,9 @@ selection.
 
 NOTE [memory of finished examples]
 Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
-them is written to. If another one is still alive at that time, the level's own examples start anew:
+them is written to. If another one is still alive at that time, the level's own examples start over:
 their answers agree up to here, so the new run narrows nothing. If the function writes into an
-argument, which the caller must see, the call starts anew on copies (``writes_arguments``).
+argument, which the caller must see, the call starts over on copies (``writes_arguments``).
 
 Public names that are little known: ``torch.multiprocessing.reductions.StorageWeakRef`` tells
 whether a storage is still alive, without keeping it alive.
@@ -50,7 +50,7 @@ class StartAnew(BaseException):
     """
 
     def __init__(self, level: BatchLevel) -> None:
-        super().__init__(f"{level.name} starts anew (internal to tsfunc; it should be caught)")
+        super().__init__(f"{level.name} starts over (internal to tsfunc; it should be caught)")
         self.level = level
 
 
@@ -246,7 +246,7 @@ class _BeginningAnew:
     """The splitter of a level that a rule enters for the batch of another level.
 
     A rule's values have one batch size, so they can't be narrowed within the rule. If examples
-    differ, the other level starts anew with those that agree.
+    differ, the other level starts over with those that agree.
     """
 
     def __init__(self, level: SplitLevel) -> None:

@@ -32,7 +32,7 @@ _RULES = frozenset({clamp, pointwise, where})
 _CONTIGUOUS = frozenset(
     {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
 )
-# Operators for whose kernel a number is a tensor without dims, beside those of overload "Tensor".
+# Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
 _WRAPPING = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
 _CAPTURING = frozenset({"aten::lerp.Scalar"})
 

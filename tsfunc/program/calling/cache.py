@@ -232,7 +232,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     return "; ".join(shown)
 
 
-UNSEEN = "something has changed that the function reads beside its arguments"
+UNSEEN = "something has changed that the function reads besides its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
 

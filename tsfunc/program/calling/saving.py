@@ -155,7 +155,7 @@ def function_to_save(
     current = [entry for entry in chosen if is_current(entry.program)]
     if not current:
         raise ValueError(
-            f"save({target.name}): what the function reads beside its arguments is not as it was "
+            f"save({target.name}): what the function reads besides its arguments is not as it was "
             f"for any of the calls that there are programs for. Call it as it is now, then save it."
         )
     chosen = current

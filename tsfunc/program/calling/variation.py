@@ -203,7 +203,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else beside what the function's descriptors promise already.
+    They promise nothing else besides what the function's descriptors promise already.
 
     Args:
         flat: the flattened arguments.
@@ -425,7 +425,7 @@ class Variation:
         verb = "vary" if len(names) > 1 else "varies"
         return (
             f"specialize({self.call.target.name}): {' and '.join(names)} {verb}, and each value is "
-            f"traced anew ({listed}).{self._advice(names, seen)}"
+            f"traced again ({listed}).{self._advice(names, seen)}"
         )
 
     def _values(self, name: str, earlier: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ The function's own code is scanned, and so are the functions, methods and classe
 to, except those of libraries: NOTE [code of libraries] in ``dispatch/places.py``. Further code is
 scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
 and strings are guarded by value, containers by their elements, tensors and all other objects by
-identity. The program reads a tensor's data anew at every call, so later writes to the tensor have
+identity. The program reads a tensor's data at every call, so later writes to the tensor have
 effect. NOTE [attributes] in ``guard_builder.py`` describes the guards on attributes of objects.
 """
 

@@ -6,7 +6,7 @@ reads, each at the place where it reads it. The single traced run is watched (``
 each attribute of a known object that is read becomes a guard (``read_guards.py``) that later calls
 check:
 
-- a tensor of an argument is an input of the program, read anew at every call; a tensor of an
+- a tensor of an argument is an input of the program, read at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
   tensor, unless the function itself replaces it (NOTE [updates] in ``results.py``);
 - a number, string, dtype, enum member or other object with a value must be equal; a function, a
@@ -271,7 +271,7 @@ class GuardBuilder:
     Attributes:
         read_guards: the guards of later calls.
         numbers: the numbers in containers and objects: NOTE [numbers that vary].
-        inputs: the tensors that are read anew at every call.
+        inputs: the tensors that are read at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their places.
     """
@@ -442,7 +442,7 @@ class GuardBuilder:
         """
         raise TypeCheckError(
             f"specialize({self.name}): {text} is {how}, and is a {type(value).__name__}, which "
-            f"changes by being read: a program can neither compare it nor read it anew. Read it "
+            f"changes by being read: a program can neither compare it nor read it again. Read it "
             f"before the call, and pass what it gives."
         )
 

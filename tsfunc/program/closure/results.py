@@ -21,7 +21,7 @@ the program. There are three kinds of other leaves:
   ``Outside``: its index in the list of values that the program is called with. Each call returns
   its own object. A list or dict from outside is such a leaf as well: the list itself is returned,
   and its elements may change;
-- an object that the function has made from traced values is made anew at every call: an instance
+- an object that the function has made from traced values is made at every call: an instance
   of a class gets its attributes without a call of ``__init__``, and a set or a container of a
   user's class gets its elements. ``Made`` stands for the object while the results are flattened;
 - any other leaf is a constant of the program.
@@ -164,7 +164,7 @@ def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
 
 
 class NotKept(Exception):
-    """A value that a program can't make anew at every call; the message describes the value."""
+    """A value that a program can't make at every call; the message describes the value."""
 
 
 class UpdateValues:
@@ -266,7 +266,7 @@ class Updates(NamedTuple):
     tensors: tuple[Any, ...] = ()
 
 
-# --- the results of a traced function, which its program makes anew at every call
+# --- the results of a traced function, which its program makes at every call
 
 
 Known = Callable[[Any], Any]

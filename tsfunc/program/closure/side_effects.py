@@ -3,7 +3,7 @@
 See NOTE [updates] in ``results.py``.
 
 NOTE [random numbers from outside]
-A draw of ``torch.rand`` is an operator of the program, which draws anew at every call. Numbers of
+A draw of ``torch.rand`` is an operator of the program, which draws at every call. Numbers of
 ``random`` and ``numpy.random`` are Python values, which the trace would record as constants. A
 generator that is seeded while the function is traced is not seeded when its program runs. Both
 cases are detected by comparing the states of the generators before and after the trace: the trace

@@ -1,7 +1,7 @@
 """Complete programs in files, and the calls that they answer.
 
 For each kind of call, ``function.json`` has the assumptions about it, and the number of its
-program. The guard of the program is generated anew from the assumptions.
+program. The guard of the program is generated again from the assumptions.
 
 ``programs/0.json`` is a program: its graph, the indices of its inputs among the flattened
 arguments, and the structure of its results.

@@ -21,7 +21,6 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.values import (
     NoFileForm,
     ValueReader,
-    dtype_of,
 )
 
 # The dtypes that every version of safetensors has.
@@ -204,7 +203,7 @@ class TensorReader:
             ("dtype", "shape", "device", "requires_grad", "parameter", "memory"),
             ("strides", "first"),
         )
-        dtype = dtype_of(record.at("dtype"))
+        dtype = self._values.dtype(record.at("dtype"))
         shape = [size.integer(0) for size in record.at("shape").items()]
         memory = self._placed(record.at("memory").text(), record.at("device"))
         if record.get("strides") is None:

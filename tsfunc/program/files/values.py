@@ -212,7 +212,7 @@ class ValueReader:
         return slice(*(self.decode(part) for part in field.items(3)))
 
     def _read_dtype(self, field: Field) -> torch.dtype:
-        return dtype_of(field)
+        return self.dtype(field)
 
     def _read_layout(self, field: Field) -> Any:
         return field.one_of(_LAYOUTS, "a layout of torch")
@@ -224,7 +224,9 @@ class ValueReader:
         return self.device(field)
 
     def dtype(self, field: Field) -> torch.dtype:
-        return dtype_of(field)
+        """Return the dtype of a name."""
+        named: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
+        return named
 
     def device(self, field: Field) -> torch.device:
         """Return the device of a name, or the device that replaces it."""
@@ -238,12 +240,6 @@ class ValueReader:
 _KINDS = frozenset(
     name.removeprefix("_read_") for name in vars(ValueReader) if name.startswith("_read_")
 )
-
-
-def dtype_of(field: Field) -> torch.dtype:
-    """Return the dtype of a name."""
-    dtype: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
-    return dtype
 
 
 # --- structures of pytrees as JSON, and back

@@ -4,8 +4,8 @@ A guard is one object with all forms of its fact: the generated Python that chec
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``json``, and
 ``read`` for the way back). A new kind of guard is a class in this file, and a place in ``KINDS``;
-``call_spec`` makes it for a call. Guards on values that the function reads beside its arguments are
-in ``closure/read_guards.py``; their common base class is in ``closure/guard_codegen.py``.
+``call_spec`` makes it for a call. Guards on values that the function reads besides its arguments
+are in ``closure/read_guards.py``; the base class of both is in ``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
