@@ -51,10 +51,10 @@ def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     match node:
         case ast.BoolOp(op=op, values=[first, *others]):
             join = operator.and_ if isinstance(op, ast.And) else operator.or_
-            found = _fact(first, sizes)
+            joined = _fact(first, sizes)
             for each in others:
-                found = join(found, _fact(each, sizes))
-            return found
+                joined = join(joined, _fact(each, sizes))
+            return joined
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return torch.sym_not(_fact(operand, sizes))
         case ast.Compare(left=left, ops=[op], comparators=[right]):

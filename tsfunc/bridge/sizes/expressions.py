@@ -92,9 +92,9 @@ def _extent(form: Any) -> tuple[int, int, int]:
     if not isinstance(form, list) or len(form) < 2:
         return 1, 0, 0
     kind, *parts = form
-    found = [_extent(part) for part in parts]
-    terms, depth = [each[0] for each in found], max(each[2] for each in found)
-    divisions = sum(each[1] for each in found)
+    extents = [_extent(part) for part in parts]
+    terms, depth = [each[0] for each in extents], max(each[2] for each in extents)
+    divisions = sum(each[1] for each in extents)
     if kind == "+":
         return sum(terms), divisions, depth
     if kind == "*":
@@ -227,8 +227,8 @@ def divisions(expr: Any) -> list[tuple[str, int]]:
     from torch.utils._sympy.functions import FloorDiv, Mod
 
     pairs = [each.args for each in expr.atoms(FloorDiv, Mod)]
-    found = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
-    return sorted(pair for pair in found if pair[1] > 1)
+    divided = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
+    return sorted(pair for pair in divided if pair[1] > 1)
 
 
 def exact(expr: Any) -> Any:

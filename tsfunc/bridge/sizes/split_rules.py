@@ -25,13 +25,13 @@ def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
 
 def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
     """Return consecutive views along a dim, of the given lengths."""
-    found = []
+    parts = []
     begin: Any = 0
     for length in lengths:
         shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-        found.append(view_like(x, shape, x.stride(), x.storage_offset() + begin * x.stride(dim)))
+        parts.append(view_like(x, shape, x.stride(), x.storage_offset() + begin * x.stride(dim)))
         begin = begin + length
-    return found
+    return parts
 
 
 @shape_rule("unbind.int")
@@ -99,8 +99,8 @@ def _copies(rule: Any) -> Any:
     """Return the rule of an operator that copies views, given the rule of the views."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
-        found = rule(*args, **kwargs)
-        return found if found is NotImplemented else [new_like(x, x.shape) for x in found]
+        parts = rule(*args, **kwargs)
+        return parts if parts is NotImplemented else [new_like(x, x.shape) for x in parts]
 
     return copy
 

@@ -120,11 +120,11 @@ def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
     for i in range(1, len(order)):
         at = i
         for k in reversed(range(i)):
-            found = compare(order[k], order[at])
-            if found > 0:
+            order_of_pair = compare(order[k], order[at])
+            if order_of_pair > 0:
                 order[k], order[at] = order[at], order[k]
                 at = k
-            elif found < 0:
+            elif order_of_pair < 0:
                 break
     return _dense_strides(shape, order)
 

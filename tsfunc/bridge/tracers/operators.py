@@ -210,7 +210,7 @@ def operator_of(overload: OpOverload) -> TorchOperator:
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
     op = operators_by_id.get(id(overload))
     if op is None:
-        # Of two threads that ask at once, one makes the row before the other sees it.
+        # Two threads may get here at once: one of them makes the row, and the other gets that row.
         with _lock:
             known = find_operator(overload.name())
             op = known if isinstance(known, TorchOperator) else TorchOperator(overload)
