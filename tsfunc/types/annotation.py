@@ -21,6 +21,7 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.tracebacks import folding
 from tsfunc.types.classes import is_future_class, is_rref_class, nominal_type
 from tsfunc.types.descriptors import literal
 from tsfunc.types.grammar import (
@@ -107,6 +108,7 @@ class _Reading:
         return _read(annotation, self)
 
 
+@folding()
 def from_annotation(
     annotation: Any, scope: Scope | None = None, *, where: str = "the annotation"
 ) -> TSType:
@@ -212,6 +214,7 @@ _WORDS: dict[str, object] = {
 """The grammar's own words, for names in strings that the scope lacks."""
 
 
+@folding()
 def parse(text: str, scope: Scope | None = None) -> TSType:
     """Return the type that a text describes; the inverse of ``str``.
 

@@ -19,6 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.classes import field_names, interface_methods, is_rref_class, primitive_of
 from tsfunc.types.codegen import Fits, generate
@@ -88,6 +89,7 @@ class Mismatch:
         return f"{self.path}: expected {self.expected}, got {self.got}"
 
 
+@folding()
 def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
     """Return every place where a value does not have a type; an empty list if it fits.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.tracebacks import folding
 from tsfunc.types.checker import CheckContext, Mismatch
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
@@ -198,6 +199,7 @@ class CompiledDescriptors:
         )
 
 
+@folding()
 def compile_descriptors(
     descriptors: Mapping[str, object], signature: inspect.Signature, *, name: str = "f"
 ) -> CompiledDescriptors:
@@ -231,6 +233,8 @@ attribute open).
 
     Source: the checking of calls in the TorchScript Input Descriptor proposal.
     """
+    if not isinstance(signature, inspect.Signature):
+        raise TypeError(f"compile_descriptors: expected an inspect.Signature, got {signature!r}.")
     call = f"{name}({', '.join(signature.parameters)})"
     try:
         read, dims = _read(descriptors, signature)

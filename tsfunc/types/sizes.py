@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from tsfunc.errors import DescriptorError
+from tsfunc.tracebacks import folded_class
 
 T = TypeVar("T")
 
@@ -349,6 +350,7 @@ _ON_SUMS: dict[str, Callable[[SizeSum, SizeSum], SizeSum]] = {
 # --- expressions as they are written
 
 
+@folded_class
 @dataclass(frozen=True, repr=False)
 class DimExpr:
     """A size computed from named sizes with ``+ - * // **`` and integers.

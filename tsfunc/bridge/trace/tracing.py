@@ -333,7 +333,6 @@ class TraceTracer(Tracer):
         holds = self.reshape(()) if answer else self.reshape(()).logical_not()
         message = f"{place}{source_of(place, ': ')}: the check fails"
         operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
-        next(reversed(self.dispatch_level.graph.nodes)).meta["own_check"] = message
         return answer
 
     def describe(self) -> str:

@@ -442,6 +442,9 @@ def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
 # --- errors of the function's own checks of data, raised if the check fails in its program
 
 
+_FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
+
+
 def raise_user_assertion(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -476,7 +479,13 @@ def _is_own(program: Program, message: str) -> bool:
     for node in program.graph.nodes:
         if writes(node):
             return False
-        check = node.args[1] if node.target is check_size else node.meta.get("own_check")
+        op = node.meta.get("op")
+        if op is not None and op.name == "aten::_assert_async":
+            check: Any = _FAILED_ASSERTION
+        elif node.target is check_size or (op is not None and op.name == "aten::_assert_async.msg"):
+            check = node.args[1]
+        else:
+            continue
         if isinstance(check, str) and check in message:
             return True
     return False
