@@ -472,12 +472,12 @@ class _Trace:
         positions += [spec.position for spec in request.scalars]
         positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
-        constants = {
+        frozen_values = {
             target: tensor.detach().clone()
             for target, tensor in outside.items()
             if frozen and id(tensor) not in reached
         }
-        folded = simplify(request.name, graph, outside, constants)
+        folded = simplify(request.name, graph, outside, frozen_values)
         read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
         # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}
@@ -491,7 +491,7 @@ class _Trace:
                 positions.append(reached[id(tensor)])
             else:
                 target = str(tracer.node.target)
-                lifted[target] = constants.get(target, tensor)
+                lifted[target] = frozen_values.get(target, tensor)
         for node in every_node(graph):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
