@@ -268,14 +268,14 @@ def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None
     report. Along the axis of a failed agreement, they raise the same error.
     """
     known = error.axis_name if isinstance(error, RanksDisagree) else None
-    told = [
+    informed = [
         level.axis_name
         for level in levels
         if level.check in ("calls", "values")
         or (level.check == "programs" and not mesh.has_programs(level.axis_name))
     ]
-    report(mesh, error, told)
-    for axis in told:
+    report(mesh, error, informed)
+    for axis in informed:
         if axis != known:
             with suppress(RuntimeError):  # the group can't be reached any more
                 exchanged_texts(mesh, axis, describe(error))

@@ -90,13 +90,13 @@ def has_unusable_groups() -> bool:
     return bool(_left)
 
 
-def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None:
+def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> None:
     """Report an error of this rank to the other ranks: NOTE [reports of failures].
 
     Args:
         mesh: the mesh.
         error: the error.
-        told: the axes whose ranks know the error already.
+        informed: the axes whose ranks have the error already.
     """
     if mesh.reported == id(error):
         return
@@ -104,7 +104,7 @@ def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None
     mesh.reports += 1
     mesh.reported = id(error)
     for axis in mesh.sizes:
-        if axis != known and axis not in told:
+        if axis != known and axis not in informed:
             _write(mesh, axis, f"{mesh.reports} {describe(error)[:_LONGEST]}")
 
 

@@ -440,7 +440,7 @@ class Cache:
         needed: the numbers that the function needs themselves.
         records: whether the function runs backward passes itself, as its last trace found out:
             NOTE [retracing].
-        told: the sizes and numbers that a warning has named: NOTE [retraces].
+        warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
     def __init__(self, limit: int, auto_widen: bool = True) -> None:
@@ -453,7 +453,7 @@ class Cache:
         self.fixed: set[frozenset[str]] = set()
         self.needed: frozenset[str] = frozenset()
         self.records = False
-        self.told: set[str] = set()
+        self.warned_about: set[str] = set()
         self.misses = self._former_hits = 0
 
     @property

@@ -170,8 +170,8 @@ def _made(trace: _Trace) -> Program:
         raise
     except BaseException as error:
         level: TraceLevel | None = getattr(trace, "level", None)  # the error may come before it
-        for told in [] if level is None else level.failing:
-            told(error)
+        for on_failure in [] if level is None else level.failing:
+            on_failure(error)
         raise
 
 

@@ -415,12 +415,12 @@ class Variation:
         names = [
             name
             for name in seen
-            if name not in served and name not in self.cache.told
+            if name not in served and name not in self.cache.warned_about
             and not (waits and name not in settled and is_special(self.facts[name]))
         ]  # fmt: skip
         if not names:
             return None
-        self.cache.told.update(names)
+        self.cache.warned_about.update(names)
         listed = "; ".join(f"{name}: {self._values(name, seen[name])}" for name in names)
         verb = "vary" if len(names) > 1 else "varies"
         return (

@@ -282,8 +282,8 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    told = None if facts else encode_display_meta(node)
-    return facts if told is None else {"told": told}
+    display = None if facts else encode_display_meta(node)
+    return facts if display is None else {"told": display}
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
@@ -421,9 +421,9 @@ class GraphReader:
         number = field.get("number")
         if number is not None:
             self._types.read_number(number, node)
-        told = field.get("told")
-        if told is not None:
-            self._types.read_display_meta(told, node)
+        display = field.get("told")
+        if display is not None:
+            self._types.read_display_meta(display, node)
         for key, name in _FLAGS.items():
             flag = field.get(key)
             if flag is not None:

@@ -258,8 +258,8 @@ def _ending(
 
     for each in updates:
         if each.buffer is not None and each.slots():
-            told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
+            arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
+            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({arguments})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
