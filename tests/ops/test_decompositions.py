@@ -133,7 +133,8 @@ def test_gradients_of_attention_modules_in_programs_with_recorded_parameters() -
 
     def loss(x: Tensor) -> Tensor:
         y = norm(x.T)[None]
-        return (y + layer(y, y, y, need_weights=False)[0]).square().sum()
+        out: Tensor = y + layer(y, y, y, need_weights=False)[0]
+        return out.square().sum()
 
     x = torch.randn(3, 4, 5)
     loop = []
