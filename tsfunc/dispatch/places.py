@@ -24,18 +24,13 @@ import types
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, NamedTuple
-
-import torch
+from typing import Any, Final
 
 from tsfunc import rage
+from tsfunc.tracebacks import GENERATED, LIBRARIES, WRAPPERS, Place
 
-_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-# torch calls its deprecated functions through a wrapper of one of these modules.
-_WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
 _OWN = __name__.partition(".")[0]
-_PACKAGES = frozenset({_OWN, "torch", *(module.__name__ for module in _WRAPPERS)})
+_PACKAGES = frozenset({_OWN, "torch", *(module.__name__ for module in WRAPPERS)})
 _LIBRARY_PACKAGES: Final = frozenset({
     *sys.stdlib_module_names, "builtins", "torch", "numpy", "tsfunc",
 })  # fmt: skip
@@ -43,19 +38,6 @@ _INSTALLED: Final = frozenset({"site-packages", "dist-packages"})  # of Python's
 _C_FUNCTIONS: Final = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
 )  # fmt: skip
-GENERATED = "<tsfunc "  # the file name of code that this package generates
-LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in _WRAPPERS))
-
-
-class Place(NamedTuple):
-    """A line of code and the function that contains it."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}, in {self.function}"
 
 
 def package_of(frame: FrameType) -> str:
@@ -134,14 +116,14 @@ def place_of(error: BaseException) -> Place:
 
     The traceback has no such line if the user's code is outside of the caller of this function.
     """
-    found = None
+    place = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(LIBRARIES):
-            found = Place(code.co_filename, trace.tb_lineno, code.co_name)
+            place = Place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return found or users_place()
+    return place or users_place()
 
 
 def source_of(place: Place, before: str = "") -> str:
@@ -156,7 +138,7 @@ def condition_of(place: Place) -> str | None:
     if len(others) != 1:
         return None
     rest = others[0]
-    for end in [found.start() for found in re.finditer(r"[:,)\]}]|\belse\b|\bfor\b|$", rest)]:
+    for end in [match.start() for match in re.finditer(r"[:,)\]}]|\belse\b|\bfor\b|$", rest)]:
         try:
             return ast.unparse(ast.parse(rest[:end].strip(), mode="eval").body)
         except SyntaxError:

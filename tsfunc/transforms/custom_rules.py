@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -27,10 +27,10 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.bridge.tracers.boundaries import name_of
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
+from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
@@ -44,7 +44,7 @@ class ResultMetadata:
     device: torch.device
 
     @property
-    def smooth(self) -> bool:
+    def is_differentiable(self) -> bool:
         """True if the dtype has derivatives."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
@@ -140,12 +140,12 @@ class RuleCall:
         """
         with self.seeing(operands):
             if not any(self.hidden):
-                found = func(*self.arguments(sizes, operands))
-                return pytrees.tree_map(as_seen_by_current_level, found), False
+                returned = func(*self.arguments(sizes, operands))
+                return pytrees.tree_map(as_seen_by_current_level, returned), False
             own = [x.detach() for x in operands[: self.count]]
             with outside_graph(True), _watching():
-                found = func(*self.arguments(sizes, (*own, *operands[self.count :])))
-                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, found))
+                returned = func(*self.arguments(sizes, (*own, *operands[self.count :])))
+                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, returned))
                 depends = any(map(is_perturbed, leaves))
         cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytrees.unflatten(tree, cut), depends
@@ -230,7 +230,7 @@ class RuleFunction(Function):
         """Run a call of a program, when the program runs."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
-        found = cls.run(call, sizes, operands)
+        results = cls.run(call, sizes, operands)
         if (call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]) != expected:
             raise CustomRuleError(
                 f"{call.rule.what}: {call.rule.name} and its rule return results of other "
@@ -238,15 +238,15 @@ class RuleFunction(Function):
                 f"{pytrees.spelled(call.out_tree)} of "
                 f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
             )
-        return found
+        return results
 
     @classmethod
     def run(cls, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run the call on tensors; in a trace, record it."""
-        found: tuple[Any, ...]
+        results: tuple[Any, ...]
         if trace_of(operands) is not None:
-            found = apply(cls, call, sizes, *operands)
-            return found
+            results = apply(cls, call, sizes, *operands)
+            return results
         call.perturbed = [is_perturbed(x) for x in operands]
         if not is_differentiated(call):
             return cls.outline(call, sizes, *operands)
@@ -254,16 +254,16 @@ class RuleFunction(Function):
             pairs = zip(operands[call.count :], call.hidden, strict=True)
             guard = apply(_Undefined, call, *[x for x, hidden in pairs if hidden])
             operands = (*operands, guard)
-        found = apply(cls, call, sizes, *operands)
-        return found
+        results = apply(cls, call, sizes, *operands)
+        return results
 
     @staticmethod
     def others(call: RuleCall, operands: Sequence[Any], depends: bool) -> list[Any]:
         """Return the cotangents of the hidden operands; the guard's cotangent raises the error."""
-        found: list[Any] = [None] * (len(operands) - call.count)
+        gradients: list[Any] = [None] * (len(operands) - call.count)
         if depends:
-            found[-1] = torch.zeros_like(operands[-1])
-        return found
+            gradients[-1] = torch.zeros_like(operands[-1])
+        return gradients
 
 
 def is_differentiated(call: RuleCall) -> bool:
@@ -303,6 +303,7 @@ def _spelled(types: Any) -> str:
     return ", ".join(f"{dtype} of {rank} dims" for dtype, rank in types) or "no tensors"
 
 
+_T = TypeVar("_T")
 _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
@@ -326,8 +327,8 @@ class Rule:
             self.signature: inspect.Signature | None = inspect.signature(func)
         except (TypeError, ValueError):  # a builtin
             self.signature = None
-        numbers = [nondiff_argnums] if isinstance(nondiff_argnums, int) else [*nondiff_argnums]
-        names = [nondiff_argnames] if isinstance(nondiff_argnames, str) else [*nondiff_argnames]
+        numbers = self._several("nondiff_argnums", nondiff_argnums, int)
+        names = self._several("nondiff_argnames", nondiff_argnames, str)
         known = [] if self.signature is None else [*self.signature.parameters]
         for name in names:
             if name not in known:
@@ -337,6 +338,17 @@ class Rule:
                 )
         places = {*numbers, *(known.index(name) for name in names)}
         self.nondiff_argnums = tuple(sorted(places))
+
+    def _several(self, name: str, value: Any, cls: type[_T]) -> list[_T]:
+        """Return the elements of an argument: one of a class, or a sequence of them."""
+        several = [value] if isinstance(value, cls) else value
+        if not isinstance(several, Sequence) or not all(isinstance(each, cls) for each in several):
+            one = "an int" if cls is int else "a str"
+            raise TypeError(
+                f"{self.what}({self.name}, {name}=...): expected {one} or a sequence of "
+                f"{cls.__name__}s, got {value!r}."
+            )
+        return list(several)
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return all arguments by position, defaults included, as the rules get them."""
@@ -448,7 +460,7 @@ def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
     )
 
 
-def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
+def check_like(what: str, value: Any, like: Any, *, none: str = "") -> Any:
     """Check that a tangent or cotangent has the shape and dtype of a tensor; None means zeros.
 
     Raises:

@@ -15,9 +15,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
+from tsfunc.tracebacks import folding
 
 __all__ = ["callback", "nans", "print"]
 
@@ -134,10 +134,10 @@ def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch
     rest = [None if isinstance(leaf, _VALUES) else leaf for leaf in leaves]
 
     def rebuilt(values: Sequence[torch.Tensor]) -> Any:
-        found: list[Any] = list(rest)
+        rebuilt_leaves: list[Any] = list(rest)
         for i, value in zip(at, values, strict=True):
-            found[i] = value.item() if i in numbers else value
-        return optree.tree_unflatten(structure, found)
+            rebuilt_leaves[i] = value.item() if i in numbers else value
+        return optree.tree_unflatten(structure, rebuilt_leaves)
 
     return tensors, rebuilt
 
@@ -145,6 +145,7 @@ def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch
 _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat)
 
 
+@folding("debug.nans")
 @contextlib.contextmanager
 def nans() -> Iterator[None]:
     """Context manager: raise an error at the first operator that returns a NaN.

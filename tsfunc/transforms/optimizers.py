@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_settings import as_if_compiling
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.tracebacks import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
 
 
+# The numbers in the states of torch's optimizers.
+_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+@folded_class
 class FunctionalOptimizer:
     """An optimizer without parameters and state of its own; see :func:`functional_optimizer`.
 
@@ -25,10 +30,14 @@ class FunctionalOptimizer:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+        if not (isinstance(cls, type) and isinstance(options, Mapping)):
+            raise TypeError(
+                f"FunctionalOptimizer: expected a class of torch.optim and a dict of its options, "
+                f"got {cls!r} and {options!r}."
+            )
         single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
         self.cls, self.options = cls, {**single, **options}
 
-    @folding("init")
     def init(self, params: Any) -> Any:
         """Return the state before the first step.
 
@@ -49,7 +58,6 @@ class FunctionalOptimizer:
         states = [self._complete(dict(optimizer.state[each]), each) for each in made]
         return tree.unflatten(states)
 
-    @folding("step")
     def step(self, params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
         """Return the parameters and the state after a step. The arguments stay unchanged.
 
@@ -100,7 +108,15 @@ class FunctionalOptimizer:
         return self._optimizer([torch.zeros(1, 1)], {}).defaults
 
     def _complete(self, state: dict[str, Any], leaf: torch.Tensor) -> dict[str, Any]:
-        """Return the state with the momentum of SGD, which its first step makes of the gradient."""
+        """Return the state with what torch's optimizer has otherwise.
+
+        The momentum of SGD, which its first step makes of the gradient. The numbers of a state in
+        double precision: Adam computes ``1 - 0.999**step`` of them, which torch does in Python.
+        """
+        state = {
+            name: value.double() if name in _NUMBERS and isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
         momentum = self.cls is torch.optim.SGD and self.options.get("momentum", 0)
         if momentum and not self.options.get("dampening", 0):
             return {**state, "momentum_buffer": torch.zeros_like(leaf).detach()}
@@ -108,13 +124,13 @@ class FunctionalOptimizer:
 
     def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
         try:
-            found: list[Any] = tree.flatten_up_to(given)
+            leaves: list[Any] = tree.flatten_up_to(given)
         except ValueError as error:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
                 f"of params: {error}"
             ) from None
-        return found
+        return leaves
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options.items() if name != "foreach"}

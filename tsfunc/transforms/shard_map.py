@@ -26,7 +26,6 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.registrations import watching_random
@@ -34,6 +33,7 @@ from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
@@ -144,6 +144,7 @@ def shard_map(
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
 
 
+@folding("mesh_axes")
 @contextmanager
 def mesh_axes(
     mesh: AnyMesh, *, check: Literal["programs", "calls", "values"] | None = "programs"
@@ -173,11 +174,11 @@ def mesh_axes(
             "mesh_axes: expected a mesh of processes, got a VirtualMesh, whose ranks are in one "
             "process. Use shard_map(f, mesh, in_specs, out_specs)."
         )
-    found = mesh_of(mesh)
-    axes = tuple(found.sizes)
+    known = mesh_of(mesh)
+    axes = tuple(known.sizes)
     _refuse_hidden(axes)
     _check_option("check", check, ("programs", "calls", "values", None))
-    with bound(found, axes, check):
+    with bound(known, axes, check):
         yield
 
 
@@ -260,21 +261,21 @@ class bound:
 
 
 def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None:
-    """Tell the other ranks that this rank's body has raised.
+    """Report to the other ranks that this rank's body has raised.
 
     If each collective along an axis is preceded by an agreement, the error is exchanged in one.
     Along other axes, ranks may wait in a collective that this rank does not join, and read a
     report. Along the axis of a failed agreement, they raise the same error.
     """
     known = error.axis_name if isinstance(error, RanksDisagree) else None
-    told = [
+    informed = [
         level.axis_name
         for level in levels
         if level.check in ("calls", "values")
         or (level.check == "programs" and not mesh.has_programs(level.axis_name))
     ]
-    report(mesh, error, told)
-    for axis in told:
+    report(mesh, error, informed)
+    for axis in informed:
         if axis != known:
             with suppress(RuntimeError):  # the group can't be reached any more
                 exchanged_texts(mesh, axis, describe(error))
@@ -366,7 +367,7 @@ _MOST_PLANS = 64  # the most argument structures that one function keeps
 
 
 def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
-    """Context manager: tensors that the body captures are as arguments with ``P()``.
+    """Context manager: tensors that the body captures are treated as arguments with ``P()``.
 
     This matters to derivatives by these tensors, which are summed over the ranks.
     """

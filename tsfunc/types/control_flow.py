@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tsfunc.errors import TypeCheckError
+from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.tracebacks import folding
 from tsfunc.types.grammar import (
     ANY,
     TSAllType,
@@ -25,6 +26,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.lattice import is_subtype, join, nominal_view, plain
 
 
+@folding()
 def join_branches(
     branches: Mapping[str, TSAllType], *, where: str = "cond", exact: bool = False
 ) -> TSType:
@@ -55,16 +57,20 @@ same type from each branch.
 
     Source: the check of control-flow joins in the TorchScript type system proposal.
     """
+    if not isinstance(branches, Mapping) or not branches:
+        raise AnnotationError(
+            f"join_branches: expected a dict of branch name to type, got {branches!r}"
+        )
     first, *rest = map(nominal_view, branches.values())
     joined, faults = first, []
     for type_ in rest:
         faults += branch_faults(joined, type_, exact=exact)
         joined = join(joined, type_)
-    found = "; ".join(dict.fromkeys(faults))
-    if found:
+    listed_faults = "; ".join(dict.fromkeys(faults))
+    if listed_faults:
         listed = "".join(f"  {name}: {type_}\n" for name, type_ in branches.items())
         raise TypeCheckError(
-            f"{where}: its branches return values of different types:\n{listed}{found}. "
+            f"{where}: its branches return values of different types:\n{listed}{listed_faults}. "
             f"Return the same type from each branch."
         )
     return joined
@@ -78,11 +84,11 @@ def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -
         path: the path of the types.
         exact: as for `join_branches`.
     """
-    found = (
+    candidates = (
         _fault(f"At {at}" if at else "There", one, other, exact)
         for at, one, other in differences(left, right, path)
     )
-    return [fault for fault in found if fault]
+    return [fault for fault in candidates if fault]
 
 
 def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:
@@ -93,6 +99,7 @@ def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:
     return ""
 
 
+@folding()
 def check_carry(
     before: TSAllType, after: TSAllType, *, where: str = "while_loop", name: str = "the carry"
 ) -> TSType:
@@ -153,6 +160,7 @@ def _same_sizes(before: TSType, after: TSType) -> bool:
     return all(size is None or size == other for size, other in pairs)
 
 
+@folding()
 def differences(
     left: TSType, right: TSType, path: str = ""
 ) -> Iterator[tuple[str, TSType, TSType]]:

@@ -59,6 +59,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folding
 from tsfunc.types.classes import nominal_type, primitive_of
 from tsfunc.types.descriptors import (
     SINGLE,
@@ -113,6 +114,7 @@ from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm,
 from tsfunc.types.values import same_keys
 
 
+@folding()
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
     """Return True if values of one type are allowed where another is expected.
 
@@ -266,6 +268,7 @@ def plain(type_: TSType) -> TSType:
 def join(left: TSType, right: TSType, /) -> TSType: ...
 @overload
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
+@folding()
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 
@@ -389,7 +392,7 @@ class _Join:
     # --- unions
 
     def unions(self, left: TSType, right: TSType) -> TSType:
-        """Join unions. None beside one alternative is separated; a written union stays a union."""
+        """Join unions. None besides one alternative is separated; a written union stays a union."""
         ones, others = (
             [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
         )
@@ -409,8 +412,8 @@ class _Join:
                 least = [*(other for other in least if not is_below([other], [each])), each]
         if has_none and len(least) == 1 and not self.of_call:
             return optional(least[0])
-        found = (*sorted(least, key=str), *((NONE,) if has_none else ()))
-        return found[0] if len(found) == 1 else TSUnion(found)
+        alternatives = (*sorted(least, key=str), *((NONE,) if has_none else ()))
+        return alternatives[0] if len(alternatives) == 1 else TSUnion(alternatives)
 
     def one_sided(self, type_: TSType, *, is_left: bool) -> TSType:
         """Return the part of a join that only one of the two types has."""

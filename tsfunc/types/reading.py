@@ -12,6 +12,7 @@ import optree
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import (
     SUPPORTED,
     attribute_types,
@@ -54,6 +55,7 @@ from tsfunc.types.text import read_type
 from tsfunc.types.values import children_of, class_name, entry_text
 
 
+@folding()
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     """Return the descriptor that a user's object stands for.
 
@@ -81,6 +83,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
         ) from None
 
 
+@folding()
 def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> Descriptor:
     """Return the descriptor that a text describes; the inverse of ``str``.
 
@@ -98,13 +101,13 @@ def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> De
         >>> str(parse_descriptor(text)) == text
         True
     """
-    return read_type(text, scope or {}, lambda found: from_annotation(found, scope), _named)
+    return read_type(text, scope or {}, lambda value: from_annotation(value, scope), _named)
 
 
-def _named(found: Any) -> Descriptor:
+def _named(value: Any) -> Descriptor:
     """Return the descriptor of an object named in a text, without fields: the text lists them."""
-    is_class = isinstance(found, type) and not is_interface(found)
-    return class_type(found) if is_class else as_descriptor(found)
+    is_class = isinstance(value, type) and not is_interface(value)
+    return class_type(value) if is_class else as_descriptor(value)
 
 
 def _descriptor(written: Any, where: str) -> Descriptor:
@@ -166,8 +169,8 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
         case TSCustomClass(cls) | TSEnum(cls) | TSBuiltinClass(cls):
             if cls in inside:
                 return class_type(cls)
-            found = _from_class(cls, class_name(cls), inside)
-            return type_ if found == type_ else found
+            expanded = _from_class(cls, class_name(cls), inside)
+            return type_ if expanded == type_ else expanded
         case _:
             children = children_of_type(type_)
             return with_children(type_, [_from_type(child, inside) for child in children])

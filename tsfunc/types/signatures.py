@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.annotation import Scope, attribute_types, class_scope, closure_of, from_annotation
 from tsfunc.types.checker import Mismatch, decide, mismatches
 from tsfunc.types.classes import interface_methods, nominal_type
@@ -61,6 +62,7 @@ _OURS = __name__.partition(".")[0]
 _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
+@folded_class
 @dataclass(frozen=True, eq=False)
 class Signature:
     """The types of a function's parameters and of its result; `signature` makes it.
@@ -113,6 +115,7 @@ class Signature:
         return f"{self.name}({', '.join(words)}){returns}"
 
 
+@folding()
 def signature(func: Any) -> Signature:
     """Return the types of a function's parameters and of its result.
 
@@ -170,8 +173,8 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
     elif default is _EMPTY or default is None:
         type_ = TENSOR
     else:
-        found = of_value(default)
-        type_ = nominal_type(found.cls) if isinstance(found, TSModuleType) else found
+        inferred = of_value(default)
+        type_ = nominal_type(inferred.cls) if isinstance(inferred, TSModuleType) else inferred
     return optional(type_) if default is None and type_ != NONE else type_
 
 
@@ -217,13 +220,13 @@ def annotated_types(func: Any) -> dict[str, TSType]:
     if not annotations:
         return {}
     scope = _scope(inner, _owner(inner))
-    found: dict[str, TSType] = {}
+    types_: dict[str, TSType] = {}
     for name, annotation in annotations.items():
         try:
-            found[name] = from_annotation(annotation, scope)
+            types_[name] = from_annotation(annotation, scope)
         except AnnotationError:  # the annotation is not a type of the language
             continue
-    return found
+    return types_
 
 
 # --- where a function comes from
@@ -247,13 +250,13 @@ def _function(func: Any) -> Any:
 def _owner(func: Any) -> type | None:
     """Return the class in whose body a function was defined, if its name leads to it."""
     *path, _ = getattr(func, "__qualname__", "").split(".")
-    found: Any = getattr(func, "__globals__", {})
+    owner: Any = getattr(func, "__globals__", {})
     # "<locals>" is not found, so a class made inside of a function is not found either.
     for name in path:
-        found = found.get(name) if isinstance(found, dict) else vars(found).get(name)
-        if not isinstance(found, type):
+        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
+        if not isinstance(owner, type):
             return None
-    return found if path else None
+    return owner if path else None
 
 
 def _takes_self(func: Any, owner: type) -> bool:
@@ -286,6 +289,7 @@ Resolved: TypeAlias = TSAllType | Signature
 """The type of a data attribute, or the signature of a method."""
 
 
+@folding()
 def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resolved:
     """Return the type of an attribute of the values of a type.
 
@@ -337,8 +341,8 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
         case TSPrimitiveType(primitive):
             return _of_class(PYTHON_CLASSES[primitive], type_, name, of)
         case TSNamedTuple(names, elements):
-            found = dict(zip(names, elements, strict=True)).get(name)
-            return _of_class(tuple, type_, name, of) if found is None else found
+            field_type = dict(zip(names, elements, strict=True)).get(name)
+            return _of_class(tuple, type_, name, of) if field_type is None else field_type
         case TSUnion():
             raise TypeCheckError(
                 f"{of}.{name}: {of} is of type {type_}, one of several; test which one first."

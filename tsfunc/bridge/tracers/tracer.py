@@ -191,8 +191,8 @@ class _Substitutions(threading.local):
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        found = self.values.get(id(value))
-        return value if found is None else found[1]
+        replacement = self.values.get(id(value))
+        return value if replacement is None else replacement[1]
 
 
 substitutions: Final = _Substitutions()
@@ -413,7 +413,7 @@ def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     """Return the innermost level of the tracers in nested lists, tuples and dicts, or None."""
-    found: TracerLevel | None = None
+    innermost: TracerLevel | None = None
     for value in values:
         if isinstance(value, Tracer):
             level: TracerLevel | None = value.dispatch_level
@@ -423,11 +423,16 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
             level = innermost_level(list(value.values()))
         else:
             continue
-        if level is None or level is found:
+        if level is None or level is innermost:
             continue
-        if found is None or level.depth > found.depth or not level.alive or level.within(found):
-            found = level
-    return found
+        if (
+            innermost is None
+            or level.depth > innermost.depth
+            or not level.alive
+            or level.within(innermost)
+        ):
+            innermost = level
+    return innermost
 
 
 # torch's annotation has only tuples and dicts; callers pass nothing else.
@@ -446,6 +451,42 @@ def function_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
+    if len(types) > 1:
+        for kind in types:
+            if _has_handler(kind):
+                return _beside_class(kind, func, types, args, kwargs)
+    return _handle_function(func, types, args, kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_handler(kind: type) -> bool:
+    """True for a class of another library with a ``__torch_function__`` of its own."""
+    default: Any = torch.Tensor.__torch_function__
+    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return not issubclass(kind, Tracer) and own is not default.__func__
+
+
+def _beside_class(
+    kind: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Handle a call on tracers and a tensor of a class with its own handler.
+
+    A rule calls operators on values, and a class may implement few of them: the quantized weights
+    of torchao implement ``linear`` and not the transposition in its rule. The class then takes the
+    call itself, on the tracers.
+    """
+    try:
+        return _handle_function(func, types, args, kwargs)
+    except (NotImplementedError, TypeError):
+        out = kind.__torch_function__(func, types, args, kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def _handle_function(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     state = tls.state
     remap_args = state.remap_args
     if remap_args is not None:
@@ -492,10 +533,10 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif "out" in kwargs:
         prepare = WRITERS["out"]
     else:
-        found = WRITERS.get(func)
-        if found is None:
+        writer = WRITERS.get(func)
+        if writer is None:
             return
-        prepare = found
+        prepare = writer
     prepare(func, args, kwargs)
 
 
