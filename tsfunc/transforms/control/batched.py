@@ -19,6 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Body
+from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.dispatch.state import tls
@@ -293,14 +294,11 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
     """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:
-        x, dim = operand, None
-        if isinstance(operand, BatchTracer):
-            if operand.dispatch_level is not level:
-                return None
-            x, dim = operand.value, operand.bdim
-            x = x if dim is None else x.movedim(dim, 0)
-        values.append(x)
-        flags.append(dim is not None)
+        own = isinstance(operand, BatchTracer)
+        if own and operand.dispatch_level is not level:
+            return None
+        flags.append(own and operand.bdim is not None)
+        values.append(batch_first(operand) if flags[-1] else operand.value if own else operand)
     return PhysicalBatch.of(values, flags) if are_plain(values) else None
 
 
