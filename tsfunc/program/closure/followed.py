@@ -1,14 +1,4 @@
-"""The code that a trace follows, and the classes whose attributes it watches.
-
-NOTE [code of libraries]
-A trace follows the code of the user: it scans functions and classes for the names that they read,
-and guards these values. Modules, functions and classes of the standard library, of torch, of NumPy
-and of installed packages are guarded by identity alone. Their *instances* (an ``nn.Dropout``, a
-namespace, a deque) are guarded by the attributes and elements that were read of them.
-
-The name of the root package of the code's module decides, not the file that the code was compiled
-from. A package is installed if its directory is one that installers write to. The module of a
-function is that of its globals, since ``functools.wraps`` changes ``__module__``.
+"""The classes whose attributes a trace watches.
 
 NOTE [watched classes]
 For the time of a trace, a watched class has a ``__getattribute__`` and a ``__setattr__`` of ours,
@@ -20,63 +10,9 @@ not accept attributes (one that is written in C) is not watched.
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 import threading
-import types
 from collections.abc import Callable
-from typing import Any, Final, Protocol
-
-# --- code of the user and of libraries
-
-
-_LIBRARIES: Final = frozenset({
-    *sys.stdlib_module_names, "builtins", "torch", "numpy", "tsfunc",
-})  # fmt: skip
-_INSTALLED: Final = frozenset({"site-packages", "dist-packages"})  # of Python's install schemes
-_C_FUNCTIONS: Final = (
-    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType,
-)  # fmt: skip
-
-
-def root_package(code: Any) -> str:
-    """Return the root package of the module of a module, class or function; "" if it has none."""
-    name: Any
-    if isinstance(code, types.ModuleType):
-        name = code.__name__
-    elif isinstance(code, types.FunctionType):
-        name = code.__globals__.get("__name__")
-    else:
-        name = getattr(code, "__module__", None)
-    return name.partition(".")[0] if isinstance(name, str) else ""
-
-
-def is_library(code: Any) -> bool:
-    """Return True for a module, class or function of Python, torch, NumPy or this package."""
-    return isinstance(code, _C_FUNCTIONS) or root_package(code) in _LIBRARIES
-
-
-def is_installed(code: Any) -> bool:
-    """Return True for a module, class or function of a library or of an installed package."""
-    if is_library(code):
-        return True
-    package = sys.modules.get(root_package(code))
-    if package is None:
-        return False
-    folders = getattr(package, "__path__", None)
-    places = list(folders) if folders is not None else [getattr(package, "__file__", None) or ""]
-    return any(map(_is_installed_at, places))
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_installed_at(place: str) -> bool:
-    """Return True if the directory around a package or module is one that installers write to."""
-    return os.path.basename(os.path.dirname(place)) in _INSTALLED
-
-
-# --- classes whose attributes are watched
-
+from typing import Any, Protocol
 
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's type flags
 _GET, _SET, _DELETE = "__getattribute__", "__setattr__", "__delattr__"

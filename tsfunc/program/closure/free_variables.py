@@ -1,9 +1,9 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of libraries (NOTE [code of libraries] in ``followed.py``). Further code is scanned
-when the trace meets it (an attribute that is a function, a method of an object). Numbers and
-strings are guarded by value, containers by their elements, tensors and all other objects by
+to, except those of libraries (NOTE [code of libraries] in ``dispatch/libraries``). Further code is
+scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
+and strings are guarded by value, containers by their elements, tensors and all other objects by
 identity. The program reads a tensor's data anew at every call, so writes to it are seen. The
 attributes of objects: NOTE [attributes] in ``guard_builder.py``.
 """
@@ -29,8 +29,9 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch.libraries import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.followed import OURS, is_installed
+from tsfunc.program.closure.followed import OURS
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances

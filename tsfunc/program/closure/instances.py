@@ -21,10 +21,11 @@ from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
+from tsfunc.dispatch.libraries import is_installed
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.followed import Watching, is_installed
+from tsfunc.program.closure.followed import Watching
 from tsfunc.program.closure.guard_builder import (
     Closure,
     Earlier,

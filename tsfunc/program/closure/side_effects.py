@@ -31,6 +31,7 @@ from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch.libraries import is_installed, is_library
 from tsfunc.dispatch.places import condition_of, place_of, source_of
 from tsfunc.errors import (
     ClosureError,
@@ -38,7 +39,6 @@ from tsfunc.errors import (
     EscapedTracerError,
     TypeCheckError,
 )
-from tsfunc.program.closure.followed import is_installed, is_library
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
     changed,

@@ -26,7 +26,7 @@ from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.boundaries import PLACES
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
-from tsfunc.bridge.writing.buffer_writes import note_buffer_write
+from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.dispatch.places import Place
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
@@ -260,7 +260,7 @@ def _ending(
     for each in updates:
         if each.buffer is not None and each.slots():
             told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
+            yield Statement(f"{names.of(note_assignment, 'note_assignment')}({told})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
