@@ -728,13 +728,19 @@ def _symbolic_sizes() -> None:
 @_entry(
     "Checks of values",
     """torch._check_tensor_all_with torch._is_all_true torch.Tensor._is_all_true
-    torch.distributions.Distribution._validate_sample""",
+    torch._assert_async torch.distributions.Distribution._validate_sample""",
     use="torch's functions for checks, and those of torch.distributions, take batched tensors.",
     stand_in="tsfunc.check, and distributions with validate_args=False.",
     risk=Risk.MEDIUM,
 )
 def _checks_of_values() -> None:
     passes = torch.tensor([True, False])
+    try:
+        torch._assert_async(passes[1], "it fails")
+    except RuntimeError as error:
+        _expect("it fails" in str(error), "the message of an assertion")
+    else:
+        _expect(False, "an error of an assertion that fails")
     _expect(not torch._is_all_true(passes) and not passes._is_all_true(), "a False for all")
     try:
         torch._check_tensor_all_with(KeyError, passes, lambda: "some fail")
