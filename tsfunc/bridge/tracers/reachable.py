@@ -25,6 +25,7 @@ import sys
 import threading
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -46,7 +47,9 @@ _LEAVES: Final = frozenset({
 })  # fmt: skip
 # Levels refer to the code that runs at them. Frames and tracebacks lead to callers.
 _NOT_FOLLOWED: Final = (types.ModuleType, types.TracebackType, Level)
-_CONTAINERS: Final[frozenset[type]] = frozenset({tuple, list, dict, set, frozenset, types.CellType})
+_CONTAINERS: Final[frozenset[type]] = frozenset({
+    tuple, list, dict, OrderedDict, set, frozenset, types.CellType,
+})  # fmt: skip
 _METHODS: Final = (
     types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
 )  # fmt: skip
@@ -93,10 +96,13 @@ class Reachable:
         while stack:
             value = stack.pop()
             kind = type(value)  # not ``isinstance``, which may call code of the user
-            if kind in _LEAVES or id(value) in met:
+            if kind in _LEAVES or (kind in _CONTAINERS and not value) or id(value) in met:
                 continue
             met[id(value)] = value
-            if issubclass(kind, torch.Tensor):
+            if kind in _CONTAINERS:
+                if kind is not dict or "__builtins__" not in value:  # not the namespace of a module
+                    stack += gc.get_referents(value)
+            elif issubclass(kind, torch.Tensor):
                 self.tensors.append(value)
                 stack.extend(_of_tensor(value))
             elif kind is types.FunctionType:
@@ -198,10 +204,6 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _contents_of(value: Any, kind: type) -> Iterable[Any]:
     """Return the objects that an object of a class holds."""
-    if kind in _CONTAINERS:
-        if kind is dict and "__builtins__" in value:
-            return ()  # the namespace of a module, or of executed code
-        return gc.get_referents(value)
     for base, contents in _UNSEEN_BY_COLLECTOR:
         if issubclass(kind, base):
             return contents(value)
