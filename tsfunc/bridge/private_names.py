@@ -451,6 +451,31 @@ def _checkpoints() -> None:
 
 
 @_entry(
+    "Hooks of saved tensors",
+    """torch._C._autograd._top_saved_tensors_default_hooks
+    torch._C._autograd._pop_saved_tensors_default_hooks
+    torch._C._autograd._push_saved_tensors_default_hooks""",
+    use="The first transform of a process may run inside of hooks that its thread has entered.",
+    stand_in="None: a checkpoint by torch around the first transform of a process would fail.",
+    risk=Risk.LOW,
+)
+def _saved_tensor_hooks() -> None:
+    autograd = torch._C._autograd
+    packed: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+        hooks = autograd._top_saved_tensors_default_hooks(True)
+        _expect(hooks is not None and len(hooks) == 2, "the innermost hooks")
+        autograd._pop_saved_tensors_default_hooks()
+        try:
+            torch.ones(2, requires_grad=True).sin()
+            _expect(not packed, "no hooks after the removal")
+        finally:
+            autograd._push_saved_tensors_default_hooks(*hooks)
+        torch.ones(2, requires_grad=True).sin()
+    _expect(len(packed) == 1, "the hooks again")
+
+
+@_entry(
     "torch.func's stack",
     """torch._C._functorch._add_batch_dim torch._C._functorch.get_unwrapped
     torch._C._functorch.is_batchedtensor torch._C._functorch.is_functorch_wrapped_tensor

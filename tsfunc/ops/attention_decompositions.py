@@ -68,10 +68,18 @@ class _Attention:
         found = scores @ self.key, scores.mT @ self.query, self.weights.mT @ grad
         scales = self.scale, self.scale, 1.0
         by_query, by_key, by_value = (
-            _summed_to(x * scale, of.shape[-3]).to(of.dtype)
+            _in_order_of_fused(_summed_to(x * scale, of.shape[-3]).to(of.dtype))
             for x, scale, of in zip(found, scales, self.given, strict=True)
         )
         return by_query, by_key, by_value, scores
+
+
+def _in_order_of_fused(x: Tensor) -> Tensor:
+    """Return a gradient with the heads within the sequence, as torch's operators lay it out.
+
+    A program views the result as its trace did, which has the operator's layout.
+    """
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _summed_to(x: Tensor, heads: int) -> Tensor:

@@ -187,7 +187,8 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         warn(
             f"There is a performance drop because we have not yet implemented the batching rule "
             f"for {op.name}: vmap runs it once for each of {level.batch_size} examples. "
-            f"Give it a rule with tsfunc.ops.row.",
+            f"Give it a rule: tsfunc.ops.row, or torch.library.register_vmap for an operator of "
+            f"your own.",
             SlowFallbackWarning,
         )
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -37,7 +37,7 @@ from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
-from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
+from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
 from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
 from tsfunc.types.signatures import takes_any_keyword
 from tsfunc.types.values import describe, same_value
@@ -232,6 +232,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     return "; ".join(shown)
 
 
+_LONGEST: Final = 200  # characters
 UNSEEN = "something has changed that the function reads beside its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
@@ -257,6 +258,12 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
     return str(value) if type(value) in (int, bool, float, tuple, Word) else describe(value)
+
+
+def _brief(descriptor: Any) -> str:
+    """Return the text of a descriptor; that of many tensors is cut."""
+    text = str(as_descriptor(descriptor))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 # --- the programs that a specialized function keeps, and the calls that each of them answers
@@ -301,7 +308,7 @@ class CacheInfo(NamedTuple):
             f"{self.hits} calls found one, {self.misses} were traced"
         ]
         for entry in self.entries:
-            described = ", ".join(f"{k}: {v}" for k, v in entry.descriptors.items())
+            described = ", ".join(f"{k}: {_brief(v)}" for k, v in entry.descriptors.items())
             lines.append(
                 f"  ({described}): {entry.hits} hits, {entry.seconds:.3f} s, {entry.reason}"
             )
