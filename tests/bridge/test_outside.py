@@ -254,7 +254,7 @@ def in_script(tensor: Tensor) -> Callable[[], Tensor]:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):
         script = torch.jit.script(Holder())
     return lambda: script.tensor
 
