@@ -199,7 +199,7 @@ def _jvp(
     own.roots = func, flat, directions
     try:
         with own, watching_random():
-            found = _push(func, flat, directions, spec, own, strict, has_aux)
+            pushed = _push(func, flat, directions, spec, own, strict, has_aux)
     except BaseException:
         if STATE_WRITES:
             restore_state(own)
@@ -207,7 +207,7 @@ def _jvp(
     if STATE_WRITES:
         refuse_state_writes(own)
     return pytrees.tree_map(
-        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found
+        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, pushed
     )
 
 
