@@ -125,7 +125,7 @@ def _is_from_outside(tensor: torch.Tensor, level: TracerLevel) -> bool:
 def restore_state(level: TracerLevel) -> _StateWrite | None:
     """Restore the state of modules when the call of a level ends; return the first write to it."""
     left = [each for each in STATE_WRITES if each.level is level and each.is_current]
-    STATE_WRITES[:] = [each for each in STATE_WRITES if each.level is not level]
+    STATE_WRITES[:] = [e for e in STATE_WRITES if e.level is not level and e.level.alive]
     for each in reversed(left):
         each.undo()
     return left[0] if left else None
