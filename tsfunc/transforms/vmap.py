@@ -151,17 +151,7 @@ def vmap(
     Same as ``torch.func.vmap`` and ``jax.vmap``, except that torch.func refuses non-tensor outputs
     unless their out_dim is None.
     """
-    if randomness not in ("error", "different", "same", "split"):
-        raise RuntimeError(
-            f"Only allowed values for randomness are 'error', 'different', or 'same'. "
-            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
-        )
-    if data_dependent not in ("error", "split"):
-        raise ValueError(
-            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
-        )
-    if ragged not in ("nested", "list", "error"):
-        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
+    _check_modes(randomness, data_dependent, ragged)
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
     spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
@@ -235,6 +225,20 @@ def vmap(
 
     # ``wraps`` only for callables with a name: modules and partials have none.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
+
+
+def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
+    if randomness not in ("error", "different", "same", "split"):
+        raise RuntimeError(
+            f"Only allowed values for randomness are 'error', 'different', or 'same'. "
+            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
+        )
+    if data_dependent not in ("error", "split"):
+        raise ValueError(
+            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
+        )
+    if ragged not in ("nested", "list", "error"):
+        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
 
 
 def _check_axis_size(axis_size: Any) -> None:
