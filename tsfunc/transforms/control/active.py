@@ -135,10 +135,12 @@ class SubsetGroup:
         merge_draw_counts(counts, merge)
         return together(trees, merge)
 
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context manager whose block runs on these examples alone."""
+    def running(self, roots: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context manager whose block runs on these examples alone; see ``in_subset``."""
         level = self.level
-        return in_subset(level, self.what) if isinstance(level, SubsetLevel) else nullcontext()
+        if isinstance(level, SubsetLevel):
+            return in_subset(level, self.what, roots)
+        return nullcontext()
 
     def run(self, func: Callable[..., Any], args: Any) -> Any:
         """Call a function on the examples' part of its arguments."""

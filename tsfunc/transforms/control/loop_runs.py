@@ -188,7 +188,7 @@ class Loop:
     ) -> tuple[Any, int, Any]:
         """Make steps on a group of examples, from the state of `repeat`."""
         carry, drawn = state
-        with group.running():
+        with group.running((self, carry)):
             set_draw_counts(drawn)
             carry, made, active = self.together(group.level, limit, carry)
             return (carry, draw_counts(group.level.depth)), made, active
