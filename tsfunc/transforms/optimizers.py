@@ -124,13 +124,13 @@ class FunctionalOptimizer:
 
     def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
         try:
-            found: list[Any] = tree.flatten_up_to(given)
+            leaves: list[Any] = tree.flatten_up_to(given)
         except ValueError as error:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
                 f"of params: {error}"
             ) from None
-        return found
+        return leaves
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options.items() if name != "foreach"}
