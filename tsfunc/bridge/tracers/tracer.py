@@ -85,20 +85,21 @@ class TracerLevel(Level):
     Attributes:
         autograd: the number of transforms that record autograd on this level's own tracers; while
             it is 0, calls skip torch's autograd on their way in.
-        created_at: its position in the order of creation, 0 while unknown (``creation_tracking``).
         forward: the number of forward-mode transforms that attach tangents to this level's
             tracers.
+        roots: the function that runs at the level, and its arguments; a tensor that they reach is
+            from outside of the function.
         serial: a number that increases with each new level.
         functorch_depth: the number of torch.func transforms outside of it.
         torch_state: the captured part of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "created_at", "forward", "functorch_depth", "serial", "torch_state")
+    __slots__ = ("autograd", "forward", "functorch_depth", "roots", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
-        self.created_at = 0
+        self.roots: Sequence[Any] = ()
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()
@@ -191,8 +192,8 @@ class _Substitutions(threading.local):
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        found = self.values.get(id(value))
-        return value if found is None else found[1]
+        replacement = self.values.get(id(value))
+        return value if replacement is None else replacement[1]
 
 
 substitutions: Final = _Substitutions()
@@ -413,7 +414,7 @@ def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     """Return the innermost level of the tracers in nested lists, tuples and dicts, or None."""
-    found: TracerLevel | None = None
+    innermost: TracerLevel | None = None
     for value in values:
         if isinstance(value, Tracer):
             level: TracerLevel | None = value.dispatch_level
@@ -423,11 +424,16 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
             level = innermost_level(list(value.values()))
         else:
             continue
-        if level is None or level is found:
+        if level is None or level is innermost:
             continue
-        if found is None or level.depth > found.depth or not level.alive or level.within(found):
-            found = level
-    return found
+        if (
+            innermost is None
+            or level.depth > innermost.depth
+            or not level.alive
+            or level.within(innermost)
+        ):
+            innermost = level
+    return innermost
 
 
 # torch's annotation has only tuples and dicts; callers pass nothing else.
@@ -528,10 +534,10 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif "out" in kwargs:
         prepare = WRITERS["out"]
     else:
-        found = WRITERS.get(func)
-        if found is None:
+        writer = WRITERS.get(func)
+        if writer is None:
             return
-        prepare = found
+        prepare = writer
     prepare(func, args, kwargs)
 
 

@@ -25,7 +25,7 @@ from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
-from tsfunc.bridge.writing.buffer_writes import note_buffer_write
+from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
@@ -225,13 +225,13 @@ def generate(
             _write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
-    found = list(statements(graph, inputs, names, updates))
-    lines = [f"    {each.text}\n" for each in found]
+    written = list(statements(graph, inputs, names, updates))
+    lines = [f"    {each.text}\n" for each in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
     places = {
         line: each.node.meta["place"]
-        for line, each in enumerate(found, start=2)
+        for line, each in enumerate(written, start=2)
         if each.node is not None and each.node.meta.get("place") is not None
     }
     scope = {**names.scope, PLACES: places}
@@ -258,8 +258,8 @@ def _ending(
 
     for each in updates:
         if each.buffer is not None and each.slots():
-            told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
+            arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
+            yield Statement(f"{names.of(note_assignment, 'note_assignment')}({arguments})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
@@ -110,7 +111,7 @@ def choice_of(value: Any, what: str) -> Choice:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             level = inner.dispatch_level
             with level.restored():
-                values = inner.value.movedim(inner.bdim, 0).reshape(level.batch_size)
+                values = batch_first(inner).reshape(level.batch_size)
             return ByExample(level, values, _known(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
@@ -118,8 +119,9 @@ def choice_of(value: Any, what: str) -> Choice:
     if differs_in_functorch(inner):
         raise DataDependentError(
             f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
-            f"all of them alike. Use tsfunc.vmap (and tsfunc's transforms around it), which runs "
-            f"those apart that differ; or compute both and choose by torch.where."
+            f"the same operators for all of them. Use tsfunc.vmap (and tsfunc's transforms around "
+            f"it), which runs each branch for its own examples; or compute both and choose by "
+            f"torch.where."
         )
     return bool(inner) if inner.dtype is torch.bool else int(inner)
 
@@ -164,7 +166,7 @@ def read(values: Any) -> torch.Tensor:
 class DiffersInside(BaseException):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 
-    ``by`` is the caller that asked for the predicate; it handles the choice at the inner level.
+    ``by`` is the caller that needs the predicate; it handles the choice at the inner level.
     """
 
     def __init__(self, by: object, level: BatchLevel) -> None:
@@ -186,7 +188,7 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:
             if inner.bdim is not None:
-                return inner.value.movedim(inner.bdim, 0).reshape(level.batch_size) != 0
+                return batch_first(inner).reshape(level.batch_size) != 0
             inner = inner.value
         if not isinstance(inner, torch.Tensor):
             return torch.full((level.batch_size,), bool(inner))
