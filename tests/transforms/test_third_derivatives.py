@@ -478,3 +478,17 @@ def test_copysign_of_a_number_where_nothing_is_mapped() -> None:
         found = tsfunc.vmap(lambda a, x=x: torch.copysign(x, -1.0) + a.sum() * 0)(X)
         same = torch.copysign(x, -1.0)
         torch.testing.assert_close(found, same.expand(3, *x.shape), check_dtype=False)
+
+
+def test_hessians_of_logcumsumexp_with_zero_cotangents() -> None:
+    """The rows of a Jacobian have zeros, for which torch's second derivative is wrong."""
+
+    def twice(f: Scalar) -> Tensor:
+        def weighted(x: Tensor) -> Tensor:
+            return torch.atan2(f(x), WEIGHT)
+
+        rows: Tensor = tsfunc.jacrev(tsfunc.jacrev(weighted))(X[0, :, 0])
+        return rows
+
+    want = twice(lambda x: x.exp().cumsum(0).log())
+    torch.testing.assert_close(twice(lambda x: x.logcumsumexp(0)), want, rtol=1e-9, atol=1e-9)

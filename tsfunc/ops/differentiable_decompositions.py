@@ -340,7 +340,6 @@ DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::logsumexp": logsumexp,
     "aten::glu": glu,
     "aten::cumprod": cumprod,
-    "aten::logcumsumexp": logcumsumexp,
 }
 # torch's formula writes the tangent of the value into the tangent of the tensor, which lacks each
 # batch dim that the tensor lacks.
@@ -358,12 +357,13 @@ TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.FACTORED,
     **differentiable_norms.NORMS,
 }
-# torch's formula is not differentiable where singular values are equal, or (group norm) fails for
-# the second derivative in a trace. These are replaced inside of nested derivatives alone, since
-# they take longer.
+# torch's formula is not differentiable where singular values are equal, fails for the second
+# derivative in a trace (group norm), or has a wrong second derivative where cotangents are zero
+# (logcumsumexp). These are replaced inside of nested derivatives alone, since they take longer.
 NESTED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_det": differentiable_linalg.linalg_det,
     "aten::native_group_norm": group_norm,
+    "aten::logcumsumexp": logcumsumexp,
 }
 # torch's formulas of these backward operators are correct for one derivative only: those of
 # normalizations treat the statistics as constants, that of glu has no derivative of its tangents,
