@@ -33,7 +33,9 @@ A rule is ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``.
     are returned unchanged.
 
 A rule does not check its input again, leaves dims where they are, calls one batched kernel, and
-writes into its arguments only if the operator does. An in-place row returns ``args[0]``.
+writes into its arguments only if the operator does. An in-place row returns ``args[0]``. The calls
+of torch that a rule makes depend on the arguments' metadata and on those that are not tensors; a
+rule that reads data reads it by torch's operators (NOTE [recipes] in ``bridge/tracers/recipes``).
 A rule returns ``NotImplemented`` for a call that it does not cover; the per-example loop runs it.
 """
 

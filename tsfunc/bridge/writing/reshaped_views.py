@@ -239,14 +239,23 @@ def _take_along_dim(
     return call(*args, **kwargs)
 
 
+def _is_in_front(kinds: Sequence[Any]) -> bool:
+    """True for a batch dim in front of the example's dims, and other arguments that are ints.
+
+    The batch then has a view of some sizes if one example has it.
+    """
+    return kinds[0] == 0 and all(kind in _SIZES for kind in kinds[1:])
+
+
+_SIZES: Final = frozenset({int, list, tuple, torch.Size})
+
 function_rules: Final = FunctionRules()
-function_rules.add(
-    Stage.METHOD, _viewing, torch.Tensor.view, torch.Tensor.view_as, torch.view_as_complex,
-    view=True,
-)  # fmt: skip
+function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view, view=True, leaves=_is_in_front)
+function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view_as, torch.view_as_complex, view=True)
 function_rules.add(
     Stage.METHOD, _reshaping, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
     torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
+    leaves=_is_in_front,
 )  # fmt: skip
 function_rules.add(Stage.METHOD, _native_group_norm, torch.native_group_norm)
 function_rules.add(Stage.METHOD, _take_along_dim, torch.take_along_dim, torch.Tensor.take_along_dim)
