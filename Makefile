@@ -33,8 +33,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup demo test test-compiled test-newest test-libraries test-one test-releases test-all fuzz \
-    soak mutants lint format docs dist bench clean
+.PHONY: setup setup-newest demo test test-compiled test-newest test-libraries test-one \
+    test-releases test-all fuzz soak mutants lint format docs dist bench clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,10 @@ NEWEST_TESTS := tests/bridge tests/ops/catalogue tests/ops/test_linalg.py \
     tests/transforms/test_checkpoint.py tests/transforms/test_compile.py \
     tests/transforms/test_custom_function.py tests/transforms/test_dispatch_modes.py \
     tests/transforms/test_forward.py tests/transforms/test_torch_func.py
+
+# After the pinned release, since both installations write the package's metadata.
+setup-newest: setup
+	$(MAKE) setup TORCH=$(NEWEST)
 
 test-newest:
 	$(MAKE) test TORCH=$(NEWEST) ARGS='$(NEWEST_TESTS) $(ARGS)'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ torch.set_num_threads(1)
 # Every program that a test makes is verified as it was traced and after each pass.
 os.environ["TSFUNC_VERIFY"] = "1"
 
-# What the tests do to it is in nobody's own record; tests of the record set a folder of theirs.
+# The tests leave the user's own record alone; tests of the record set a folder of their own.
 os.environ["TSFUNC_RAGE"] = "off"
 
 # Generated examples differ from run to run; a failure prints what repeats it.
@@ -27,7 +28,7 @@ settings.load_profile("tsfunc")
 
 
 class TorchRandom:
-    """torch's generator under hypothesis' care: each generated example starts from one state."""
+    """Lets hypothesis restore torch's generator, so that each example starts from one state."""
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -50,7 +51,7 @@ def _device() -> torch.device:
 
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Draws the seed that the header prints; pytest-xdist hands it on to its workers."""
+    """Draw the seed that the header prints; pytest-xdist passes it on to its workers."""
     if getattr(config.option, HYPOTHESIS_SEED, None) is None:
         setattr(config.option, HYPOTHESIS_SEED, str(random.SystemRandom().randrange(2**32)))
     try:
@@ -59,6 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"TSFUNC_DEVICE={os.environ.get('TSFUNC_DEVICE')}: torch can't use it here: {e}"
         ) from e
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and collected tests, a million objects, from garbage collections.
+
+    A full collection takes half a second with these objects, and many tests collect.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -131,6 +131,7 @@ def test_an_unknown_format_is_refused(file: Path) -> None:
 
 @pytest.mark.slow  # compiles C++
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own
 def test_export_compiled(file: Path) -> None:
     run("export", str(file), "--to", "aoti")
     package = torch._inductor.aoti_load_package(str(file.with_suffix(".aoti.pt2")))

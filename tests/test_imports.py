@@ -23,6 +23,7 @@ ROOMS = (
     "rage",
     "config",
     "errors",
+    "tracebacks",
     "releases",
     "pytrees",
     "types",

@@ -23,6 +23,11 @@ def with_torch_check(x: Tensor) -> Tensor:
     return x.sqrt()
 
 
+def with_async(x: Tensor) -> Tensor:
+    torch._assert_async(x > 0, "expected a positive number")
+    return x.sin()
+
+
 def with_check_of_all(x: Tensor) -> Tensor:
     torch._check_tensor_all(x > 0, lambda: "expected a positive number")
     return x.sqrt()

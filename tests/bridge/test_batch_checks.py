@@ -15,6 +15,7 @@ from torch import distributions as D
 
 from tests.bridge.checked_functions import (
     with_assert,
+    with_async,
     with_check_of_all,
     with_covariance,
     with_distribution,
@@ -33,6 +34,7 @@ CHECKED: dict[str, tuple[Function, type[Exception]]] = {
     "raise": (with_raise, ValueError),
     "torch._check": (with_torch_check, RuntimeError),
     "torch._check_tensor_all": (with_check_of_all, RuntimeError),
+    "torch._assert_async": (with_async, RuntimeError),
     "a distribution": (with_distribution, ValueError),
     "a covariance": (with_covariance, ValueError),
 }

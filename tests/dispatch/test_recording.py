@@ -21,10 +21,11 @@ from tsfunc.dispatch import (
     register,
     register_fallback,
 )
-from tsfunc.dispatch.places import Place, called_by_user, users_place, warn
+from tsfunc.dispatch.places import called_by_user, users_place, warn
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
+from tsfunc.tracebacks import Place
 
 HERE = Place(__file__, 1, "f")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize
-from tsfunc.program.assumptions import Assumptions, Retrace, settle
-from tsfunc.program.calling.capture import capture
+from tsfunc.program.assumptions import Assumptions, Retrace
+from tsfunc.program.calling.capture import capture, trace_until_valid
 from tsfunc.types import Dim
 
 
@@ -174,7 +174,7 @@ def test_the_steps_of_assumptions_end() -> None:
                 assert not other.is_followed_by(held)
                 raise Retrace(other)
 
-    settle(trace, Assumptions(varying=frozenset(names), records=True, recalled=True))
+    trace_until_valid(trace, Assumptions(varying=frozenset(names), records=True, recalled=True))
     assert count > 1
 
 
@@ -183,4 +183,4 @@ def test_a_step_back_is_an_error() -> None:
         raise Retrace(dataclasses.replace(held, records=False))
 
     with pytest.raises(AssertionError):
-        settle(trace, Assumptions(records=True))
+        trace_until_valid(trace, Assumptions(records=True))

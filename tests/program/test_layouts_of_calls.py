@@ -6,12 +6,13 @@ import random
 import re
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tsfunc import MetaTensorType, grad, specialize
+from tsfunc import MetaTensorType, grad, hessian, jacfwd, jvp, specialize
 from tsfunc.errors import TypeCheckError
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -82,3 +83,37 @@ def test_programs_decide_by_layout_as_their_functions(copy: str, use: str) -> No
             assert use == "as_strided" and re.search("the strides of x|does not begin", str(error))
         else:
             torch.testing.assert_close(found, of_loss(x))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transpose": lambda x: x.t().sin(),
+    "rows": lambda x: x[1:].cos(),
+    "reshape": lambda x: x.reshape(-1).sin(),
+    "unsqueezed": lambda x: x[:, None].exp(),
+    "no view": lambda x: x.sin() * x,
+}
+PUSHED: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "jvp": lambda f: lambda x: jvp(f, (x,), (x.cos(),)),
+    "jvp of a jvp": lambda f: lambda x: jvp(lambda y: jvp(f, (y,), (x.sin(),)), (x,), (x.cos(),)),
+    "jacfwd": jacfwd,
+    "hessian": lambda f: hessian(lambda x: f(x).sin().sum()),
+    "jvp of grad": lambda f: lambda x: jvp(grad(lambda y: f(y).sin().sum()), (x,), (x * 2,)),
+}
+
+
+@pytest.mark.parametrize("pushed", PUSHED)
+@pytest.mark.parametrize("view", VIEWS)
+def test_tangents_have_the_layout_of_their_primals(view: str, pushed: str) -> None:
+    """torch requires it of tensors whose views are taken; a program's may have gaps in memory."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    f = PUSHED[pushed](VIEWS[view])
+    program = specialize(f, {"x": MetaTensorType(["a", "b"])})
+    for _ in range(3):
+        x = drawn_tensor(draw)
+        if draw.random() < 0.5:
+            # The tangent of a reshape asks whether the stride of a gap is the width.
+            x = x[:, : draw.randint(3 if view == "reshape" else 1, x.shape[1])]
+        torch.testing.assert_close(program(x), f(x))

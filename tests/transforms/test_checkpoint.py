@@ -335,9 +335,14 @@ def test_errors() -> None:
     same(grad(lambda x: checkpoint(torch.sin)(x).sum())(X), X.cos())
 
 
+def in_new_process(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert not done.returncode, done.stderr
+
+
 def test_it_can_be_the_first_transform_of_a_process() -> None:
     """The patches of torch that derivatives need are there before the function's first run."""
-    code = """
+    in_new_process("""
 import torch
 from tsfunc import checkpoint, grad, jvp
 
@@ -346,6 +351,54 @@ def f(x):
 
 x = torch.randn(4)
 assert checkpoint(f)(x).allclose(f(x))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert not done.returncode, done.stderr
+""")
+
+
+@pytest.mark.parametrize("checkpointed", ["tsfunc.checkpoint(f)(x)", "theirs(f, x)"])
+def test_the_first_level_of_a_process_can_be_inside(checkpointed: str) -> None:
+    """The first run saves the same tensors as the reruns of a backward pass."""
+    in_new_process(f"""
+import functools
+import torch
+import tsfunc
+from torch.utils.checkpoint import checkpoint
+
+theirs = functools.partial(checkpoint, use_reentrant=False)
+p = torch.randn(4, dtype=torch.float64)
+
+def f(x):
+    inner = lambda x: tsfunc.jacrev(lambda c: torch.stack([p.sum(), (p * c).sum()]))(x).sum(0) * x
+    return tsfunc.jacfwd(inner)(x)
+
+x = torch.randn(4, dtype=torch.float64, requires_grad=True)
+def gradient(y):
+    return torch.autograd.grad(y.square().sum(), x)[0]
+
+found = gradient({checkpointed})
+torch.testing.assert_close(found, gradient(f(x)))
+""")
+
+
+def test_a_trace_in_the_first_run_saves_nothing() -> None:
+    """The rerun of a specialized function does not trace, and saves what its program saves."""
+
+    def f(x: Tensor) -> Tensor:
+        matrix = torch.eye(len(x), dtype=x.dtype) + x[:, None] * x.cos() * 0.1
+        return matrix.det()
+
+    x = torch.randn(4, dtype=torch.float64)
+    found = grad(lambda x: checkpoint(specialize(tsfunc.hessian(f)))(x).sum())(x)
+    same(found, grad(lambda x: tsfunc.hessian(f)(x).sum())(x))
+
+
+def test_a_rerun_within_the_first_run() -> None:
+    """The gradient of a branch runs the function again before its other branches have run."""
+    branches = [grad(lambda c: (c * c).sum()), lambda c: c * c * 2, lambda c: c * c * 3]
+
+    def loss(made: Callable[[Any], Any], x: Tensor) -> Tensor:
+        chosen = made(lambda x: tsfunc.switch(x[0].to(torch.int64), branches, x))(x)
+        return torch.as_tensor(chosen).square().sum()
+
+    x = torch.tensor([[0.5, 2.0], [1.5, -3.0], [0.25, 1.0], [2.5, 4.0]], dtype=torch.float64)
+    found = vmap(grad(lambda x: loss(checkpoint, x)))(x)
+    same(found, torch.stack([grad(lambda x: loss(lambda f: f, x))(row) for row in x]))

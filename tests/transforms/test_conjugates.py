@@ -120,3 +120,19 @@ def test_tangents(f: Fn) -> None:
     _alike(push(zs[:, 0]), want[0])
     _alike(specialize(push)(zs[:, 0]), want[0])
     _alike(vmap(push, in_dims=1)(zs), want)
+
+
+def test_tangents_of_tangents(f: Fn) -> None:
+    zs = _examples()
+
+    def pushed(jvp: Any) -> Fn:
+        def push(z: Tensor) -> Tensor:
+            tangent: Tensor = jvp(lambda z: jvp(_loss(f), (z,), (z * 1j,))[1], (z,), (z * 2,))[1]
+            return tangent
+
+        return push
+
+    want = torch.stack([pushed(torch.func.jvp)(z) for z in zs.unbind(1)])
+    _alike(pushed(jvp)(zs[:, 0]), want[0])
+    _alike(specialize(pushed(jvp))(zs[:, 0]), want[0])
+    _alike(vmap(pushed(jvp), in_dims=1)(zs), want)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tsfunc import MetaTensorType as Meta
 from tsfunc import grad, specialize, vmap
 from tsfunc.errors import DescriptorViolation, TypeCheckError
-from tsfunc.program.closure import followed
+from tsfunc.program.closure import instances
 
 
 class Mode(enum.Enum):
@@ -601,7 +601,7 @@ class TestWatching:
         specialize(apply)(Scale(torch.ones(3)), torch.ones(3))
         specialize(apply)(Net(), torch.ones(3))
         assert before == (dict(vars(Scale)), dict(vars(nn.Linear)), dict(vars(Net)))
-        assert not followed._watched
+        assert not instances._watched
 
     def test_other_threads_see_objects_as_they_are(self) -> None:
         scale, seen, ready, go = Scale(torch.ones(3)), [], threading.Event(), threading.Event()
@@ -658,4 +658,4 @@ class TestWatching:
         for thread in threads:
             thread.join()
         assert sorted(r.item() for r in results) == [2.0, 3.0]
-        assert not followed._watched
+        assert not instances._watched

@@ -182,5 +182,43 @@ def test_quantized_weights() -> None:
     torch.testing.assert_close(jvp(lambda x: linear(x, weight), (x,), (x,))[1], expected)
     slopes = grad(lambda x: linear(x, weight).sum())(x)
     torch.testing.assert_close(slopes, weight.dequantize().sum(0).expand(4, 3))
-    with pytest.raises(NotImplementedError, match=r"aten\.t"):  # as docs/tensor_classes.md says
-        vmap(lambda row: linear(row, weight))(x)
+    torch.testing.assert_close(vmap(lambda row: linear(row, weight))(x), expected)
+    rows = vmap(grad(lambda row: linear(row, weight).sum()))(x)
+    torch.testing.assert_close(rows, weight.dequantize().sum(0).expand(4, 3))
+
+
+class Packed(Wrapped):
+    """A weight whose class implements ``linear``, and no operator but ``detach``."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight = args[:2]
+            return (x.unsqueeze(-2) * weight.inside).sum(-1)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inside)
+        raise NotImplementedError(f"Packed has no {func}")
+
+
+def test_a_class_that_implements_a_function_takes_it_on_tracers() -> None:
+    inside, x = torch.randn(2, 3), torch.randn(4, 3)
+    weight: Any = Packed(inside)
+
+    def loss(row: Tensor) -> Tensor:
+        return torch.nn.functional.linear(row, weight).sin().sum()
+
+    plain = (x @ inside.T).sin().sum(1)
+    slopes = ((x @ inside.T).cos()) @ inside
+    torch.testing.assert_close(vmap(loss)(x), plain)
+    torch.testing.assert_close(specialize(vmap(loss))(x), plain)
+    torch.testing.assert_close(vmap(vmap(loss))(x[None]), plain[None])
+    torch.testing.assert_close(vmap(grad(loss))(x), slopes)
+    with pytest.raises(NotImplementedError, match=r"aten\.(t|mul)"):  # neither way is implemented
+        vmap(lambda row: row * weight)(x)

@@ -190,3 +190,54 @@ def test_only_known_settings() -> None:
     with pytest.raises(ValueError, match="expected 'filtered' or 'full', got 'short'"):
         config.traceback = "short"  # type: ignore[assignment]
     assert repr(config) == "tsfunc.config(traceback='filtered', debug_nans=False)"
+
+
+# Extension points keep every frame: see NOTE [folded tracebacks]. "spawn" starts processes.
+EXTENSION_POINTS = {"Tracer", "TracerLevel", "spawn"}
+PUBLIC = sorted(
+    (module.__name__, name)
+    for module in (tsfunc, tsfunc.custom_derivatives, tsfunc.debug, tsfunc.testing, tsfunc.types)
+    for name in module.__all__
+    if callable(getattr(module, name)) and name not in EXTENSION_POINTS
+)
+WRONG: tuple[tuple[Any, ...], ...] = (
+    (), (object(),), (object(), object()), (-1,), ("?!",), ({"x": object()},), (len, object()),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_public_calls_with_wrong_arguments_show_the_callers_line_alone(
+    module: str, name: str
+) -> None:
+    public = getattr(sys.modules[module], name)
+    for args in WRONG:
+        try:
+            public(*args)
+        except Exception as error:
+            shown = frames(error)
+            own = [frame for frame in shown if frame.filename.startswith(LIBRARIES)]
+            if own and own[-1].filename.startswith(LIBRARIES[1]):
+                continue  # an error in torch's own code, kept as a defect would be
+            assert not own, f"{name}{args}: {error!r} shows {own}"
+            assert shown[-1].filename == __file__
+
+
+def test_methods_and_constructors_of_public_classes_fold() -> None:
+    described = tsfunc.Descriptors({"x": MetaTensorType(["n"])})
+    for call in (
+        lambda: tsfunc.Dim("n", min=3, max=2),
+        lambda: MetaTensorType(["n +"]),
+        lambda: MetaTensorType.parse("f33[n]"),
+        lambda: described.split(y=[1]),
+        lambda: MetaTensorType(["n"]).split(kind=[1]),
+        lambda: tsfunc.types.TSList(3),  # type: ignore[arg-type]
+    ):
+        error = raised(call)
+        assert [frame.filename for frame in frames(error)] == [__file__, __file__], error
+
+
+def test_a_broken_law_shows_the_callers_line_alone() -> None:
+    numbers = iter(range(9))
+    error = raised(lambda: tsfunc.testing.check_vmap(lambda x: x * next(numbers), X))
+    assert {frame.filename for frame in frames(error)} == {__file__}
+    assert isinstance(error, AssertionError)

@@ -15,7 +15,7 @@ from tsfunc import Descriptors, Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Value
-from tsfunc.types.compiled import exclude_each_other
+from tsfunc.types.exclusion import exclude_each_other
 
 F32, F64 = Meta(torch.float32), Meta(torch.float64)
 LISTS = (List[F32], List[F64])  # type: ignore[valid-type]  # noqa: UP006

@@ -46,7 +46,7 @@ from tsfunc.types import (
     parse,
     parse_descriptor,
 )
-from tsfunc.types.descriptors import governing, tensor_leaves
+from tsfunc.types.compiled import governing, tensor_leaves
 from tsfunc.types.values import Attribute
 
 State = namedtuple("State", ["weight", "step"])

@@ -451,6 +451,31 @@ def _checkpoints() -> None:
 
 
 @_entry(
+    "Hooks of saved tensors",
+    """torch._C._autograd._top_saved_tensors_default_hooks
+    torch._C._autograd._pop_saved_tensors_default_hooks
+    torch._C._autograd._push_saved_tensors_default_hooks""",
+    use="The first transform of a process may run inside of hooks that its thread has entered.",
+    stand_in="None: a checkpoint by torch around the first transform of a process would fail.",
+    risk=Risk.LOW,
+)
+def _saved_tensor_hooks() -> None:
+    autograd = torch._C._autograd
+    packed: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+        hooks = autograd._top_saved_tensors_default_hooks(True)
+        _expect(hooks is not None and len(hooks) == 2, "the innermost hooks")
+        autograd._pop_saved_tensors_default_hooks()
+        try:
+            torch.ones(2, requires_grad=True).sin()
+            _expect(not packed, "no hooks after the removal")
+        finally:
+            autograd._push_saved_tensors_default_hooks(*hooks)
+        torch.ones(2, requires_grad=True).sin()
+    _expect(len(packed) == 1, "the hooks again")
+
+
+@_entry(
     "torch.func's stack",
     """torch._C._functorch._add_batch_dim torch._C._functorch.get_unwrapped
     torch._C._functorch.is_batchedtensor torch._C._functorch.is_functorch_wrapped_tensor
@@ -728,13 +753,19 @@ def _symbolic_sizes() -> None:
 @_entry(
     "Checks of values",
     """torch._check_tensor_all_with torch._is_all_true torch.Tensor._is_all_true
-    torch.distributions.Distribution._validate_sample""",
+    torch._assert_async torch.distributions.Distribution._validate_sample""",
     use="torch's functions for checks, and those of torch.distributions, take batched tensors.",
     stand_in="tsfunc.check, and distributions with validate_args=False.",
     risk=Risk.MEDIUM,
 )
 def _checks_of_values() -> None:
     passes = torch.tensor([True, False])
+    try:
+        torch._assert_async(passes[1], "it fails")
+    except RuntimeError as error:
+        _expect("it fails" in str(error), "the message of an assertion")
+    else:
+        _expect(False, "an error of an assertion that fails")
     _expect(not torch._is_all_true(passes) and not passes._is_all_true(), "a False for all")
     try:
         torch._check_tensor_all_with(KeyError, passes, lambda: "some fail")

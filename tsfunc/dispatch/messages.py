@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
-from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import Level, tls
+from tsfunc.tracebacks import Place
 
 
 def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

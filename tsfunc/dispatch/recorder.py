@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tsfunc.dispatch.keys import DispatchKey, split_bit
-from tsfunc.dispatch.places import Place
+from tsfunc.tracebacks import Place
 
 
 @dataclass(frozen=True)

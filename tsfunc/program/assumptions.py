@@ -1,12 +1,14 @@
-"""The assumptions of a trace, and the loop that traces a function until they hold.
+"""The assumptions that a trace is made under.
 
 NOTE [retracing]
-A trace begins with the assumptions that give the most general and cheapest program. If it shows
-that one of them does not hold, it raises ``Retrace`` with the assumptions for the next trace; a
-trace that fails goes on with the next weaker assumptions, until the error is that of the function
-itself. Each assumption moves one way only, so the number of assumptions bounds the number of
-traces. Other hints are an exception: they belong to the sizes that are symbols, and start anew when
-another assumption moves. Each trace undoes its effects on objects outside before the next begins.
+A function is traced under assumptions, at first those that give the most general and cheapest
+program. A trace that shows that one of them does not hold raises ``Retrace`` with the assumptions
+for the next trace. A trace that fails is followed by one under weaker assumptions, until the error
+is that of the function itself. ``trace_until_valid`` in ``calling/capture.py`` is this loop.
+
+Each assumption moves one way only, so the number of assumptions bounds the number of traces. Other
+hints are an exception: they belong to the sizes that are symbols, and start anew when another
+assumption moves. Each trace undoes its effects on objects outside before the next begins.
 
 ``records`` is remembered by the cache: the next first call begins with it. Other assumptions are
 about the arguments of one call, or were given up for a reason that may not be theirs.
@@ -14,16 +16,14 @@ about the arguments of one call, or were given up for a reason that may not be t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,30 +110,3 @@ class Retrace(BaseException):
     def __init__(self, assumptions: Assumptions) -> None:
         super().__init__(assumptions)
         self.assumptions = assumptions
-
-
-def settle(
-    trace: Callable[[Assumptions], T],
-    assumptions: Assumptions,
-    after: Callable[[Assumptions, Exception], Assumptions | None] = lambda held, error: None,
-) -> tuple[T, Assumptions]:
-    """Return the result of a trace whose assumptions hold, and the assumptions.
-
-    Args:
-        trace: makes a trace; raises ``Retrace`` if an assumption does not hold.
-        assumptions: those of the first trace.
-        after: returns the assumptions after a trace that has failed; None raises the error.
-    """
-    while True:
-        try:
-            return trace(assumptions), assumptions
-        except Retrace as retrace:
-            following: Assumptions | None = retrace.assumptions
-        except Exception as error:
-            following = after(assumptions, assumptions.refusal or error)
-            if following is None and assumptions.refusal is not None:
-                raise assumptions.refusal from None
-            if following is None:
-                raise
-        assert following is not None and assumptions.is_followed_by(following), following
-        assumptions = following

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -20,6 +19,7 @@ from tsfunc.testing.precision import (
     uncertainty,
     wide,
 )
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.specialize import specialize
@@ -33,20 +33,8 @@ class _BrokenLaw(AssertionError):
 
 
 def law(check: Callable[P, None]) -> Callable[P, None]:
-    """Decorate a law: the traceback of its AssertionError has no frames of the law."""
-
-    @functools.wraps(check)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        __tracebackhide__ = True  # for pytest
-        try:
-            check(*args, **kwargs)
-        except _BrokenLaw as error:
-            broken = str(error)
-        else:
-            return
-        raise _BrokenLaw(broken)
-
-    return checked
+    """Decorate a law: the tracebacks of its errors have no frames of libraries."""
+    return folding(check.__name__)(check)
 
 
 @law
@@ -74,6 +62,9 @@ def check_vmap(
     """
     dims = pytrees.broadcast_prefix(in_dims, args, _is_dim)
     flat, tree = pytrees.flatten(args)
+    mapped = [x for x, dim in zip(flat, dims, strict=True) if dim is not None]
+    if not mapped or not all(isinstance(x, torch.Tensor) for x in mapped):
+        raise ValueError(f"check_vmap: expected tensors with a mapped dim, got {mapped!r}.")
     (size, *_) = (x.shape[d] for x, d in zip(flat, dims, strict=True) if d is not None)
     outs = []
     for i in range(size):
@@ -150,6 +141,8 @@ def check_grads(
         >>> from tsfunc.testing import check_grads
         >>> check_grads(lambda x, y: x.sin() * y, torch.rand(3), torch.rand(3))
     """
+    if not args or not all(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
+        raise ValueError(f"check_grads: expected tensors, got {args!r}.")
     if not is_narrow(args):
         _check_differences(func, args, _like(args), eps or 1e-5, rtol or 1e-4, atol or 1e-5)
         return
@@ -242,6 +235,10 @@ def check_compose(
         >>> from tsfunc.testing import check_compose
         >>> check_compose(lambda x, y: (x * y).sin().sum(), torch.rand(3, 2), torch.rand(3, 2))
     """
+    if not args or not all(isinstance(x, torch.Tensor) and x.ndim for x in args):
+        raise ValueError(
+            f"check_compose: expected batches, tensors of at least one dim, got {args!r}."
+        )
     examples = [tuple(x[i] for x in args) for i in range(args[0].shape[0])]
     for one in examples:
         check_grads(func, *one, eps=eps, rtol=rtol, atol=atol)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tsfunc.errors import RanksFailed
+from tsfunc.tracebacks import folding
 
 # Seconds in which the other ranks must report after the first rank has failed.
 _GRACE = 5.0
@@ -161,6 +162,7 @@ class _RunningRanks:
     ranks: ClassVar[dict[int, _Ranks]] = {}
 
 
+@folding("spawn")
 def spawn(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Run a function on several processes of one gloo process group.
 

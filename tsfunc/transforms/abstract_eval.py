@@ -11,13 +11,14 @@ from optree import PyTreeSpec
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, current_trace, in_body
-from tsfunc.bridge.tracers.boundaries import boundary, name_of
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import DescriptorError
 from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, outline
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
+from tsfunc.tracebacks import name_of
 from tsfunc.types import MetaTensorType
 
 

@@ -22,13 +22,14 @@ from tsfunc.bridge.control.control_flow import Axes, Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common, operands_of
 from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
-from tsfunc.bridge.tracers.boundaries import boundary, folding
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
 from tsfunc.program.graphs.torch_operators import Writer
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import like, with_places
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator

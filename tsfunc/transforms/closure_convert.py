@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.boundaries import folding, name_of
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
+from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.consts import consts_of
 
 

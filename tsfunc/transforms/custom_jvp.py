@@ -20,9 +20,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import comes_from, next_node
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (
     Rule,
     RuleCall,
@@ -35,6 +35,7 @@ from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
 
+@folded_class
 class custom_jvp(Rule):
     """A function with a custom forward-mode derivative; reverse mode transposes the rule.
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -27,10 +27,10 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.tracing import SYMBOLIC
-from tsfunc.bridge.tracers.boundaries import name_of
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
+from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
@@ -303,6 +303,7 @@ def _spelled(types: Any) -> str:
     return ", ".join(f"{dtype} of {rank} dims" for dtype, rank in types) or "no tensors"
 
 
+_T = TypeVar("_T")
 _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
@@ -326,8 +327,8 @@ class Rule:
             self.signature: inspect.Signature | None = inspect.signature(func)
         except (TypeError, ValueError):  # a builtin
             self.signature = None
-        numbers = [nondiff_argnums] if isinstance(nondiff_argnums, int) else [*nondiff_argnums]
-        names = [nondiff_argnames] if isinstance(nondiff_argnames, str) else [*nondiff_argnames]
+        numbers = self._several("nondiff_argnums", nondiff_argnums, int)
+        names = self._several("nondiff_argnames", nondiff_argnames, str)
         known = [] if self.signature is None else [*self.signature.parameters]
         for name in names:
             if name not in known:
@@ -337,6 +338,17 @@ class Rule:
                 )
         places = {*numbers, *(known.index(name) for name in names)}
         self.nondiff_argnums = tuple(sorted(places))
+
+    def _several(self, name: str, value: Any, cls: type[_T]) -> list[_T]:
+        """Return the elements of an argument: one of a class, or a sequence of them."""
+        several = [value] if isinstance(value, cls) else value
+        if not isinstance(several, Sequence) or not all(isinstance(each, cls) for each in several):
+            one = "an int" if cls is int else "a str"
+            raise TypeError(
+                f"{self.what}({self.name}, {name}=...): expected {one} or a sequence of "
+                f"{cls.__name__}s, got {value!r}."
+            )
+        return list(several)
 
     def positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return all arguments by position, defaults included, as the rules get them."""

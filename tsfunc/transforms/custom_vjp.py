@@ -10,15 +10,16 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.arguments import like
 from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, alike, structure_error
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
 
+@folded_class
 class custom_vjp(Rule):
     """A function with a reverse-mode derivative rule of the user.
 

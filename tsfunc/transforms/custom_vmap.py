@@ -10,8 +10,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.errors import CustomRuleError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.scan import map as map_examples
@@ -20,6 +20,7 @@ from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
 
 
+@folded_class
 class custom_vmap(Rule):
     """A function with a batching rule of the user.
 

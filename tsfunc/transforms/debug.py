@@ -15,9 +15,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
+from tsfunc.tracebacks import folding
 
 __all__ = ["callback", "nans", "print"]
 
@@ -145,6 +145,7 @@ def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch
 _VALUES = (torch.Tensor, torch.SymInt, torch.SymFloat)
 
 
+@folding("debug.nans")
 @contextlib.contextmanager
 def nans() -> Iterator[None]:
     """Context manager: raise an error at the first operator that returns a NaN.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import Lines, folding, name_of
+from tsfunc.bridge.tracers.boundaries import Lines
 from tsfunc.bridge.tracers.watching import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
@@ -26,6 +26,7 @@ from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
+from tsfunc.tracebacks import folding, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,10 +10,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.boundaries import boundary, folding
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -265,6 +266,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
     ]
 
 
+@folding("hessian")
 @in_dynamo(TORCH_FUNC["hessian"])
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """Return the matrix of second derivatives: forward mode over reverse mode.

@@ -9,10 +9,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.boundaries import boundary, folding, name_of
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
+from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import RecordedCall, grad, match_cotangents, record

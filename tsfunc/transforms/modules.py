@@ -10,9 +10,9 @@ import torch.func
 from torch import Tensor, nn
 
 from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
+from tsfunc.tracebacks import folding
 
 stack_module_state = folding("stack_module_state")(torch.func.stack_module_state)
 

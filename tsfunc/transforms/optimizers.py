@@ -10,12 +10,13 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_settings import as_if_compiling
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.tracebacks import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
 
 
+@folded_class
 class FunctionalOptimizer:
     """An optimizer without parameters and state of its own; see :func:`functional_optimizer`.
 
@@ -25,10 +26,14 @@ class FunctionalOptimizer:
     """
 
     def __init__(self, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+        if not (isinstance(cls, type) and isinstance(options, Mapping)):
+            raise TypeError(
+                f"FunctionalOptimizer: expected a class of torch.optim and a dict of its options, "
+                f"got {cls!r} and {options!r}."
+            )
         single = {"foreach": False} if "foreach" in inspect.signature(cls).parameters else {}
         self.cls, self.options = cls, {**single, **options}
 
-    @folding("init")
     def init(self, params: Any) -> Any:
         """Return the state before the first step.
 
@@ -49,7 +54,6 @@ class FunctionalOptimizer:
         states = [self._complete(dict(optimizer.state[each]), each) for each in made]
         return tree.unflatten(states)
 
-    @folding("step")
     def step(self, params: Any, grads: Any, state: Any, **options: Any) -> tuple[Any, Any]:
         """Return the parameters and the state after a step. The arguments stay unchanged.
 

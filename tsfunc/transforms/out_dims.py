@@ -12,8 +12,8 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.boundaries import inner_function, name_of
 from tsfunc.ops.sparse_elementwise import batched_sparse
+from tsfunc.tracebacks import inner_function, name_of
 from tsfunc.transforms.vmap_spec import Spec, is_dim
 
 

@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -268,6 +269,7 @@ def grad(
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]: ...
+@folding("grad")
 @in_dynamo(TORCH_FUNC["grad"])
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
@@ -315,6 +317,7 @@ def grad(
     return gradient
 
 
+@folding("grad_and_value")
 @in_dynamo(TORCH_FUNC["grad_and_value"])
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
@@ -355,6 +358,7 @@ def _value_and_grad_in_dynamo(
     return lambda *args, **kwargs: both(*args, **kwargs)[::-1]
 
 
+@folding("value_and_grad")
 @in_dynamo(_value_and_grad_in_dynamo)
 def value_and_grad(
     func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False

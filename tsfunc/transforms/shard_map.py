@@ -26,7 +26,6 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
-from tsfunc.bridge.tracers.boundaries import folding
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.registrations import watching_random
@@ -34,6 +33,7 @@ from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
@@ -144,6 +144,7 @@ def shard_map(
     return functools.wraps(func)(mapped) if hasattr(func, "__name__") else mapped
 
 
+@folding("mesh_axes")
 @contextmanager
 def mesh_axes(
     mesh: AnyMesh, *, check: Literal["programs", "calls", "values"] | None = "programs"

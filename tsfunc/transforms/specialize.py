@@ -10,11 +10,12 @@ from typing import Any, ParamSpec, TypeVar, get_args, overload
 
 import torch
 
-from tsfunc.bridge.tracers.boundaries import boundary, folding
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.errors import (
     DescriptorError,
 )
 from tsfunc.program.closure.guard_builder import Closure
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.specialized import LoadedFunction, Specialized, read_loaded
 
 _Params = ParamSpec("_Params")

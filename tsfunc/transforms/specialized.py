@@ -25,7 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.tracing import surely, tracing_here
-from tsfunc.bridge.tracers.boundaries import fold, is_boundary, name_of, spelled, watched_for_nans
+from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.config import config
 from tsfunc.dispatch.places import warn
@@ -49,6 +49,7 @@ from tsfunc.program.closure.guard_codegen import Texts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
+from tsfunc.tracebacks import fold, is_boundary, name_of, spelled
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import CompiledDescriptors, compile_descriptors

@@ -18,7 +18,7 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import out_of_inference
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.boundaries import boundary, folding, outermost
+from tsfunc.bridge.tracers.boundaries import boundary, outermost
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
@@ -26,6 +26,7 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
 from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
 from tsfunc.dispatch.state import tls
+from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunks import (
     Models,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.tracers.boundaries import name_of
+from tsfunc.tracebacks import name_of
 
 InDims = Any
 OutDims = Any

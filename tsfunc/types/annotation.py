@@ -21,8 +21,9 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.tracebacks import folding
 from tsfunc.types.classes import is_future_class, is_rref_class, nominal_type
-from tsfunc.types.descriptors import literal, tensor_leaves
+from tsfunc.types.descriptors import literal
 from tsfunc.types.grammar import (
     ANY,
     BOOL,
@@ -41,6 +42,7 @@ from tsfunc.types.grammar import (
     TSTupleOf,
     TSType,
     TSUnion,
+    children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.text import compose, read_type
@@ -106,6 +108,7 @@ class _Reading:
         return _read(annotation, self)
 
 
+@folding()
 def from_annotation(
     annotation: Any, scope: Scope | None = None, *, where: str = "the annotation"
 ) -> TSType:
@@ -211,6 +214,7 @@ _WORDS: dict[str, object] = {
 """The grammar's own words, for names in strings that the scope lacks."""
 
 
+@folding()
 def parse(text: str, scope: Scope | None = None) -> TSType:
     """Return the type that a text describes; the inverse of ``str``.
 
@@ -288,7 +292,7 @@ def _only_in_descriptors(
     if origin in (dict, abc.Mapping, abc.MutableMapping):
         key, item = args or (Any, Any)
         keys = reading.part(key)
-        if any(tensor_leaves(keys, reading.where)):
+        if _has_tensor(keys):
             raise reading.error(f"the keys of a dict cannot be tensors, got {keys}")
         return TSDict(keys, reading.part(item, "[...]"))
     if origin is not tuple:
@@ -302,6 +306,10 @@ def _only_in_descriptors(
             f"{annotation!r} can't be checked at a call; a tuple of any length is Tuple[X, ...]"
         )
     return TSTuple(tuple(reading.part(arg, f"[{i}]") for i, arg in enumerate(args)))
+
+
+def _has_tensor(type_: TSType) -> bool:
+    return isinstance(type_, TSTensor) or any(map(_has_tensor, children_of_type(type_)))
 
 
 def require_hashable(value: Any, where: str) -> None:

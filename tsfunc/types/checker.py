@@ -19,10 +19,10 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.classes import field_names, interface_methods, is_rref_class, primitive_of
 from tsfunc.types.codegen import Fits, generate
-from tsfunc.types.descriptors import Path, children_of, place_text
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     DOUBLE,
@@ -57,7 +57,16 @@ from tsfunc.types.inference import module_type
 from tsfunc.types.lattice import is_subtype
 from tsfunc.types.meta import MetaTensorType, is_in_format, on_device
 from tsfunc.types.sizes import DimExpr
-from tsfunc.types.values import Attribute, describe, same_keys, same_value, tensor_text
+from tsfunc.types.values import (
+    Attribute,
+    Path,
+    children_of,
+    describe,
+    place_text,
+    same_keys,
+    same_value,
+    tensor_text,
+)
 
 """The path of a value: the name of the root, then optree's entries down to the leaf."""
 
@@ -80,6 +89,7 @@ class Mismatch:
         return f"{self.path}: expected {self.expected}, got {self.got}"
 
 
+@folding()
 def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
     """Return every place where a value does not have a type; an empty list if it fits.
 

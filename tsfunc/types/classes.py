@@ -14,6 +14,7 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folding
 from tsfunc.types.grammar import (
     BOOL,
     FLOAT,
@@ -146,6 +147,7 @@ def check_enum(cls: type[enum.Enum]) -> None:
 # --- interfaces
 
 
+@folding()
 def interface(cls: _C) -> _C:
     """Declare a module interface: a decorator for a class of abstract methods.
 
@@ -165,6 +167,8 @@ def interface(cls: _C) -> _C:
 
     Source: ``torch.jit.interface`` as the TorchScript type system proposal describes it.
     """
+    if not isinstance(cls, type):
+        raise AnnotationError(f"interface: expected a class, got {cls!r}")
     setattr(cls, _MARK, True)
     check_interface(cls)
     return cls

@@ -12,38 +12,46 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tsfunc.errors import DescriptorError, DescriptorViolation
+from tsfunc.tracebacks import folding
 from tsfunc.types.checker import CheckContext, Mismatch
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
-from tsfunc.types.descriptors import (
-    Path,
-    class_of,
-    elements_of,
-    entries_of,
-    fits_class,
-    governing,
-    items_of,
-    meta_of,
-    tensor_leaves,
-)
+from tsfunc.types.descriptors import child_at, class_of, entries_of, meta_of
 from tsfunc.types.dims import Dim, DimForm
+from tsfunc.types.exclusion import exclude_each_other
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
+    TSBuiltinClass,
+    TSCustomClass,
     TSDict,
+    TSEnum,
     TSFields,
+    TSFuture,
+    TSList,
     TSMetaType,
+    TSModuleInterface,
+    TSNamedTuple,
     TSOptional,
+    TSPrimitiveType,
     TSPytree,
+    TSRRef,
+    TSTensor,
     TSTuple,
+    TSTupleOf,
     TSUnion,
     Value,
     alternatives_of,
+    assert_never,
+    children_of_type,
 )
-from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.sizes import DimExpr, solved_for
+from tsfunc.types.values import Path, entry_text
 
 _ABSENT = object()
 
@@ -191,6 +199,7 @@ class CompiledDescriptors:
         )
 
 
+@folding()
 def compile_descriptors(
     descriptors: Mapping[str, object], signature: inspect.Signature, *, name: str = "f"
 ) -> CompiledDescriptors:
@@ -224,6 +233,8 @@ attribute open).
 
     Source: the checking of calls in the TorchScript Input Descriptor proposal.
     """
+    if not isinstance(signature, inspect.Signature):
+        raise TypeError(f"compile_descriptors: expected an inspect.Signature, got {signature!r}.")
     call = f"{name}({', '.join(signature.parameters)})"
     try:
         read, dims = _read(descriptors, signature)
@@ -388,10 +399,6 @@ def _require_sizes(leaves: list[tuple[str, MetaTensorType]], dims: Mapping[str, 
 # --- several sets of descriptors for one function
 
 
-_SizeKey = tuple[int, str]
-"""A named size, and the index of its set of descriptors."""
-
-
 def in_order(
     contracts: Sequence[CompiledDescriptors], what: str
 ) -> tuple[CompiledDescriptors, ...]:
@@ -432,153 +439,63 @@ def _require_order(
     )
 
 
-def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
-    """Return True if no call can fit both sets; False if that can't be shown."""
-    sizes: list[tuple[DimForm, DimForm]] = []
-    apart = any(_apart(left[name], right[name], sizes) for name in left if name in right)
-    return apart or _contradict(sizes)
+# --- the tensors in a descriptor
 
 
-def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
-    """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
-    if ANY in (left, right):
-        return False
-    unions = TSUnion | TSOptional
-    if isinstance(left, unions) or isinstance(right, unions):
-        ones, others = alternatives_of(left), alternatives_of(right)
-        return all(_all_apart(one, other) for one in ones for other in others)
-    one, other = meta_of(left), meta_of(right)
-    if one is not None and other is not None:
-        return _tensors_apart(one, other, sizes)
-    if isinstance(left, Value) and isinstance(right, Value):
-        return left != right
-    return _classes_apart(left, right) or _children_apart(left, right, sizes)
+def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, MetaTensorType]]:
+    """Yield the metadata of each tensor in a descriptor, with the path of the tensor."""
+    match descriptor:
+        case TSTensor(_, meta):
+            yield where, meta
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
+            yield from tensor_leaves(element, f"{where}[...]")
+        case TSUnion() | TSOptional():
+            for alternative in children_of_type(descriptor):
+                yield from tensor_leaves(alternative, where)
+        case TSTuple(elements):
+            for i, element in enumerate(elements):
+                yield from tensor_leaves(element, f"{where}[{i}]")
+        case TSPytree(kind, entries, children):
+            for entry, child in zip(entries, children, strict=True):
+                yield from tensor_leaves(child, where + entry_text(kind, entry))
+        case TSNamedTuple(names, children) | TSFields(_, names, children):
+            for name, child in zip(names, children, strict=True):
+                yield from tensor_leaves(child, f"{where}.{name}")
+        case (
+            TSMetaType() | TSPrimitiveType() | TSBuiltinClass() | TSCustomClass() | TSEnum()
+            | TSModuleInterface() | TSFuture() | TSRRef() | Value()
+        ):  # fmt: skip
+            return
+        case _:
+            assert_never(descriptor)
 
 
-def _all_apart(left: Descriptor, right: Descriptor) -> bool:
-    sizes: list[tuple[DimForm, DimForm]] = []
-    return _apart(left, right, sizes) or _contradict(sizes)
+def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
+    """Return the metadata that can describe a tensor at a path.
 
-
-def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
-    one, other = class_of(left), class_of(right)
-    if one is None or other is None:
-        return False
-    return not fits_class(left, other) and not fits_class(right, one)
-
-
-def _children_apart(
-    left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]
-) -> bool:
-    if isinstance(left, TSFields) and isinstance(right, TSFields):
-        others = dict(zip(right.names, right.children, strict=True))
-        pairs = zip(left.names, left.children, strict=True)
-        return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
-    if TSDict in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
-        return _elements_apart(items_of(left), items_of(right))
-    if isinstance(left, TSTuple) and isinstance(right, TSTuple):
-        if len(left.elements) != len(right.elements):
-            return True
-        elements = zip(left.elements, right.elements, strict=True)
-        return any(_apart(*each, sizes) for each in elements)
-    if isinstance(left, TSPytree) and isinstance(right, TSPytree) and left.kind is right.kind:
-        if set(left.entries) != set(right.entries):
-            return True
-        by_entry = dict(zip(right.entries, right.children, strict=True))
-        both = zip(left.entries, left.children, strict=True)
-        return any(_apart(child, by_entry[entry], sizes) for entry, child in both)
-    for kind in (list, tuple):
-        ones, others_ = elements_of(left, kind), elements_of(right, kind)
-        if ones is not None and others_ is not None:
-            return _elements_apart(ones, others_)
-    return False
-
-
-def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
-    """Return True if elements of the two containers can't have a common type."""
-    return any(_all_apart(one, other) for one in ones or () for other in others or ())
-
-
-def _tensors_apart(
-    left: MetaTensorType, right: MetaTensorType, sizes: list[tuple[DimForm, DimForm]]
-) -> bool:
-    for name in ("dtype", "requires_grad", "layout"):
-        one, other = getattr(left, name), getattr(right, name)
-        if one is not None and other is not None and one != other:
-            return True
-    if left.device is not None and right.device is not None:
-        near = on_device(left.device, right.device) or on_device(right.device, left.device)
-        if not near:
-            return True
-    if left.dims is not None:
-        others = right.dims_of_rank(len(left.dims))
-        ones: Any = left.dims
-    else:
-        rank = len(right.trailing) if right.dims is None else len(right.dims)
-        rank = max(rank, len(left.trailing)) if right.dims is None else rank
-        ones, others = left.dims_of_rank(rank), right.dims_of_rank(rank)
-    if ones is None or others is None:
-        return True
-    sizes.extend(zip(ones, others, strict=True))
-    return False
-
-
-def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
-    """Return True if the sizes of all pairs can't be equal at once."""
-    group: dict[_SizeKey, _SizeKey] = {}
-    allowed: dict[_SizeKey, Dim] = {}
-
-    def root(place: _SizeKey) -> _SizeKey:
-        while place in group:
-            place = group[place]
-        return place
-
-    def narrowed(place: _SizeKey, dim: Dim) -> bool:
-        try:
-            allowed[place] = dim.meet(allowed.get(place, dim))
-        except DescriptorError:
-            return False
-        return True
-
-    for pair in pairs:
-        roots = []
-        for side, form in enumerate(pair):
-            if isinstance(form, Dim):
-                at = root((side, form.name))
-                if not narrowed(at, Dim("n", form.min, form.max, form.multiple_of, form.one_of)):
-                    return True
-                roots.append(at)
-        numbers = [form for form in pair if isinstance(form, int)]
-        if len(set(numbers)) > 1:
-            return True
-        if numbers and roots and not narrowed(roots[0], Dim("n", numbers[0], numbers[0])):
-            return True
-        if len(roots) == 2 and roots[0] != roots[1]:
-            group[roots[1]] = roots[0]
-            if roots[1] in allowed and not narrowed(roots[0], allowed.pop(roots[1])):
-                return True
-    known = {
-        place: dim.max
-        for place in [*group, *allowed]
-        if (dim := allowed.get(root(place))) is not None and (dim.min or 0) == dim.max
-    }
-    return any(_differ(pair, known) for pair in pairs)
-
-
-def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
-    """Return True if both sizes are known and differ."""
-    found: list[int | None] = []
-    for side, form in enumerate(pair):
-        if isinstance(form, DimExpr):
-            sizes = {name: known.get((side, name)) for name in form.names}
-            if any(size is None for size in sizes.values()):
-                return False
-            try:
-                found.append(form.evaluate({name: size or 0 for name, size in sizes.items()}))
-            except ZeroDivisionError:
-                return True
-        elif isinstance(form, Dim):
-            found.append(known.get((side, form.name)))
-        else:
-            found.append(form)
-    return None not in found and found[0] != found[1]
+    None in the set means that the tensor can be without a description.
+    """
+    match descriptor:
+        case TSTensor(cls, meta):
+            if cls is not torch.Tensor and meta == MetaTensorType():
+                return {None}
+            return set() if path else {meta}
+        case TSMetaType():
+            return {None}
+        case TSFields(names=()) | TSPrimitiveType():
+            return {None} if path else set()
+        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
+            return {None} if path or issubclass(torch.Tensor, cls) else set()
+        case Value(value):
+            return {None} if path or isinstance(value, torch.Tensor) else set()
+        case TSFuture() | TSRRef() | TSModuleInterface():
+            return {None} if path else set()
+        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
+            return governing(element, path[1:]) if path else set()
+        case TSUnion() | TSOptional():
+            return {meta for x in children_of_type(descriptor) for meta in governing(x, path)}
+        case TSPytree() | TSTuple() | TSNamedTuple() | TSFields():
+            child = child_at(descriptor, path)
+            return set() if child is None else governing(child, path[1:])
+        case _:
+            assert_never(descriptor)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tsfunc.errors import TypeCheckError
+from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.tracebacks import folding
 from tsfunc.types.grammar import (
     ANY,
     TSAllType,
@@ -25,6 +26,7 @@ from tsfunc.types.grammar import (
 from tsfunc.types.lattice import is_subtype, join, nominal_view, plain
 
 
+@folding()
 def join_branches(
     branches: Mapping[str, TSAllType], *, where: str = "cond", exact: bool = False
 ) -> TSType:
@@ -55,6 +57,10 @@ same type from each branch.
 
     Source: the check of control-flow joins in the TorchScript type system proposal.
     """
+    if not isinstance(branches, Mapping) or not branches:
+        raise AnnotationError(
+            f"join_branches: expected a dict of branch name to type, got {branches!r}"
+        )
     first, *rest = map(nominal_view, branches.values())
     joined, faults = first, []
     for type_ in rest:
@@ -93,6 +99,7 @@ def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:
     return ""
 
 
+@folding()
 def check_carry(
     before: TSAllType, after: TSAllType, *, where: str = "while_loop", name: str = "the carry"
 ) -> TSType:
@@ -153,6 +160,7 @@ def _same_sizes(before: TSType, after: TSType) -> bool:
     return all(size is None or size == other for size, other in pairs)
 
 
+@folding()
 def differences(
     left: TSType, right: TSType, path: str = ""
 ) -> Iterator[tuple[str, TSType, TSType]]:

@@ -16,6 +16,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import (
@@ -37,6 +38,7 @@ from tsfunc.types.reading import as_descriptor, parse_descriptor
 from tsfunc.types.sizes import DimExpr
 
 
+@folded_class
 class Descriptors(Mapping[str, Descriptor]):
     """The descriptors of a function's parameters, which `specialize` accepts like a dict.
 
@@ -256,6 +258,7 @@ def _as_set(written: Mapping[str, object]) -> Descriptors:
 # --- from examples
 
 
+@folding()
 def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
     """Return the narrowest descriptors that all examples of a call fit.
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import optree
 import torch
 
-from tsfunc import pytrees
 from tsfunc.errors import AnnotationError
 from tsfunc.types.classes import names_of_class, nominal_type, primitive_of
 from tsfunc.types.dims import DimForm
@@ -47,7 +46,6 @@ from tsfunc.types.grammar import (
     children_of_type,
 )
 from tsfunc.types.meta import MetaTensorType
-from tsfunc.types.values import Attribute, entry_text
 
 PYTHON_CLASSES: dict[str, type] = {
     "int": int,
@@ -60,8 +58,6 @@ PYTHON_CLASSES: dict[str, type] = {
 """The classes of the values of primitive types."""
 
 SINGLE = (int, float, str)
-
-Path: TypeAlias = tuple[Any, ...]
 
 
 def class_type(cls: type) -> Descriptor:
@@ -76,15 +72,6 @@ def class_type(cls: type) -> Descriptor:
         return nominal_type(cls)
     except AnnotationError:  # an enum that breaks the rules: its members are plain objects
         return TSCustomClass(cls)
-
-
-def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the entries and children of a pytree node; a dict keeps its own order."""
-    if isinstance(container, dict):
-        return tuple(container), tuple(container.values())
-    pytrees.flatten(container)  # registers classes that are not registered yet
-    flat = optree.tree_flatten_one_level(container, none_is_leaf=True, namespace=pytrees.NAMESPACE)
-    return tuple(flat.entries), tuple(flat.children)
 
 
 def meta_of(descriptor: Descriptor) -> MetaTensorType | None:
@@ -202,65 +189,6 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, MetaTensorType]]:
-    """Yield the metadata of each tensor in a descriptor, with the path of the tensor."""
-    match descriptor:
-        case TSTensor(_, meta):
-            yield where, meta
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            yield from tensor_leaves(element, f"{where}[...]")
-        case TSUnion() | TSOptional():
-            for alternative in children_of_type(descriptor):
-                yield from tensor_leaves(alternative, where)
-        case TSTuple(elements):
-            for i, element in enumerate(elements):
-                yield from tensor_leaves(element, f"{where}[{i}]")
-        case TSPytree(kind, entries, children):
-            for entry, child in zip(entries, children, strict=True):
-                yield from tensor_leaves(child, where + entry_text(kind, entry))
-        case TSNamedTuple(names, children) | TSFields(_, names, children):
-            for name, child in zip(names, children, strict=True):
-                yield from tensor_leaves(child, f"{where}.{name}")
-        case (
-            TSMetaType() | TSPrimitiveType() | TSBuiltinClass() | TSCustomClass() | TSEnum()
-            | TSModuleInterface() | TSFuture() | TSRRef() | Value()
-        ):  # fmt: skip
-            return
-        case _:
-            assert_never(descriptor)
-
-
-def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
-    """Return the metadata that can describe a tensor at a path.
-
-    None in the set means that the tensor can be without a description.
-    """
-    match descriptor:
-        case TSTensor(cls, meta):
-            if cls is not torch.Tensor and meta == MetaTensorType():
-                return {None}
-            return set() if path else {meta}
-        case TSMetaType():
-            return {None}
-        case TSFields(names=()) | TSPrimitiveType():
-            return {None} if path else set()
-        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
-            return {None} if path or issubclass(torch.Tensor, cls) else set()
-        case Value(value):
-            return {None} if path or isinstance(value, torch.Tensor) else set()
-        case TSFuture() | TSRRef() | TSModuleInterface():
-            return {None} if path else set()
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return governing(element, path[1:]) if path else set()
-        case TSUnion() | TSOptional():
-            return {meta for x in children_of_type(descriptor) for meta in governing(x, path)}
-        case TSPytree() | TSTuple() | TSNamedTuple() | TSFields():
-            child = child_at(descriptor, path)
-            return set() if child is None else governing(child, path[1:])
-        case _:
-            assert_never(descriptor)
-
-
 def child_at(
     descriptor: TSPytree | TSTuple | TSNamedTuple | TSFields, path: tuple[Any, ...]
 ) -> Descriptor | None:
@@ -275,26 +203,3 @@ def child_at(
     if not path or path[0] not in entries:
         return None
     return children_of_type(descriptor)[entries.index(path[0])]
-
-
-# --- the places of values
-
-
-def place_text(path: Path, roots: Mapping[str, object]) -> str:
-    """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
-    text, value = str(path[0]), roots.get(path[0])
-    for entry in path[1:]:
-        text += entry_text(type(value), entry)
-        value = _child(value, entry)
-    return text
-
-
-def _child(value: object, entry: object) -> object:
-    """Return the child, or None, after which a path is shown by its entries only."""
-    if isinstance(entry, Attribute):
-        return getattr(value, entry.name, None)
-    try:
-        entries, children = children_of(value)
-        return children[entries.index(entry)]
-    except ValueError:
-        return None

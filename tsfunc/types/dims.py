@@ -15,9 +15,11 @@ from types import EllipsisType
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
+from tsfunc.tracebacks import folded_class
 from tsfunc.types.sizes import DimExpr, is_dim_name, is_int
 
 
+@folded_class
 @dataclass(frozen=True, repr=False)
 class Dim:
     """A named size with its bounds.

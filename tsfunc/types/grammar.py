@@ -34,6 +34,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.values import class_name, describe, field_text, key_text, literal_text, same_value
 
@@ -58,6 +59,7 @@ class TSPrimitiveType:
         return self.name
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSTuple:
     """``Tuple[X, Y]``: a tuple with exactly these elements."""
@@ -71,6 +73,7 @@ class TSTuple:
         return f"Tuple[{', '.join(map(str, self.elements)) or '()'}]"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSNamedTuple:
     """``namedtuple(a: X, b: Y)``: like `TSTuple`, with a name for each element.
@@ -94,6 +97,7 @@ class TSNamedTuple:
         return f"namedtuple({', '.join(f'{name}: {element}' for name, element in pairs)})"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSList:
     """``List[X]``: a list of any length."""
@@ -107,6 +111,7 @@ class TSList:
         return f"List[{self.element}]"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSDict:
     """``Dict[K, V]``: a dict of any size; K is str, int, float, bool, Tensor or Any."""
@@ -123,6 +128,7 @@ class TSDict:
         return f"Dict[{self.key}, {self.value}]"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSOptional:
     """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` accepts any type."""
@@ -141,6 +147,7 @@ class TSOptional:
         return f"Optional[{self.element}]"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSFuture:
     """``Future[X]``: a value that is still being computed."""
@@ -154,6 +161,7 @@ class TSFuture:
         return f"Future[{self.element}]"
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSRRef:
     """``RRef[X]``: a value that another process holds."""
@@ -253,6 +261,7 @@ class Value:
         return f"Value({describe(self.value)})" if text is None else text
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSUnion:
     """``X | Y``: the first of several types that fits."""
@@ -266,6 +275,7 @@ class TSUnion:
         return " | ".join(map(str, self.alternatives))
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSTupleOf:
     """``Tuple[X, ...]``: a tuple of any length."""
@@ -279,6 +289,7 @@ class TSTupleOf:
         return f"Tuple[{self.element}, ...]"
 
 
+@folded_class
 @dataclass(frozen=True, eq=False)
 class TSPytree:
     """A container with exactly these children; a tuple is a `TSTuple` instead.
@@ -329,6 +340,7 @@ class TSPytree:
         return ", ".join(f"{name(entry)}: {child}" for entry, child in pairs)
 
 
+@folded_class
 @dataclass(frozen=True)
 class TSFields:
     """An instance of a class, with the types of some of its attributes, or of none."""
@@ -400,9 +412,15 @@ def key_error(key: TSType, value: TSType) -> AnnotationError:
 
 def assert_never(value: NoReturn) -> NoReturn:
     """The end of a match over a union: type checkers prove that it is not reached."""
+    if not isinstance(value, TS_TYPES):
+        raise AnnotationError(
+            f"expected a type of the language, got {value!r} of type {type(value).__name__}; "
+            f"tsfunc.types.from_annotation makes a type of it"
+        )
     raise AssertionError(f"not handled: {value!r}")
 
 
+@folding()
 def optional(element: TSType) -> TSType:
     """Return the type of values of type `element` or None, in its normal form.
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.tracebacks import folding
 from tsfunc.types.classes import (
     BUILTIN_CLASSES,
     field_names,
@@ -42,6 +43,7 @@ from tsfunc.types.meta import MetaTensorType
 _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
 
 
+@folding()
 def of_value(value: Any, *, describe: bool = False) -> TSAllType:
     """Return the type of a value.
 
@@ -156,6 +158,7 @@ def _module_type(module: torch.nn.Module, inside: tuple[object, ...]) -> TSModul
     return TSModuleType(type(module), tuple(_schema(module, inside).items()))
 
 
+@folding()
 def schema_of(instance: Any) -> dict[str, TSAllType]:
     """Return the types of the attributes of an instance.
 

@@ -59,6 +59,7 @@ from typing import Any, TypeAlias, overload
 import torch
 
 from tsfunc.errors import AnnotationError
+from tsfunc.tracebacks import folding
 from tsfunc.types.classes import nominal_type, primitive_of
 from tsfunc.types.descriptors import (
     SINGLE,
@@ -113,6 +114,7 @@ from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm,
 from tsfunc.types.values import same_keys
 
 
+@folding()
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
     """Return True if values of one type are allowed where another is expected.
 
@@ -266,6 +268,7 @@ def plain(type_: TSType) -> TSType:
 def join(left: TSType, right: TSType, /) -> TSType: ...
 @overload
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType: ...
+@folding()
 def join(left: TSAllType, right: TSAllType, /) -> TSAllType:
     """Return the least type that two types are subtypes of.
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias, Union, overload
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.tracebacks import folded_class
 from tsfunc.types.dims import Dim, DimForm, DimSpec, ShapeSpec, parse_dim, spell_dim
 from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
 from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
@@ -20,6 +21,7 @@ from tsfunc.types.values import parse_fields, plain_name, size_text, tensor_text
 _UNION: Any = Union  # type checkers accept it only with constant arguments
 
 
+@folded_class
 @dataclass(frozen=True, init=False, repr=False)
 class MetaTensorType:
     """The metadata of a tensor; None stands for an unknown property.

@@ -12,6 +12,7 @@ import optree
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
+from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import (
     SUPPORTED,
     attribute_types,
@@ -20,7 +21,7 @@ from tsfunc.types.annotation import (
     require_hashable,
 )
 from tsfunc.types.classes import check_interface, is_interface
-from tsfunc.types.descriptors import children_of, class_type, literal
+from tsfunc.types.descriptors import class_type, literal
 from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
@@ -51,9 +52,10 @@ from tsfunc.types.grammar import (
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
-from tsfunc.types.values import class_name, entry_text
+from tsfunc.types.values import children_of, class_name, entry_text
 
 
+@folding()
 def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     """Return the descriptor that a user's object stands for.
 
@@ -81,6 +83,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
         ) from None
 
 
+@folding()
 def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> Descriptor:
     """Return the descriptor that a text describes; the inverse of ``str``.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
+from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.annotation import Scope, attribute_types, class_scope, closure_of, from_annotation
 from tsfunc.types.checker import Mismatch, decide, mismatches
 from tsfunc.types.classes import interface_methods, nominal_type
@@ -61,6 +62,7 @@ _OURS = __name__.partition(".")[0]
 _ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 
 
+@folded_class
 @dataclass(frozen=True, eq=False)
 class Signature:
     """The types of a function's parameters and of its result; `signature` makes it.
@@ -113,6 +115,7 @@ class Signature:
         return f"{self.name}({', '.join(words)}){returns}"
 
 
+@folding()
 def signature(func: Any) -> Signature:
     """Return the types of a function's parameters and of its result.
 
@@ -286,6 +289,7 @@ Resolved: TypeAlias = TSAllType | Signature
 """The type of a data attribute, or the signature of a method."""
 
 
+@folding()
 def attribute_type(type_: TSAllType, name: str, *, of: str = "a value") -> Resolved:
     """Return the type of an attribute of the values of a type.
 

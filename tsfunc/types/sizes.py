@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
+from tsfunc.tracebacks import folded_class
 
 _MOST_TERMS = 64
 _HIGHEST_POWER = 8
@@ -319,6 +320,7 @@ _CALLED: dict[str, Callable[[SizeSum, SizeSum], SizeSum]] = {
 # --- expressions as they are written
 
 
+@folded_class
 @dataclass(frozen=True, repr=False)
 class DimExpr:
     """A size computed from named sizes with ``+ - * // **`` and integers.

@@ -21,11 +21,12 @@ import threading
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import optree
 import torch
 
+from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.types.dims import Dim
 
@@ -124,6 +125,8 @@ def describe(value: object) -> str:
 
 # --- entries of containers, and literals, as text
 
+Path: TypeAlias = tuple[Any, ...]
+
 
 @dataclass(frozen=True)
 class Attribute:
@@ -141,6 +144,35 @@ def entry_text(kind: type, entry: object) -> str:
         return f".{entry.name}"
     field = _field(kind, entry)
     return f"[{entry!r}]" if field is None else f".{field}"
+
+
+def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the entries and children of a pytree node; a dict keeps its own order."""
+    if isinstance(container, dict):
+        return tuple(container), tuple(container.values())
+    pytrees.flatten(container)  # registers classes that are not registered yet
+    flat = optree.tree_flatten_one_level(container, none_is_leaf=True, namespace=pytrees.NAMESPACE)
+    return tuple(flat.entries), tuple(flat.children)
+
+
+def place_text(path: Path, roots: Mapping[str, object]) -> str:
+    """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
+    text, value = str(path[0]), roots.get(path[0])
+    for entry in path[1:]:
+        text += entry_text(type(value), entry)
+        value = _child(value, entry)
+    return text
+
+
+def _child(value: object, entry: object) -> object:
+    """Return the child, or None, after which a path is shown by its entries only."""
+    if isinstance(entry, Attribute):
+        return getattr(value, entry.name, None)
+    try:
+        entries, children = children_of(value)
+        return children[entries.index(entry)]
+    except ValueError:
+        return None
 
 
 def field_text(kind: type, entry: object) -> str:

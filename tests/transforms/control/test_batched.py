@@ -277,3 +277,22 @@ def test_torch_has_the_whole_batch(f: Callable[..., Any]) -> None:
     expected = program(*_inputs([3, 0, 2, 1, 3]))
     found = program.graph_module(*_inputs([3, 0, 2, 1, 3]))
     torch.testing.assert_close(found[0], expected)
+
+
+@pytest.mark.parametrize("f", [_until, _chosen])
+def test_torch_has_the_whole_batch_of_two_vmaps(f: Callable[..., Any]) -> None:
+    """One program for all sizes; the choice differs at the inner vmap, at the outer, or at both."""
+    both = vmap(vmap(f, in_dims=(None, 0)), in_dims=(0, 0))
+    sizes = {
+        "x": MetaTensorType(["a", 3], dtype=torch.float64),
+        "n": MetaTensorType(["a", "b"], dtype=torch.int64),
+    }
+    program = specialize(both, sizes)
+    for counts in ([[3, 0, 1], [2, 2, 5]], [[1, 1], [4, 4], [0, 0], [2, 2]]):
+        n = torch.tensor(counts)
+        x, _ = _inputs(counts[0] + counts[1])
+        x = x[: len(counts)]
+        expected = _every(lambda x, row: torch.stack([f(x, k) for k in row]), x, n)
+        torch.testing.assert_close(program(x, n), expected)
+        torch.testing.assert_close(program.graph_module(x, n)[0], expected)
+    assert program.cache_info().programs == 1

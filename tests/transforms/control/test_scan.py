@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tsfunc
+from tests.transforms.support import leaves
 from tsfunc import MetaTensorType, associative_scan, grad, jvp, scan, specialize, vmap
+from tsfunc.bridge.control.control_flow import ControlFlow
 
 
 @given(st.integers(1, 7), st.integers(0, 1), st.booleans())
@@ -191,3 +193,24 @@ def test_what_can_not_be_scanned_is_refused() -> None:
         tsfunc.map(torch.sin, torch.ones(2), batch_size=0)
     with pytest.raises(TypeError, match="They must have one type"):
         associative_scan(lambda a, b: a.double(), torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        pytest.param(lambda x: scan(lambda c, r: (c * r.sin(), c), x.sum(), x), id="scan"),
+        pytest.param(lambda x: scan(lambda c, r: (c - r, r), x[0], x, reverse=True), id="reverse"),
+        pytest.param(lambda x: scan(lambda c, _: (c * x.sum(), c), x[0], length=3), id="counted"),
+        pytest.param(lambda x: associative_scan(torch.mul, x), id="associative_scan"),
+    ],
+)
+def test_a_scan_of_a_program_is_a_scan_of_the_program_that_calls_it(f: Callable[..., Any]) -> None:
+    inner = specialize(f, {"x": MetaTensorType(["n"])})
+    outer = specialize(lambda x: vmap(inner)(x), {"x": MetaTensorType(["m", "n"])})
+    for shape in ((3, 5), (2, 9)):
+        x = torch.randn(shape)
+        for got, want in zip(leaves(outer(x)), leaves(vmap(f)(x)), strict=True):
+            torch.testing.assert_close(got, want)
+    assert outer.cache_info().programs == 1
+    nodes = outer.program.graph.nodes
+    assert len([node for node in nodes if isinstance(node.target, ControlFlow)]) == 1

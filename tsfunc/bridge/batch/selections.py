@@ -42,9 +42,10 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.refusal import require
+from tsfunc.tracebacks import Place
 
 _T = torch.Tensor
 _ALL = slice(None)

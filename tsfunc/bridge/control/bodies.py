@@ -7,8 +7,7 @@ that the body is a function of tensors alone. Levels inside of the trace (a vmap
 function) need no other treatment: the inputs are wrapped in tracers of the same levels.
 
 A tensor has one layout wherever a body takes or returns it: its batch dims come first, the
-outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that says so, and
-outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that defines this, and
+outermost vmap's before the others'. ``HiddenVmaps.stack`` is the only code that defines this.
 
 If the trace's level, or one inside of it, records autograd, the body's inputs are cut from its
 graph, and the whole operator becomes one node of it: NOTE [control flow in programs] in
@@ -25,7 +24,7 @@ front. When the program runs, each body runs on an active subset (NOTE [active s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +161,52 @@ class HiddenVmaps:
         return known[1]
 
 
+class NumberInputs:
+    """The symbolic numbers of a graph that is a part of another one, as nodes.
+
+    Numbers from outside are inputs, whose names start with ``n``.
+
+    Args:
+        level: the level that records the graph.
+        outside: returns the node of a number in the other graph, or its value if it is known.
+
+    Attributes:
+        nodes: the nodes of the outer numbers, in the order of their inputs.
+    """
+
+    def __init__(self, level: TraceLevel, outside: Callable[[Any], Any]) -> None:
+        self.nodes: list[torch.fx.Node] = []
+        self._level, self._outside = level, outside
+        self._inputs: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._computed: dict[Any, torch.fx.Node] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return the node of a number: an input, a constant, or read from data."""
+        defined = self._level.symbols.nodes_in(self._level.graph, value.node.expr)
+        if defined:
+            return self._from_data(value, defined)
+        outer = self._outside(value)
+        if not isinstance(outer, torch.fx.Node):
+            return outer
+        node = self._inputs.get(outer)
+        if node is None:
+            node = self._inputs[outer] = self._level.graph.placeholder(f"n{len(self.nodes)}")
+            for key in ("expr", "number", "value"):
+                if key in outer.meta:
+                    node.meta[key] = outer.meta[key]
+            self.nodes.append(outer)
+        return node
+
+    def _from_data(self, value: Any, defined: dict[Any, torch.fx.Node]) -> torch.fx.Node:
+        """Return the node of a number that depends on symbols which the graph reads from data."""
+        expr, symbols = value.node.expr, self._level.symbols
+        if expr not in self._computed:
+            rest = {s: self(symbols.number_of(s)) for s in expr.free_symbols - defined.keys()}
+            self._computed[expr] = symbols.write(self._level.graph, expr, {**rest, **defined})
+            self._computed[expr].meta["number"] = value
+        return self._computed[expr]
+
+
 class BodyLevel(TraceLevel, LevelProxy):
     """Replaces a trace's level while a body of control flow is traced.
 
@@ -171,17 +216,15 @@ class BodyLevel(TraceLevel, LevelProxy):
         inputs: the outer tensors, in the order of the graph's inputs.
         around: the active levels where the body is called.
         surroundings: the dispatch state there.
-        numbers: the outer symbolic numbers, whose inputs follow the tensors'.
+        sizes: records symbolic numbers; its outer numbers are inputs after the tensors.
         hidden: the vmaps that the body does not see.
     """
 
+    sizes: NumberInputs
     __slots__ = (
-        "_numbers",
-        "_own_numbers",
         "around",
         "hidden",
         "inputs",
-        "numbers",
         "parent",
         "surroundings",
         "taken",
@@ -200,10 +243,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         self._kernel_states = {}
         self.taken: dict[int, tuple[Any, Any]] = {}
         self.inputs: list[torch.Tensor] = []
-        self.numbers: list[Any] = []
-        self._numbers: dict[Any, torch.fx.Node] = {}
-        self._own_numbers: dict[Any, torch.fx.Node] = {}
-        self.sizes = self._number
+        self.sizes = NumberInputs(self, parent.sizes)
 
     @property
     def alive(self) -> bool:  # type: ignore[override]
@@ -321,34 +361,6 @@ class BodyLevel(TraceLevel, LevelProxy):
         if not traced and (self.hidden.levels or not stack.frames or _any_recorded(value)):
             return stack.around(self.parent.lift(inner))
         return value
-
-    def _number(self, value: Any) -> Any:
-        """Return the node of a symbolic number: an input, a constant, or read from data."""
-        defined = self.symbols.nodes_in(self.graph, value.node.expr)
-        if defined:
-            return self._own_number(value, defined)
-        outer = self.parent.sizes(value)
-        if not isinstance(outer, torch.fx.Node):
-            return outer
-        node = self._numbers.get(outer)
-        if node is None:
-            node = self._numbers[outer] = self.graph.placeholder(f"n{len(self.numbers)}")
-            for key in ("expr", "number", "value"):
-                if key in outer.meta:
-                    node.meta[key] = outer.meta[key]
-            self.numbers.append(outer)
-        return node
-
-    def _own_number(self, value: Any, defined: dict[Any, torch.fx.Node]) -> torch.fx.Node:
-        """Return the node of a number that depends on symbols which the body read from data."""
-        expr, symbols = value.node.expr, self.symbols
-        if expr not in self._own_numbers:
-            rest = {
-                s: self._number(symbols.number_of(s)) for s in expr.free_symbols - defined.keys()
-            }
-            self._own_numbers[expr] = symbols.write(self.graph, expr, {**rest, **defined})
-            self._own_numbers[expr].meta["number"] = value
-        return self._own_numbers[expr]
 
     def is_own_size(self, size: Any) -> bool:
         """True if a size depends on data that the body has read."""

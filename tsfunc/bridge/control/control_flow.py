@@ -147,24 +147,6 @@ class ControlFlow:
         found: Callable[..., Any] = writer.module(self, operands)
         return found
 
-    def torch_form_of_batch(
-        self, writer: Any, ones: Sequence[Any], batched: Sequence[bool]
-    ) -> Callable[..., Any]:
-        """Return the same as :meth:`torch_form` for a batch of calls: see :meth:`mapped`.
-
-        Args:
-            writer: makes modules.
-            ones: nodes like the operands of a single call.
-            batched: for each operand, True if its first dim is a batch dim; the first dim of each
-                result is one.
-
-        Raises:
-            NoTorchOperator: torch has no such operator.
-        """
-        dims = [0 if each else None for each in batched]
-        dims += [None] * (len(ones) - len(dims))
-        return torch.vmap(self.torch_form(writer, ones), tuple(dims), randomness="same")
-
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """Return the operator without unused operands and results, or None if it can't be reduced.
 

@@ -29,11 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.boundaries import PLACES, Lines, on_debug_nans
-from tsfunc.dispatch.places import GENERATED, Place, is_users, source_of
+from tsfunc.bridge.tracers.boundaries import Lines, on_debug_nans
+from tsfunc.dispatch.places import is_users, source_of
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.recording import recording
 from tsfunc.errors import NanError
+from tsfunc.tracebacks import GENERATED, PLACES, Place
 
 # They return memory that is not written yet, or the memory of an argument.
 _UNWRITTEN = (

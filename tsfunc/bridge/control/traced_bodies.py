@@ -95,7 +95,7 @@ class TracedBody:
                 nodes.append(inner.node)
                 results.append(TracedResult(inner.value, stack))
         self.level.graph.output(tuple(nodes))
-        _inputs_first(self.level.graph)
+        inputs_first(self.level.graph)
         return results
 
     def _refuse_own_sizes(self, leaf: torch.Tensor) -> None:
@@ -111,7 +111,7 @@ class TracedBody:
             )
 
 
-def _inputs_first(graph: torch.fx.Graph) -> None:
+def inputs_first(graph: torch.fx.Graph) -> None:
     """Move the inputs, which were made as the body used them, to the start of the graph."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(iter(graph.nodes))
@@ -144,24 +144,25 @@ def operands_of(
     for body in bodies:
         for x in body.level.inputs[count:]:
             tensors.setdefault(id(x), x)
-        for number in body.level.numbers:
+        for number in body.level.sizes.nodes:
             numbers.setdefault(number, number)
     at = {key: count + i for i, key in enumerate(tensors)}
     number_at = {key: count + len(tensors) + i for i, key in enumerate(numbers)}
     places = []
     for body in bodies:
         own = [*range(count), *(at[id(x)] for x in body.level.inputs[count:])]
-        own += [number_at[number] for number in body.level.numbers]
-        places.append(_in_graph_order(body.level, own))
+        own_numbers = [number_at[number] for number in body.level.sizes.nodes]
+        places.append(in_graph_order(body.level.graph, own, own_numbers))
     return list(tensors.values()), list(numbers.values()), places
 
 
-def _in_graph_order(level: BodyLevel, places: Sequence[int]) -> tuple[int, ...]:
-    """Return the positions of tensors and numbers in the order of the graph's inputs."""
-    tensors = iter(places[: len(level.inputs)])
-    numbers = iter(places[len(level.inputs) :])
+def in_graph_order(
+    graph: torch.fx.Graph, tensors: Sequence[int], numbers: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the positions of tensors and numbers in the order of a graph's inputs."""
+    tensor, number = iter(tensors), iter(numbers)
     return tuple(
-        next(numbers if node.name.startswith("n") else tensors)
-        for node in level.graph.nodes
+        next(number if node.name.startswith("n") else tensor)
+        for node in graph.nodes
         if node.op == "placeholder"
     )

@@ -31,6 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
+from tsfunc.bridge.tracers.questions import known_to_hold
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
@@ -552,8 +553,19 @@ def make_dual(
         if 0 in primal.stride():
             # torch gives a tangent the strides of its primal, which fails for an expanded primal.
             primal = primal.contiguous()
+        if not _surely_alike(primal, tangent):
+            zeros = torch.ops.aten._new_zeros_with_same_feature_meta(tangent, primal)
+            tangent = zeros.copy_(tangent)
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
+
+
+def _surely_alike(primal: torch.Tensor, tangent: torch.Tensor) -> bool:
+    """Return False if equal strides depend on symbolic sizes: torch would add a guard on these."""
+    steps, others = primal.stride(), tangent.stride()
+    if all(type(step) is int for step in (*steps, *others)):
+        return True  # torch compares them
+    return all(known_to_hold(step == other) for step, other in zip(steps, others, strict=True))
 
 
 def unpack_dual(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

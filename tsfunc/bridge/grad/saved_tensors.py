@@ -7,11 +7,17 @@ only, and autograd connects it again. The operations of a pack hook on the trace
 the outer levels, although torch has switched recording off. Tensors saved by a level that was
 entered after the hooks are kept without calling the hooks: the transform has finished its pullback
 before the level ends, and a checkpoint that runs the transform again would get values of another
-level. When the unpack hook runs, the levels around the hooks may have ended; these levels are then
-active again during the call.
+level. All tensors that a trace saves are kept so, the plain ones too: a checkpoint that runs the
+traced function again runs its program. When the unpack hook runs, the levels around the hooks may
+have ended; these levels are then active again during the call.
 
-Private names used here (torch 2.13 and 2.14): none; ``saved_tensors_hooks`` is public, and
-``__enter__`` reads ``pack_hook`` and ``unpack_hook``.
+The first transform of a process may run inside of hooks, such as those of a checkpoint. The hooks
+that its thread has entered are therefore replaced too. Without this, the first run of a checkpoint
+would save tensors that its other runs do not save.
+
+Private names used here (torch 2.13 and 2.14): ``_C._autograd._top_saved_tensors_default_hooks``,
+``_pop_saved_tensors_default_hooks`` and ``_push_saved_tensors_default_hooks`` replace the hooks
+that a thread has entered.
 """
 
 from __future__ import annotations
@@ -20,11 +26,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from tsfunc.bridge.tracers.reentry import any_ended, reenter
-from tsfunc.bridge.tracers.registrations import on_first_level
-from tsfunc.bridge.tracers.tracer import Tracer, serials
+from tsfunc.bridge.tracers.registrations import on_first_transform
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials
+from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
 
 _theirs = saved_tensors_hooks.__enter__
@@ -32,14 +40,25 @@ _theirs = saved_tensors_hooks.__enter__
 
 def _enter(self: saved_tensors_hooks) -> None:
     pack, unpack = self.pack_hook, self.unpack_hook
-    self.pack_hook, self.unpack_hook = _packing(pack), _unpacking(unpack)
+    self.pack_hook, self.unpack_hook = _packing(pack, next(serials)), _unpacking(unpack)
     try:
         _theirs(self)
     finally:
         self.pack_hook, self.unpack_hook = pack, unpack
 
 
-on_first_level(setattr, saved_tensors_hooks, "__enter__", _enter)
+def _replace_entered() -> None:
+    """Replace the hooks that this thread has entered, outside of all levels."""
+    entered = []
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        entered.append(hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(entered):
+        _autograd._push_saved_tensors_default_hooks(_packing(pack, 0), _unpacking(unpack))
+
+
+on_first_transform(setattr, saved_tensors_hooks, "__enter__", _enter)
+on_first_transform(_replace_entered)
 
 
 class _UnhookedTensor:
@@ -51,12 +70,17 @@ class _UnhookedTensor:
         self.tensor = tensor
 
 
-def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-    entered = next(serials)
+def _packing(pack: Callable[[torch.Tensor], Any], entered: int) -> Callable[[torch.Tensor], Any]:
+    """Return a pack hook for tensors of all levels.
+
+    Args:
+        pack: the user's hook.
+        entered: a serial number; levels entered after the hooks have larger ones.
+    """
 
     def packed(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Tracer):
-            return pack(tensor)
+            return _UnhookedTensor(tensor) if _traced_since(entered) else pack(tensor)
         alone = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
             return _UnhookedTensor(alone)
@@ -64,6 +88,15 @@ def _packing(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], An
             return pack(alone)
 
     return packed
+
+
+def _traced_since(serial: int) -> bool:
+    """Return True if the running code is traced at a level with a larger serial number."""
+    return any(
+        level.key is DispatchKey.Trace and level.serial > serial
+        for level in tls.state.levels
+        if isinstance(level, TracerLevel)
+    )
 
 
 def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:

@@ -27,8 +27,9 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import LIBRARIES, place_of, users_place
+from tsfunc.dispatch.places import place_of, users_place
 from tsfunc.errors import MeshError, RanksDisagree
+from tsfunc.tracebacks import LIBRARIES
 
 # The time after which a rank that waits reads the reports, and between its reads.
 _PATIENCE = datetime.timedelta(seconds=1)

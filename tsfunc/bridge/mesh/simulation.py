@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tsfunc.errors import MeshError
+from tsfunc.tracebacks import folding
 
 
+@folding("simulated_rank")
 @contextmanager
 def simulated_rank(rank: int = 0, **sizes: int) -> Iterator[DeviceMesh]:
     """Context manager: this process acts as one rank of a mesh of any size.

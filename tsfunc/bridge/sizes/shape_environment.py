@@ -20,8 +20,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.questions import in_user_code
-from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
+from tsfunc.tracebacks import Place
 
 
 class SignedZeroError(Exception):

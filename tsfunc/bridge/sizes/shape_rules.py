@@ -90,6 +90,28 @@ def _at_least_1(size: Any) -> Any:
     return max(size, 1) if isinstance(size, int) else size
 
 
+@shape_rule("_new_zeros_with_same_feature_meta")
+def zeros_for_tangent(
+    tangent: torch.Tensor, primal: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> Any:
+    """Zeros of the tangent's batch dims and of the shape, strides and offset of the primal."""
+    batch, offset = tangent.shape[:self_num_batch_dims], primal.storage_offset()
+    numel: Any = offset + _numel_spanned(primal)
+    strides = list(primal.stride())
+    for size in reversed(batch):
+        strides.insert(0, numel)
+        numel = numel * size
+    memory = new_like(primal, [numel], tangent.dtype)
+    return view_like(memory, [*batch, *primal.shape], strides, offset)
+
+
+def _numel_spanned(x: torch.Tensor) -> Any:
+    """Return the number of elements from the first to the last one in memory."""
+    if 0 in [size for size in x.shape if isinstance(size, int)]:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+
+
 @shape_rule("slice.Tensor")
 def slice_of(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1

@@ -41,8 +41,8 @@ from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.symbolic_numbers import divided
 from tsfunc.bridge.tracers.questions import KINDS
-from tsfunc.dispatch.places import Place
 from tsfunc.errors import FailedCheckError
+from tsfunc.tracebacks import Place
 from tsfunc.types import Dim
 
 # Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by

@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.trace.tracing import TraceTracer, trace_kernel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
-from tsfunc.dispatch.places import LIBRARIES
+from tsfunc.tracebacks import LIBRARIES
 
 
 @register("aten::_local_scalar_dense", DispatchKey.Trace)

@@ -126,6 +126,8 @@ class TraceLevel(TracerLevel):
             in programs] in ``outside_tensors``.
         passes: the backward passes of the function that reach these tensors.
         failing: functions that are called with the error if no program is made.
+        masks_choices: True if a batch of choices is traced as choices of the whole batch: NOTE
+            [unreadable choices] in ``transforms/control/cond``.
     """
 
     __slots__ = (
@@ -135,6 +137,7 @@ class TraceLevel(TracerLevel):
         "graph",
         "lifted",
         "lines",
+        "masks_choices",
         "of_dtensors",
         "on_lift",
         "originals",
@@ -153,6 +156,7 @@ class TraceLevel(TracerLevel):
         self.autograd += records
         self.passes: Passes | None = None
         self.failing: list[Callable[[BaseException], None]] = []
+        self.masks_choices = False
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake
@@ -329,7 +333,6 @@ class TraceTracer(Tracer):
         holds = self.reshape(()) if answer else self.reshape(()).logical_not()
         message = f"{place}{source_of(place, ': ')}: the check fails"
         operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
-        next(reversed(self.dispatch_level.graph.nodes)).meta["own_check"] = message
         return answer
 
     def describe(self) -> str:

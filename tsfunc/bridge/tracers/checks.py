@@ -18,7 +18,8 @@ in ``if not symmetric.all(): return symmetric``. The distribution that asked rai
 that is not True everywhere, so the early end is a check too.
 
 Private names used here (torch 2.13 and 2.14): ``torch._check_with`` and
-``torch._check_tensor_all_with``, which the functions for checks call, and ``torch._is_all_true``.
+``torch._check_tensor_all_with``, which the functions for checks call, ``torch._is_all_true``, and
+``torch._assert_async``.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.dispatch.places import Place, users_place
+from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.refusals import may_be_caught, refused_value
 from tsfunc.errors import DataDependentError
+from tsfunc.tracebacks import Place
 
 _SHOWN: Final = 10  # maximum number of examples in a message
 
@@ -89,6 +91,10 @@ class FailedCheck:
         self.noted = False
         self.place: Place = users_place()
 
+    def repeats(self, other: FailedCheck) -> bool:
+        """True if the same examples have failed: a program's check that its function repeats."""
+        return (self.examples, self.levels) == (other.examples, other.levels)
+
     def __str__(self) -> str:
         return f"The check failed for {len(self.examples)} of {self.count} examples" + listed(
             self.examples
@@ -113,8 +119,12 @@ def outcome_of_check(tracer: BatchTracer) -> bool | None:
     value, which the trace asserts.
     """
     refused = refused_outcome(catchable=True)
-    if refused is None:
-        return None
+    return None if refused is None else _outcome(tracer, refused)
+
+
+@passes_call_on
+def _outcome(tracer: BatchTracer, refused: bool) -> bool:
+    """Return the outcome of a test for all examples, and record those with a refused outcome."""
     holds = tracer.reshape(()) != 0
     level = tracer.dispatch_level
     value: Any = holds
@@ -135,7 +145,9 @@ def outcome_of_check(tracer: BatchTracer) -> bool | None:
     indices = [each.examples(value.device) for each, _ in reversed(levels)]
     examples = [tuple(int(x[i]) for x, i in zip(indices, at, strict=True)) for at in failed]
     roots = [each.origin.whole for each, _ in levels]
-    FAILED_CHECKS.append(FailedCheck(examples, value.numel(), roots))
+    check = FailedCheck(examples, value.numel(), roots)
+    if not any(check.repeats(each) for each in FAILED_CHECKS):
+        FAILED_CHECKS.append(check)
     return refused
 
 
@@ -216,7 +228,25 @@ def _is_all_true(
     return value.all()
 
 
+def _assert_async(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Name the examples that fail, where reading the condition does not wait for a device."""
+    condition, *message = args
+    value: Any = condition
+    while isinstance(value, BatchTracer | GradTracer):
+        value = value.value
+    if not _is_batched(condition) or type(value) is not torch.Tensor or not value.is_cpu:
+        return NotImplemented
+    if condition.numel() != 1:
+        raise RuntimeError(f"_assert_async: expected one value, got {condition.numel()}.")
+    if not _outcome(condition, refused=False):
+        raise RuntimeError(*message or ("Expected Tensor with single nonzero value, but got zero",))
+    return None
+
+
 function_rules: Final = FunctionRules()
+function_rules.add(Stage.METHOD, _assert_async, torch._assert_async)
 function_rules.add(
     Stage.METHOD,
     _is_all_true,

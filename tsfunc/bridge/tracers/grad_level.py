@@ -80,6 +80,12 @@ def _detach(value: GradTracer) -> GradTracer:
     return value.aliased_here()
 
 
+@register("aten::view_as_real", DispatchKey.Grad)
+def _view_as_real(value: GradTracer) -> GradTracer:
+    """Resolve conjugation: a tangent inside can have a conjugate bit that the tracer lacks."""
+    return _wrap(torch.view_as_real(value.value.resolve_conj()), value.dispatch_level)  # type: ignore[arg-type]
+
+
 @register_fallback(DispatchKey.Grad)
 def grad_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The column of the Grad key: run the operator on the values inside."""

@@ -7,6 +7,9 @@ activated again (NOTE [recomputation] in ``checkpoints``). Active subsets, which
 function makes itself, are reused in the order in which they were made. A checkpoint inside a
 checkpoint is made again in each run of the outer one: its objects are recorded for the inner
 checkpoint, and come from the record of the outer one.
+
+A gradient inside of the function may run it again before the first run ends. The objects of that
+rerun are those of the first run, and are not recorded a second time.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ class _Runs(threading.local):
 
     def __init__(self) -> None:
         self.recorded: list[list[Any]] = []
-        self.replays: list[Iterator[Any]] = []
+        self.replays: list[tuple[list[Any], Iterator[Any]]] = []
 
 
 _runs = _Runs()
@@ -43,7 +46,7 @@ def recording_objects(record: list[Any]) -> Iterator[None]:
 @contextmanager
 def replaying(record: list[Any]) -> Iterator[None]:
     """Context manager: reuse the recorded objects in the block."""
-    _runs.replays.append(iter(record))
+    _runs.replays.append((record, iter(record)))
     try:
         yield
     finally:
@@ -53,10 +56,11 @@ def replaying(record: list[Any]) -> Iterator[None]:
 def replayed(make: Callable[[], T], fits: Callable[[T], bool]) -> T:
     """Return the object from this point of the first run if it fits, else a new one."""
     made = None
-    for objects in _runs.replays:
+    for _, objects in _runs.replays:
         made = next(objects, None)
     if made is None or not fits(made):
         made = make()
     for record in _runs.recorded:
-        record.append(made)
+        if not any(record is replay for replay, _ in _runs.replays):
+            record.append(made)
     return made

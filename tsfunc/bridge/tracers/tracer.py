@@ -446,6 +446,42 @@ def function_handler(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call of ``func`` by user code on a tracer."""
+    if len(types) > 1:
+        for kind in types:
+            if _has_handler(kind):
+                return _beside_class(kind, func, types, args, kwargs)
+    return _handle_function(func, types, args, kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _has_handler(kind: type) -> bool:
+    """True for a class of another library with a ``__torch_function__`` of its own."""
+    default: Any = torch.Tensor.__torch_function__
+    own = getattr(kind.__torch_function__, "__func__", None)  # type: ignore[attr-defined]
+    return not issubclass(kind, Tracer) and own is not default.__func__
+
+
+def _beside_class(
+    kind: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Handle a call on tracers and a tensor of a class with its own handler.
+
+    A rule calls operators on values, and a class may implement few of them: the quantized weights
+    of torchao implement ``linear`` and not the transposition in its rule. The class then takes the
+    call itself, on the tracers.
+    """
+    try:
+        return _handle_function(func, types, args, kwargs)
+    except (NotImplementedError, TypeError):
+        out = kind.__torch_function__(func, types, args, kwargs)
+        if out is NotImplemented:
+            raise
+        return out
+
+
+def _handle_function(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     state = tls.state
     remap_args = state.remap_args
     if remap_args is not None:

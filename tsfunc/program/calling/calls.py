@@ -31,7 +31,7 @@ from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
-from tsfunc.program.assumptions import Assumptions, Retrace, settle
+from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import (
     UNSEEN,
     Cache,
@@ -41,7 +41,7 @@ from tsfunc.program.calling.cache import (
     passed_text,
     reason_for,
 )
-from tsfunc.program.calling.capture import TraceRequest, capture
+from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
@@ -77,7 +77,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.descriptors import place_text
+from tsfunc.types.values import place_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -170,7 +170,9 @@ class FirstCall:
             if small:
                 if known is None:
                     cache.keep(made[0])
-                fixed, held = settle(self.trace, held.moved(fixed=frozenset(small)), self.after)
+                fixed, held = trace_until_valid(
+                    self.trace, held.moved(fixed=frozenset(small)), self.after
+                )
                 made = self._one_of(made, fixed)
         cache.records = held.records
         entry, reached = made
@@ -195,10 +197,12 @@ class FirstCall:
         A program with numbers as inputs that no descriptor describes is compared with the program
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
-        made, held = settle(self.trace, assumptions, self.after)
+        made, held = trace_until_valid(self.trace, assumptions, self.after)
         if not self.variation.has_numbers(held):
             return made, held
-        exact, alone = settle(self.trace, held.moved(varying=frozenset(), dim=None), self.after)
+        exact, alone = trace_until_valid(
+            self.trace, held.moved(varying=frozenset(), dim=None), self.after
+        )
         if self._does_the_same(made[0], exact[0]):
             return made, held
         return exact, alone
@@ -436,6 +440,9 @@ def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
 # --- errors of the function's own checks of data, raised if the check fails in its program
 
 
+_FAILED_ASSERTION = "Expected Tensor with single nonzero value"  # torch's, without a message
+
+
 def raise_user_assertion(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -470,7 +477,13 @@ def _is_own(program: Program, message: str) -> bool:
     for node in program.graph.nodes:
         if writes(node):
             return False
-        check = node.args[1] if node.target is check_size else node.meta.get("own_check")
+        op = node.meta.get("op")
+        if op is not None and op.name == "aten::_assert_async":
+            check: Any = _FAILED_ASSERTION
+        elif node.target is check_size or (op is not None and op.name == "aten::_assert_async.msg"):
+            check = node.args[1]
+        else:
+            continue
         if isinstance(check, str) and check in message:
             return True
     return False

@@ -44,7 +44,7 @@ from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at, place_text
+from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
     TSFields,
@@ -53,6 +53,7 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
 )
+from tsfunc.types.values import place_text
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 

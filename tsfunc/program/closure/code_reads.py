@@ -43,8 +43,8 @@ from typing import Any, Literal
 
 import torch
 
+from tsfunc.dispatch.places import is_library
 from tsfunc.errors import ReadOnceWarning
-from tsfunc.program.closure.followed import is_library
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.read_guards import AnswerIs, MemberIs

@@ -1,11 +1,11 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of libraries (NOTE [code of libraries] in ``followed.py``). Further code is scanned
-when the trace meets it (an attribute that is a function, a method of an object). Numbers and
-strings are guarded by value, containers by their elements, tensors and all other objects by
-identity. The program reads a tensor's data anew at every call, so writes to it are seen. The
-attributes of objects: NOTE [attributes] in ``guard_builder.py``.
+to, except those of libraries: NOTE [code of libraries] in ``dispatch/places.py``. Further code is
+scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
+and strings are guarded by value, containers by their elements, tensors and all other objects by
+identity. The program reads a tensor's data anew at every call, so later writes to the tensor have
+effect. NOTE [attributes] in ``guard_builder.py`` describes the guards on attributes of objects.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch.places import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.followed import OURS, is_installed
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.instances import Instances
+from tsfunc.program.closure.instances import OURS, Instances
 from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Missing, NoMember, SameObject
 from tsfunc.program.closure.side_effects import (
     CODE,

@@ -60,7 +60,6 @@ import torch
 
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.program.closure.followed import can_watch
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
     EqualValue,
@@ -543,6 +542,17 @@ def put_back(copied: Copied) -> None:
         value = vars(value)
     value.clear()
     value.update(before) if hasattr(value, "update") else value.extend(before)
+
+
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's type flags
+
+
+def can_watch(cls: type) -> bool:
+    """Return True if attributes of the class can be set."""
+    # Metaclasses of C extensions (pybind11's) refuse `type.__setattr__` on their classes.
+    plain: Any = type(cls).__setattr__
+    mutable = cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE
+    return bool(mutable) and plain is type.__setattr__
 
 
 def is_instance(value: Any) -> bool:

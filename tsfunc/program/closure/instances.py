@@ -1,63 +1,55 @@
 """Objects among a function's arguments and variables, watched while it is traced.
 
 See NOTE [attributes] in ``guard_builder.py``.
+
+NOTE [watched classes]
+For the time of a trace, a watched class has a ``__getattribute__`` and a ``__setattr__`` of ours,
+which report the attributes that are read and assigned. The objects stay the same: their class,
+identity and ``isinstance`` are unchanged, and a method runs as it is, with its own reads reported
+too. Objects without a watcher, and objects on other threads, behave as before. A class that does
+not accept attributes (one that is written in C) is not watched.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.fx
 
-from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
-from tsfunc.bridge.trace.scaling import REPLACED
-from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
+from tsfunc.bridge.trace.tracing import TraceLevel
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.closure.followed import Watching, is_installed
 from tsfunc.program.closure.guard_builder import (
     Closure,
     Earlier,
     GuardBuilder,
-    is_instance,
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
     AnswerIs,
     Distinct,
-    KeysAre,
-    MemberIs,
-    Missing,
-    ReadGuards,
-    SameContents,
-    SameObject,
 )
 from tsfunc.program.closure.results import (
     Updates,
-    has_tensor,
 )
 from tsfunc.program.closure.side_effects import (
-    MISSING,
     SideEffect,
     TracedGenerators,
     changed_containers,
     updates_of,
 )
-from tsfunc.types import check
-from tsfunc.types.annotation import attribute_types, says_any
+from tsfunc.program.closure.watched_objects import STATE, WatchedObject
 
-_STATE = ("_parameters", "_buffers", "_modules")
-_HOMES = frozenset({"__dict__", *_STATE, "_non_persistent_buffers_set"})
+_HOMES = frozenset({"__dict__", *STATE, "_non_persistent_buffers_set"})
 _MODULE = torch.nn.Module
 _TORCH_LOOKUPS = {
     method.__code__
@@ -131,7 +123,9 @@ class Instances:
     def _enter(self, value: Any, source: Source) -> None:
         if isinstance(value, torch.nn.Module):
             self._hooks_of_all_modules()
-        self._instances[id(value)] = WatchedObject(self, value, source)
+        self._instances[id(value)] = WatchedObject(
+            value, source, self.builder, self.paused, lambda found: self.met(found)
+        )
         self._watching.add(type(value))
         self.met(type(value))
 
@@ -225,300 +219,114 @@ class Instances:
         return updates_of(changes, self.builder)
 
 
-class WatchedObject:
-    """A watched object: its contents when it was first met, and the reads of it.
+# --- classes whose attributes are watched
 
-    Attributes:
-        lines: for each assigned attribute, the line that assigns it.
-    """
 
-    def __init__(self, instances: Instances, value: Any, source: Source) -> None:
-        self.instances = instances
-        self.value = value
-        self.source = source
-        self.lines: dict[str, str] = {}
-        self._held: set[str] = set()
-        self._before = _contents(value)
+_GET, _SET, _DELETE = "__getattribute__", "__setattr__", "__delattr__"
+_ABSENT: Any = object()
 
-    def read(self, name: str, plain: Any) -> Any:
-        """Return the value of an attribute; guard it if it is data."""
-        found = inspect.getattr_static(type(self.value), name, MISSING)
-        if _is_data_descriptor(found):
-            if _is_slot(found):
-                return self._hold(name, plain(self.value, name), f".{name}")
-            self._descriptor(name, found)
-            return plain(self.value, name)  # a property runs, and the values it reads are guarded
-        self._watch_descriptor(name, found)
-        home, value = _find(self.value, name)
-        if home is not None:
-            # A value that was assigned during the trace is not guarded.
-            assigned = self._before.get((home, name), MISSING) is not value
-            return value if assigned else self._hold(name, value, *_steps(home, name))
-        if isinstance(found, functools.cached_property):
-            self._require_none_of_its_own(name)
-            return found.func(self.value)  # the result is not cached: the object stays unchanged
-        try:
-            value = plain(self.value, name)
-        except AttributeError:
-            self._absent(name)
-            raise
-        if found is not MISSING and hasattr(type(found), "__get__"):
-            self._method(name, found)
-            if isinstance(found, types.FunctionType) and found in REPLACED:
-                return types.MethodType(REPLACED[found], self.value)
-            return value
-        # An attribute of the class, or one made by a user's __getattribute__.
-        return self._hold(name, value, f".{name}")
+OURS = frozenset({_GET, _SET, _DELETE})
+"""The methods that a class has replaced while it is watched."""
 
-    def read_all(self) -> None:
-        """Guard all attributes of the object, since its ``__dict__`` was read."""
-        own = [name for home, name in self._before if home == _DICT]
-        self._guards.add(KeysAre(self.source.attribute("__dict__"), own))
-        for home, name in self._before:
-            if home != _SLOT:
-                self._hold(name, self._before[home, name], *_steps(home, name), exactly=True)
 
-    @property
-    def _guards(self) -> ReadGuards:
-        return self.instances.builder.guards_of(self.source.own)
+class Watcher(Protocol):
+    """The receiver of reads and assignments of attributes."""
 
-    def changes(self) -> Iterator[SideEffect]:
-        """Yield the changes to attributes that the function has made."""
-        now = _contents(self.value)
-        for home, name in {**self._before, **now}:
-            before = self._before.get((home, name), MISSING)
-            after = now.get((home, name), MISSING)
-            problem = _problem(self.value, home, before, after)
-            if after is before and (problem or not self._is_assigned_anew(name, before)):
-                continue
-            target = f"{{}}.{name}" if home == _SLOT else f"{{}}.{home}[{name!r}]"
-            yield SideEffect(
-                f"{self.source.text}.{name}",
-                self.source,
-                self.value,
-                target,
-                before,
-                after,
-                undo=functools.partial(_restore, self.value, home, name, before),
-                line=self.lines.get(name),
-                problem=problem,
-                buffer=name if home == "_buffers" else None,
-            )
+    def read(self, instance: Any, name: str, plain: Callable[[Any, str], Any]) -> Any:
+        """Return the value of an attribute; `plain` reads it as the class itself does."""
 
-    def _is_assigned_anew(self, name: str, value: Any) -> bool:
-        """Return True if an attribute was assigned the value that it had, which no guard holds."""
-        held = name in self._held and (self.source.own or not has_tensor(value))
-        return name in self.lines and not held
+    def assigned(self, instance: Any, name: str, *value: Any) -> None:
+        """Note that an attribute is about to be assigned, or deleted if there is no value."""
 
-    def _hold(self, name: str, value: Any, *steps: str, exactly: bool = False) -> Any:
-        """Guard the value of an attribute, once; return it as the function sees it.
 
-        Args:
-            name: the attribute.
-            value: its value.
-            steps: the Python expressions of the steps to it.
-            exactly: whether a number is guarded by its value even if it varies.
-        """
-        builder = self.instances.builder
-        numbers = builder.numbers
-        if name not in self._held and not is_traced(value):
-            self._held.add(name)
-            if self.source.own and not name.startswith("_"):
-                self.instances.builder.refuse_own(f"{self.source.text}.{name}", str(users_place()))
-            text, owner = f"{self.source.text}.{name}", f"{type(self.value).__name__}.{name}"
-            with self.instances.paused():
-                self.check(name, value, f"read at {users_place()}")
-                source = self.source
-                for step in steps:
-                    source = source.at("{}" + step, text, owner)
-                if not exactly and numbers.is_input(value, text):
-                    numbers.add(value, source, self._guards)
-                else:
-                    builder.guard(value, source)
-        number = numbers.inputs.get(f"{self.source.text}.{name}")
-        if number is not None and value is number.value and name not in self.lines:
-            if exactly:
-                self._guards.add(SameContents(number.source, number.value))
+class _Here(threading.local):
+    """The watcher of this thread."""
+
+    watcher: Watcher | None = None
+
+
+_here = _Here()
+_lock = threading.Lock()
+_watched: dict[type, tuple[int, dict[str, Any]]] = {}
+"""By class: the number of its watchers, and its own methods under these names."""
+
+
+class Watching:
+    """A block in which a watcher receives the reads and assignments of attributes."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self._watcher = watcher
+        self._classes: set[type] = set()
+        self._outer: Watcher | None = None
+
+    def __enter__(self) -> Watching:
+        self._outer, _here.watcher = _here.watcher, self._watcher
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _here.watcher = self._outer
+        for cls in self._classes:
+            _unwatch(cls)
+        self._classes.clear()
+
+    def add(self, cls: type) -> None:
+        """Report the attributes of a class's instances to the watcher."""
+        if cls not in self._classes:
+            self._classes.add(cls)
+            _watch(cls)
+
+
+def _watch(cls: type) -> None:
+    with _lock:
+        count, own = _watched.get(cls, (0, {}))
+        if not count:
+            own = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
+            ours = (_reading(_plain(cls, _GET)), _assigning(_plain(cls, _SET)),
+                    _assigning(_plain(cls, _DELETE)))  # fmt: skip
+            for name, function in zip(own, ours, strict=True):
+                type.__setattr__(cls, name, function)
+        _watched[cls] = count + 1, own
+
+
+def _unwatch(cls: type) -> None:
+    with _lock:
+        count, own = _watched.pop(cls)
+        if count > 1:
+            _watched[cls] = count - 1, own
+            return
+        for name, value in own.items():
+            if value is _ABSENT:
+                type.__delattr__(cls, name)
             else:
-                return numbers.of(f"{self.source.text}.{name}")
-        return self._typed(name, value)
-
-    def _typed(self, name: str, value: Any) -> Any:
-        """Return the value, or a stand-in for it if its class declares the attribute as ``Any``."""
-        cls = type(self.value)
-        if value is None or is_traced(value) or is_installed(cls) or not says_any(cls, name):
-            return value
-        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return OpaqueValue(value, f"{self.source.text}.{name}", mend)
-
-    def check(self, name: str, value: Any, use: str) -> None:
-        """Check an attribute against the annotation in the user's class.
-
-        Args:
-            name: the attribute.
-            value: its value.
-            use: how and where the attribute is used, for errors.
-
-        Raises:
-            TypeCheckError: the value is not of the declared type.
-        """
-        cls = type(self.value)
-        owner = f"{cls.__name__}.{name}"
-        declared = None if is_installed(cls) else attribute_types(cls).get(name)
-        mismatches = [] if declared is None else check(value, declared, owner)
-        if mismatches:
-            listed = "".join(f"  {mismatch}\n" for mismatch in mismatches)
-            raise TypeCheckError(
-                f"specialize({self.instances.name}): {owner}, {use}, is not what its class "
-                f"declares:\n{listed}Assign what is declared, or declare what is assigned."
-            )
-
-    def _method(self, name: str, found: Any) -> None:
-        """Guard a method: its class still has it, and the object has no attribute of that name."""
-        if name in self._held:
-            return
-        self._require_none_of_its_own(name)
-        cls = type(self.value)
-        if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
-            base = next(base for base in cls.__mro__ if name in vars(base))
-            self._guards.add(MemberIs(base, name, found))
-        elif isinstance(found, types.FunctionType):
-            self._guards.add(SameObject(Source.of_object(cls).attribute(name), found))
-        elif not isinstance(found, _OF_C):
-            self._require_in_class(name, found)
-        self.instances.met(found)
-
-    def _descriptor(self, name: str, found: Any) -> None:
-        """Guard a property: its class still has it."""
-        if name not in self._held:
-            self._held.add(name)
-            self._require_in_class(name, found)
-        self._watch_descriptor(name, found)
-
-    def _watch_descriptor(self, name: str, found: Any) -> None:
-        """Watch a descriptor of a user's class: its methods may read its attributes."""
-        builder = self.instances.builder
-        if not hasattr(type(found), "__get__") or not is_instance(found) or builder.is_known(found):
-            return
-        base = next(base for base in type(self.value).__mro__ if name in vars(base))
-        source = Source.of_object(base, f"{base.__name__}.__dict__[{name!r}]", own=self.source.own)
-        builder.guard(found, source.at(f"{{}}.__dict__[{name!r}]"))
-
-    def _require_in_class(self, name: str, found: Any) -> None:
-        """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
-        base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
-        if base is not None and not base.__module__.startswith("torch."):
-            source = Source.of_object(base).at(f"{{}}.__dict__[{name!r}]")
-            self._guards.add(SameObject(source, found))
-
-    def _require_none_of_its_own(self, name: str) -> None:
-        """Guard that the object has no attribute of this name, which would hide the class's."""
-        if name not in self._held and _has_dict(self.value):
-            own = self.source.attribute("__dict__")
-            self._guards.add(Missing(own, name, "{1!r} in {0}"))
-        self._held.add(name)
-
-    def _absent(self, name: str) -> None:
-        """Guard that an attribute is missing; a user's ``__getattr__`` runs and may make it."""
-        made = hasattr(type(self.value), "__getattr__")
-        if made and not isinstance(self.value, torch.nn.Module):
-            self._require_none_of_its_own(name)
-        elif name not in self._held:
-            self._held.add(name)
-            self._guards.add(Missing(self.source, name))
+                type.__setattr__(cls, name, value)
 
 
-_OF_C = (
-    types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.ClassMethodDescriptorType,
-)  # fmt: skip
-
-# --- the locations of an object's attributes
-
-_DICT, _SLOT = "__dict__", "slot"
-
-
-def _contents(value: Any) -> dict[tuple[str, str], Any]:
-    """Return all attributes of an object, by their location and name."""
-    own = _dict_of(value)
-    found = {(_DICT, name): each for name, each in own.items()}
-    for kind in _STATE if isinstance(value, torch.nn.Module) else ():
-        found.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
-    for cls in type(value).__mro__:
-        for name, slot in vars(cls).items():
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    found[_SLOT, name] = slot.__get__(value)
-                except AttributeError:  # not assigned
-                    continue
-    return found
+def _plain(cls: type, name: str) -> Any:
+    """Return the class's own function, skipping ours in the class and its bases."""
+    for base in cls.__mro__:
+        own = _watched[base][1].get(name, _ABSENT) if base in _watched else _ABSENT
+        found = own if base in _watched else vars(base).get(name, _ABSENT)
+        if found is not _ABSENT:
+            return found
+    raise AssertionError(f"object has {name}")
 
 
-def _dict_of(value: Any) -> dict[str, Any]:
-    try:
-        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:  # it has only slots
-        return {}
-    return own
+def _reading(plain: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def __getattribute__(self: Any, name: str) -> Any:
+        watcher = _here.watcher
+        return plain(self, name) if watcher is None else watcher.read(self, name, plain)
+
+    return __getattribute__
 
 
-def _has_dict(value: Any) -> bool:
-    return any("__dict__" in vars(cls) for cls in type(value).__mro__)
+def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
+    def __setattr__(self: Any, name: str, *value: Any) -> None:
+        watcher = _here.watcher
+        if watcher is not None:
+            watcher.assigned(self, name, *value)
+        plain(self, name, *value)
 
-
-def _find(value: Any, name: str) -> tuple[str | None, Any]:
-    """Return the location of an attribute in the object itself, and its value."""
-    own = _dict_of(value)
-    if name in own:
-        return _DICT, own[name]
-    if isinstance(value, torch.nn.Module):
-        for kind in _STATE:
-            state = own.get(kind) or {}
-            if name in state:
-                return kind, state[name]
-    return None, None
-
-
-def _steps(home: str, name: str) -> tuple[str, ...]:
-    """Return the steps to an attribute, which bypass torch's slow lookup of parameters."""
-    return (f".{home}", f"[{name!r}]") if home in _STATE else (f".{name}",)
-
-
-def _restore(value: Any, home: str, name: str, before: Any) -> None:
-    if home == _SLOT:
-        slot = inspect.getattr_static(type(value), name)
-        slot.__delete__(value) if before is MISSING else slot.__set__(value, before)
-        return
-    own = _dict_of(value)
-    state = own if home == _DICT else own[home]
-    if before is MISSING:
-        del state[name]
-    else:
-        state[name] = before
-
-
-def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
-    """Return the reason why a program can't assign to an attribute of a module, or None."""
-    if not isinstance(owner, torch.nn.Module):
-        return None
-    if home == "_parameters" or isinstance(after, torch.nn.Parameter):
-        return "is a parameter; write into it in place, under torch.no_grad()"
-    if home == "_modules" or isinstance(after, torch.nn.Module):
-        return "is a submodule; put it in its place before the call"
-    if home == "_buffers" and before is MISSING:
-        return "is a new buffer; register it before the call, in __init__"
-    if home != "_buffers" and (has_tensor(before) or has_tensor(after)):
-        return "has a tensor; register it as a buffer (register_buffer), which can be assigned"
-    return None
-
-
-def _is_data_descriptor(found: Any) -> bool:
-    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
-
-
-def _is_slot(found: Any) -> bool:
-    """Return True if a descriptor reads a field of the object itself."""
-    return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)
+    return __setattr__
 
 
 # --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments

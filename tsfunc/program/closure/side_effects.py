@@ -31,14 +31,13 @@ from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, ways_out
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.places import condition_of, place_of, source_of
+from tsfunc.dispatch.places import condition_of, is_installed, is_library, place_of, source_of
 from tsfunc.errors import (
     ClosureError,
     DataDependentError,
     EscapedTracerError,
     TypeCheckError,
 )
-from tsfunc.program.closure.followed import is_installed, is_library
 from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
     changed,

@@ -24,13 +24,12 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
-from tsfunc.bridge.tracers.boundaries import PLACES
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.writing.buffer_writes import note_buffer_write
-from tsfunc.dispatch.places import Place
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
+from tsfunc.tracebacks import PLACES, Place
 
 # --- python source of a graph: one line per operator, without an interpreter or modules
 

@@ -8,8 +8,9 @@ A program's control-flow operators (``bridge/control/control_flow``) run as Pyth
 step, and are vmapped and differentiated as the user's calls are. torch.export, Inductor and other
 tools of torch support torch's operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
 ``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself in this
-form (``ControlFlow.in_torch``). For derivatives and batches of control flow, torch traces its own
-derivatives and batches of these operators (``ControlFlow.torch_form``).
+form (``ControlFlow.in_torch``). A batch of calls is traced again into control flow of the whole
+batch (``bridge/control/retraced``). For derivatives of control flow, torch traces its own
+derivatives of these operators (``ControlFlow.torch_form``).
 
 NOTE [layouts of torch's loops]
 torch's operators assume that a carry has one layout in the whole loop, that of its initial value,
@@ -22,6 +23,7 @@ contiguous slices, so the tensors that are scanned are made contiguous, too.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +34,9 @@ import torch.fx
 
 from tsfunc.bridge.batch.recurrent_layers import LAYERS
 from tsfunc.bridge.control.control_flow import Body, ControlFlow, NoTorchOperator, RandomStates
+from tsfunc.bridge.control.retraced import value_of
+from tsfunc.bridge.sizes.expressions import number_node
+from tsfunc.bridge.sizes.symbolic_numbers import size_node
 from tsfunc.bridge.trace.torch_tracing import (
     contiguous_like,
     is_control_flow,
@@ -40,6 +45,7 @@ from tsfunc.bridge.trace.torch_tracing import (
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.questions import KINDS
 from tsfunc.bridge.tracers.torch_state import set_grad_mode
 
 # --- recurrent layers over a named dim of time, as torch's scan
@@ -418,6 +424,37 @@ class Writer:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{body.name} returns nothing")
 
+    def number(self, value: Any, operands: Sequence[Any]) -> Any:
+        """Write a symbolic number that is one of some operands, or depends on them.
+
+        Returns:
+            Its node; a number if the value is known.
+
+        Raises:
+            NoTorchOperator: it depends on something else.
+        """
+        expr = value.node.expr
+        if not expr.free_symbols:
+            return KINDS[type(value)](expr)
+        known: dict[Any, Callable[[], torch.fx.Node]] = {}
+        for operand in operands:
+            meta = operand.meta if isinstance(operand, torch.fx.Node) else {}
+            if "number" in meta:
+                node = functools.partial(_itself, operand)
+                known.setdefault(meta["number"].node.expr, node)
+            for dim, size in enumerate(getattr(meta.get("val"), "shape", ())):
+                if isinstance(size, torch.SymInt):
+                    node = functools.partial(size_node, self.graph, operand, dim)
+                    known.setdefault(size.node.expr, node)
+        if expr in known:
+            made = known[expr]()
+        elif expr.free_symbols <= known.keys():
+            made = number_node(self.graph, {s: known[s]() for s in expr.free_symbols}, expr)
+        else:
+            raise NoTorchOperator(f"the size {expr} is not a size of its operands")
+        made.meta["number"] = value
+        return made
+
     def _checked(
         self, node: torch.fx.Node, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> torch.fx.Node:
@@ -492,7 +529,7 @@ class Writer:
             NoTorchOperator: torch can't trace it.
         """
         try:
-            module = traced_by_torch(form, [_value_of(operand) for operand in operands])
+            module = traced_by_torch(form, [value_of(operand) for operand in operands])
         except Exception as error:  # torch's errors about unsupported control flow
             raise NoTorchOperator(f"{name}: {error}") from error
         _keep_apart(module)
@@ -508,13 +545,8 @@ def one_of(node: Any, dim: int | None) -> Any:
     return made
 
 
-def _value_of(operand: Any) -> Any:
-    """Return the value of a node: a fake tensor, or a number."""
-    if not isinstance(operand, torch.fx.Node):
-        return operand
-    if "val" not in operand.meta and "number" not in operand.meta:
-        raise NoTorchOperator(f"%{operand.name}, of which nothing is known")
-    return operand.meta.get("val", operand.meta.get("number"))
+def _itself(node: torch.fx.Node) -> torch.fx.Node:
+    return node
 
 
 def _root(node: torch.fx.Node) -> torch.fx.Node:

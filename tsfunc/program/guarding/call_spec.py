@@ -48,7 +48,7 @@ from tsfunc.program.guarding.guards import (
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
-from tsfunc.types.descriptors import place_text
+from tsfunc.types.values import place_text
 
 
 @dataclass(frozen=True, eq=False)

@@ -538,5 +538,21 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     mark_exchanges,
 )
 
+# The passes over a graph that becomes part of another program, and therefore has no constants.
+_PASSES_OF_PARTS = (
+    remove_noops,
+    merge_common,
+    remove_dead,
+    remove_unused_of_blocks,
+    remove_dead,
+)
+
+
+def simplify_part(graph: torch.fx.Graph) -> None:
+    """Run the passes over a graph that becomes part of another program."""
+    for step in _PASSES_OF_PARTS:
+        step(graph)
+
+
 # Passes over exchanges between ranks, which most programs do not have.
 _OF_EXCHANGES = (share_equal_values, mark_exchanges)

@@ -10,7 +10,7 @@ can't be hidden (NOTE [hidden vmaps] in ``bridge/control/bodies``), as for branc
 numbers. Then a branch runs on a guarded subset: all examples, where those that do not take the
 branch get the tensors of one that does. A branch never sees values that are not meant for it, so
 that it neither fails nor puts a NaN into a gradient. The outer level decides if a branch runs at
-all.
+all. The same happens if a program is written in torch's operators: ``bridge/control/retraced``.
 """
 
 from __future__ import annotations

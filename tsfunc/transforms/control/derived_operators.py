@@ -17,12 +17,13 @@ from tsfunc.bridge.control.control_flow import (
     random_state,
 )
 from tsfunc.bridge.control.effects import muted
+from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
 from tsfunc.program.graphs.torch_operators import Writer, one_of
+from tsfunc.program.passes.simplify import simplify_part
 from tsfunc.transforms.arguments import with_places
 from tsfunc.transforms.control.choice import read
-from tsfunc.transforms.control.masked_batching import flattened
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -117,28 +118,45 @@ class MappedOperator(ControlFlowOperator):
         return self.op.steps(self._ones(operands))
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        if (
-            self.on_subsets
-            and isinstance(self.op, MappedOperator)
-            and self._is_cheap_as_one(operands)
-        ):
-            # Use one batch of all examples, since the lanes of an inner batch could not be read.
-            inner = self.op
-            either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
-            return flattened(MappedOperator(inner.op, either), self.batched, inner.batched)(
-                *operands
-            )
+        merged = self._merged
+        if merged is not None and self._is_cheap_as_one(operands):
+            return merged(*operands)
         physical = self.op.of_batch(operands, self.batched)
-        if physical is not None:
-            return tuple(physical)
+        return self._vmapped(*operands) if physical is None else tuple(physical)
+
+    def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
         dims = [0 if batched else None for batched in self.batched]
         dims += [None] * (len(operands) - len(dims))
         every = vmap(self.op, in_dims=tuple(dims), randomness="same")
         found: tuple[Any, ...] = every(*operands)
         return found
 
-    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        return self.op.torch_form_of_batch(writer, self._ones(operands), self.batched)
+    @property
+    def _merged(self) -> Callable[..., tuple[Any, ...]] | None:
+        """A batch of batches as one batch of all examples; None for a single batch.
+
+        The choices of an inner batch can't be read.
+        """
+        inner = self.op
+        if not self.on_subsets or not isinstance(inner, MappedOperator):
+            return None
+        either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
+        return _flattened(MappedOperator(inner.op, either), self.batched, inner.batched)
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Write choices and loops of the whole batch: see ``bridge/control/retraced``."""
+        known: dict[Any, Any] = {}
+
+        def number(value: Any) -> Any:
+            expr = value.node.expr
+            if expr not in known:
+                known[expr] = writer.number(value, operands)
+            return known[expr]
+
+        every = self._merged or self._vmapped
+        body, numbers = retraced(self.name, every, operands, number)
+        simplify_part(body.graph)
+        return writer.inline(body, [*operands, *numbers])
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
         """True if merging two vmaps does not expand the operands by much."""
@@ -151,13 +169,6 @@ class MappedOperator(ControlFlowOperator):
         both: int = sum(x.numel() for x, a, b in pairs if a and b)
         more: int = sum(x.numel() * (columns if a else rows) for x, a, b in pairs if a is not b)
         return more <= 4 * both + _ROOM
-
-    def torch_form_of_batch(
-        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
-    ) -> Callable[..., Any]:
-        either = [a or b for a, b in zip(batched, self.batched, strict=True)]
-        form = self.op.torch_form_of_batch(writer, self._ones(ones), either)
-        return flattened(form, batched, self.batched)
 
     def _ones(self, operands: Sequence[Any]) -> list[Any]:
         """Return nodes with the types of a single call's operands."""
@@ -175,6 +186,36 @@ class MappedOperator(ControlFlowOperator):
         if not any(batched):  # the number of calls would be unknown
             return None
         return Narrowed(MappedOperator(found.op, batched), found.operands, found.results)
+
+
+def _flattened(
+    form: Callable[..., tuple[Any, ...]], outer: Sequence[bool], inner: Sequence[bool]
+) -> Callable[..., tuple[Any, ...]]:
+    """Return a batch of batches of calls, from the form of one batch.
+
+    Args:
+        form: takes operands with one leading dim in place of the two batch dims.
+        outer: for each operand, True if it has the first batch dim.
+        inner: for each operand, True if it has the second batch dim.
+    """
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        pairs = list(zip(outer, inner, strict=True))
+        tensors = given[: len(pairs)]
+        rows = next(x.shape[0] for x, (a, _) in zip(tensors, pairs, strict=True) if a)
+        columns = next(x.shape[int(a)] for x, (a, b) in zip(tensors, pairs, strict=True) if b)
+        flat = []
+        for x, (a, b) in zip(tensors, pairs, strict=True):
+            if a or b:
+                rest = x.shape[int(a) + int(b) :]
+                x = x if a else x.unsqueeze(0)
+                x = x if b else x.unsqueeze(1)
+                x = x.expand(rows, columns, *rest).reshape(rows * columns, *rest)
+            flat.append(x)
+        found = form(*flat, *given[len(pairs) :])
+        return tuple(x.reshape(rows, columns, *x.shape[1:]) for x in found)
+
+    return run
 
 
 class Replayed(ControlFlowOperator):

@@ -18,6 +18,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed, NoTorchOperator
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
@@ -26,7 +27,6 @@ from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
-from tsfunc.transforms.control.masked_batching import MaskedBatch
 from tsfunc.transforms.control.outputs import none_stacked, slice_like
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.vmap import vmap
@@ -85,13 +85,6 @@ class Switch(ControlFlowOperator):
         if self.name == "cond":
             return self._chosen(writer, writer.truth(index), (1, 0), rest)
         return self._from(writer, 0, index, rest)
-
-    def torch_form_of_batch(
-        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
-    ) -> Callable[..., Any]:
-        if not batched[0]:
-            return super().torch_form_of_batch(writer, ones, batched)
-        return MaskedBatch(writer, batched).choice(self.bodies)
 
     def _chosen(
         self, writer: Writer, truth: Any, which: tuple[int, int], rest: Sequence[Any]
@@ -169,7 +162,8 @@ class While(ControlFlowOperator):
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
-        self._check_order(writer)
+        if writer.order > 1:
+            raise NoTorchOperator(f"torch differentiates {self.name} once, in reverse mode")
         condition, body = self.bodies
         given = list(operands)
         carry = map(writer.owned, operands[: self.carried])
@@ -188,17 +182,6 @@ class While(ControlFlowOperator):
         steps = writer.truth(writer.inline(condition, given)[0])
         where = torch.ops.aten.where.self
         return [writer.call(where, steps, x, first) for x, first in zip(found, given, strict=False)]
-
-    def _check_order(self, writer: Writer) -> None:
-        if writer.order > 1:
-            raise NoTorchOperator(f"torch differentiates {self.name} once, in reverse mode")
-
-    def torch_form_of_batch(
-        self, writer: Writer, ones: Sequence[Any], batched: Sequence[bool]
-    ) -> Callable[..., Any]:
-        self._check_order(writer)
-        condition, body = self.bodies
-        return MaskedBatch(writer, batched).loop(condition, body, self.carried)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
@@ -256,6 +239,9 @@ class Scan(ControlFlowOperator):
         carried, stop = self.carried, self.carried + self.along
         carry, along, rest = operands[:carried], operands[carried:stop], operands[stop:]
         (body,) = self.bodies
+        if current_trace() is not None:
+            recorded: tuple[Any, ...] = _RUNS[Scan](self, carry, along, rest)
+            return recorded
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
             looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
@@ -354,6 +340,9 @@ class AssociativeScan(ControlFlowOperator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         along, rest = operands[: self.along], operands[self.along :]
         (body,) = self.bodies
+        if current_trace() is not None:
+            recorded: tuple[Any, ...] = _RUNS[AssociativeScan](self, along, rest)
+            return recorded
         in_dims = (0,) * (2 * self.along) + (None,) * len(rest)
         every = vmap(body, in_dims=in_dims, randomness="different")
 

@@ -20,6 +20,7 @@ from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
+from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
     check_carried,
     check_pair,
@@ -114,6 +115,21 @@ def scan(
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)
+
+
+@run_by(Scan)
+def _scan_again(
+    op: Scan, carry: Sequence[Any], along: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Scan in a trace of the program: the operator becomes one of the trace."""
+    (body,) = op.bodies
+
+    def step(carry: Sequence[Any], x: Any) -> tuple[Any, Any]:
+        found = body(*carry, *(x if along else ()), *rest)
+        return found[: op.carried], found[op.carried :]
+
+    last, ys = scan(step, tuple(carry), tuple(along) or None, op.length, op.reverse)
+    return (*last, *ys)
 
 
 class ScanStep:
@@ -304,6 +320,19 @@ def associative_scan(
         done = [leaf.flip(at) for leaf, at in zip(done, axes, strict=True)]
     found = optree.tree_unflatten(spec, list(done))
     return found
+
+
+@run_by(AssociativeScan)
+def _associative_scan_again(
+    op: AssociativeScan, along: Sequence[Any], rest: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Same as ``_scan_again`` for an associative scan."""
+    (body,) = op.bodies
+
+    def combine(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, ...]:
+        return body(*left, *right, *rest)
+
+    return associative_scan(combine, tuple(along), dim=0)
 
 
 def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any], Any]:

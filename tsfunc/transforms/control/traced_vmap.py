@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.bodies import HiddenVmaps, needed_frames, unwrap_all
+from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, unwrap_all
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
@@ -28,15 +28,19 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
     """Return the vmaps that batch a choice.
 
     Raises:
-        CannotUnbatch: one of them replaces another level, or splits its batch.
+        CannotUnbatch: one of them replaces another level, or splits its batch, or the trace makes
+            one choice for all examples.
     """
+    trace = current_trace()
+    masks = trace is not None and trace.masks_choices
     found = []
     for frame in needed_frames(value).values():
         level = frame.level
         if frame.bdim is None or not isinstance(level, BatchLevel):
             continue
         if (
-            isinstance(level, SubsetLevel)
+            masks
+            or isinstance(level, SubsetLevel)
             or level.origin is not level
             or level.splitter is not None
         ):

@@ -1,0 +1,286 @@
+"""Tracebacks without the frames of libraries. The module is private.
+
+NOTE [folded tracebacks]
+The traceback of an error that leaves the outermost public call is rewritten: frames of this package
+and of torch are dropped, and a frame of a generated program becomes the user's line at which the
+operator was traced. A note (PEP 678) names the call and describes the arguments of the user's
+function. Inner calls do not rewrite the error, so a user's ``except`` inside a transform costs
+nothing extra. Errors that show a defect of the library keep every frame, and
+``tsfunc.config.traceback = "full"`` keeps the frames of all errors.
+
+Transforms have a boundary, which also restores the state of the thread
+(``bridge/tracers/boundaries.py``). Other public functions are decorated with :func:`folding`, and
+public classes with :func:`folded_class`. The extension points, ``tsfunc.dispatch`` and
+``tsfunc.ops``, keep every frame: a rule runs between them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any, Final, NamedTuple, TypeVar, cast
+
+import optree
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from tsfunc.config import config
+
+_OWN: Final = __name__.partition(".")[0]
+_OURS = os.path.dirname(__file__) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+# torch calls its deprecated functions through a wrapper of one of these modules.
+WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
+GENERATED = "<tsfunc "  # the file name of code that this package generates
+LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in WRAPPERS))
+# The name of a generated program's global with the places of its lines.
+PLACES: Final = "__places__"
+
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(_STANDARD + name for name in ("site-packages", "dist-packages"))
+_HIDDEN = (*LIBRARIES, *(str(module.__path__[0]) for module in (optree,)))
+# The package raises other classes for errors on purpose.
+_DEFECTS = (AssertionError, AttributeError, NameError, RecursionError)
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
+Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
+
+
+class Place(NamedTuple):
+    """A line of code and the function that contains it."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}, in {self.function}"
+
+
+# --- the calls at which tracebacks are folded
+
+_boundaries: set[CodeType] = set()
+
+
+def folding(name: str = "", func: Any = None) -> Callable[[F], F]:
+    """Decorate a callable that users call: the traceback of an error that leaves it is folded.
+
+    Args:
+        name: the callable's name in the note; without one the error gets no note.
+        func: the user's function, if the callable is made for one.
+    """
+
+    def decorate(entry: F) -> F:
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if is_dynamo_compiling():
+                return entry(*args, **kwargs)
+            try:
+                return entry(*args, **kwargs)
+            except Exception as error:
+                fold(error, lambda: label(name, func))
+                raise
+
+        _boundaries.add(entered.__code__)
+        return cast(F, functools.wraps(entry)(entered))
+
+    return decorate
+
+
+def folded_class(cls: type[C]) -> type[C]:
+    """Decorate a class that users call: its constructor and its public methods fold tracebacks."""
+    for name, member in {"__init__": vars(cls).get("__init__", cls.__init__), **vars(cls)}.items():
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(member, FunctionType):
+            setattr(cls, name, folding()(member))
+        elif isinstance(member, classmethod | staticmethod):
+            setattr(cls, name, type(member)(folding()(member.__func__)))
+    return cls
+
+
+def is_boundary(method: F) -> F:
+    """Decorate a callable that calls :func:`fold` itself."""
+    code: Any = getattr(method, "__code__")  # noqa: B009 - no attribute of every Callable
+    _boundaries.add(code)
+    return method
+
+
+def inner_function(func: Any) -> Any:
+    """Return the callable inside a boundary, or the callable itself if it has no boundary."""
+    code = getattr(func, "__code__", None)
+    if code in _boundaries and func.__closure__:
+        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
+        if "entry" in cells:
+            return cells["entry"].cell_contents
+    return func
+
+
+# --- folding
+
+
+def fold(error: Exception, spelling: Callable[[], str]) -> None:
+    """Rewrite the traceback of an error that leaves a public call: NOTE [folded tracebacks].
+
+    Args:
+        error: the error that is about to be raised again.
+        spelling: returns the spelling of the call that the error leaves; empty for no note.
+    """
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back  # the caller of the public function
+    while caller is not None:
+        if caller.f_code in _boundaries:
+            return
+        caller = caller.f_back
+    if config.traceback == "full" or _is_defect(error):
+        return
+    text = spelling()
+    if text:
+        _add_note(error, text)
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = _folded(each.__traceback__)
+            pending += (each.__cause__, each.__context__)
+
+
+def _steps(trace: TracebackType | None) -> Iterator[Step]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lasti, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _kept(steps: Iterable[Step]) -> Iterator[tuple[Step, bool]]:
+    """Return the steps, and for each True if a traceback keeps its frame.
+
+    Frames of the standard library are dropped where a library called them.
+    """
+    in_library = False
+    for step in steps:
+        file = step[0].f_code.co_filename
+        if _is_hidden(step[0]):
+            in_library = True
+        elif not file.startswith(_STANDARD) or file.startswith(_INSTALLED):
+            in_library = False
+        yield step, not in_library
+
+
+def _is_hidden(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file == "<string>":  # a method that a dataclass or a named tuple makes
+        return str(frame.f_globals.get("__name__")).partition(".")[0] == _OWN
+    return file.startswith(_HIDDEN)
+
+
+def _is_defect(error: BaseException) -> bool:
+    """True if the library itself raised an error that it never raises on purpose."""
+    if not isinstance(error, _DEFECTS) or type(error).__module__.partition(".")[0] == _OWN:
+        return False
+    *_, (frame, _, _) = _steps(error.__traceback__)
+    return _is_hidden(frame)
+
+
+def _folded(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[Step] = []
+    for (frame, last, line), keep in _kept(_steps(trace)):
+        if keep:
+            kept.append((frame, last, line))
+        elif frame.f_code.co_filename.startswith(GENERATED):
+            places = frame.f_globals.get(PLACES, {})
+            place = places.get(line)
+            # A program that was loaded from a file has its lines as strings.
+            shown = isinstance(place, Place) and bool(place.file)
+            if shown and not place.file.startswith(_HIDDEN):
+                kept.append(_frame_at(place))
+    folded: TracebackType | None = None
+    for frame, last, line in reversed(kept):
+        folded = TracebackType(folded, frame, last, line)
+    return folded
+
+
+def _frame_at(place: Place) -> Step:
+    """Return a frame that a traceback shows as a given line of the user's code."""
+    text = linecache.getline(place.file, place.line).rstrip()
+    tree = ast.parse("raise ValueError")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt | ast.expr):
+            node.lineno = node.end_lineno = place.line
+            # The whole line, which a traceback does not underline.
+            node.col_offset, node.end_col_offset = len(text) - len(text.lstrip()), len(text)
+    code = compile(tree, place.file, "exec").replace(co_name=place.function)
+    if sys.version_info >= (3, 11):
+        code = code.replace(co_qualname=place.function)
+    try:
+        exec(code, {})
+    except ValueError as raised:
+        *_, step = _steps(raised.__traceback__)
+        return step
+    raise AssertionError("the code raises")
+
+
+# --- the note
+
+
+_describe: list[Callable[[FrameType], str]] = []
+
+
+def describes_arguments(describe: Callable[[FrameType], str]) -> Callable[[FrameType], str]:
+    """Register the function that describes the tensors among the arguments of a frame."""
+    _describe.append(describe)
+    return describe
+
+
+def _add_note(error: Exception, spelling: str) -> None:
+    """Note the call that the error came through, and the arguments of the user's function."""
+    if sys.version_info < (3, 11):
+        return
+    function: FrameType | None = None
+    hidden = 0
+    after_library = False
+    for (frame, _, _), keep in _kept(_steps(error.__traceback__)):
+        if not keep:
+            hidden += 1
+            after_library = True
+        elif after_library:
+            function, after_library = frame, False
+    given = "" if function is None else _describe[0](function)
+    where = f", where {function.f_code.co_name} had {given}" if function and given else ""
+    error.add_note(
+        f"raised in {spelling}{where}\n"
+        f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
+    )
+
+
+def label(name: str, func: Any) -> str:
+    """Return the text of a public call in a note: ``vmap(loss)``."""
+    return name if func is None else f"{name}({spelled(func)})"
+
+
+def spelled(func: Any) -> str:
+    """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
+    if isinstance(func, functools.partial):
+        return spelled(func.func)
+    code = getattr(func, "__code__", None)
+    if code in _boundaries and func.__closure__:
+        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
+        if "name" in cells:
+            return label(cells["name"].cell_contents, cells["func"].cell_contents)
+    if isinstance(func, torch.nn.Module):
+        return type(func).__name__
+    return str(getattr(func, "__name__", type(func).__name__))
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function in messages."""
+    if isinstance(func, functools.partial):
+        return f"functools.partial({name_of(func.func)}, ...)"
+    return getattr(func, "__name__", None) or repr(func)
