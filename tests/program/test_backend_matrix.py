@@ -86,6 +86,13 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
     return solution
 
 
+def parallel_sums(a: Tensor, xs: Tensor) -> Tensor:
+    """Inverses of sums of inverses of positive definite matrices, which are associative."""
+    inv = torch.linalg.inv
+    given = (a @ xs) @ (a @ xs).mT + torch.eye(2)
+    return associative_scan(lambda x, y: inv(inv(x) + inv(y)), given).sum()
+
+
 def mse(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(x @ p) - y).square().mean()
 
@@ -175,8 +182,7 @@ LOOPS: dict[str, Case] = {
         [(2, 2), (4, 2)], quick=True,
     ),
     "gradient of an associative_scan that inverts": Case(
-        grad(lambda a, xs: associative_scan(lambda x, y: solved(y, x + y), a * xs)[-1].sum()),
-        [(2, 2), (5, 2, 2)],
+        grad(parallel_sums), [(2, 2), (5, 2, 2)],
     ),
     "solve and cholesky in bodies": Case(
         lambda x: scan(
