@@ -165,17 +165,17 @@ def show_record(
     output: str = typer.Option("", help="Write to a file."),
 ) -> None:
     """Show what a run of Python did with tsfunc and its errors, to attach to a bug report."""
-    found = rage.runs()
-    if not found:
+    runs = rage.runs()
+    if not runs:
         _fail(f"No run is remembered. Files are kept in {folder_of_files() or 'no folder'}.")
-    if listed or (not number and len(found) > 1 and _in_a_terminal()):
-        _table(["run", "what"], [[str(i), str(run)] for i, run in enumerate(found, 1)])
+    if listed or (not number and len(runs) > 1 and _in_a_terminal()):
+        _table(["run", "what"], [[str(i), str(run)] for i, run in enumerate(runs, 1)])
         if listed:
             return
         number = typer.prompt("Which run", default=1, type=int)
-    if not 0 <= number <= len(found):
-        _fail(f"There is no run {number}. There are {len(found)}: tsfunc rage --list shows them.")
-    text = rage.bundle(found[max(number, 1) - 1])
+    if not 0 <= number <= len(runs):
+        _fail(f"There is no run {number}. There are {len(runs)}: tsfunc rage --list shows them.")
+    text = rage.bundle(runs[max(number, 1) - 1])
     if output:
         Path(output).write_text(text, encoding="utf-8")
     else:
@@ -221,11 +221,13 @@ def _census() -> None:
 
 
 def _one_category(label: str) -> None:
-    found = {category.value.lower(): category for category in ops.Category}.get(label.lower())
-    if found is None:
+    category_named = {category.value.lower(): category for category in ops.Category}.get(
+        label.lower()
+    )
+    if category_named is None:
         known = ", ".join(category.value for category in ops.Category)
         _fail(f"There is no category {label!r}. There are: {known}.")
-    entries = [ops.lookup(name) for name in ops.operators(found)]
+    entries = [ops.lookup(name) for name in ops.operators(category_named)]
     _table(["operator", "why"], [[entry.name, entry.source] for entry in entries])
 
 
@@ -236,10 +238,10 @@ def _one_operator(name: str) -> None:
         overloads = overloads_of(name if "::" in name else f"aten::{name}")
         if not overloads:
             _fail(str(error))
-        found = [ops.lookup(each) for each in overloads]
+        entries = [ops.lookup(each) for each in overloads]
         _table(
             ["overload", "category", "under vmap"],
-            [[each.name, each.category.value, _way(each)] for each in found],
+            [[each.name, each.category.value, _way(each)] for each in entries],
         )
         return
     facts = entry.facts
@@ -261,7 +263,7 @@ def _one_operator(name: str) -> None:
 
 
 def _function_rules(operator: str) -> list[list[str]]:
-    """Return a row for each function rule of an operator, in the order in which a call asks."""
+    """Return a row for each function rule of an operator, in the order in which they are tried."""
     rows = []
     for function, rule in registry.rules_of(operator):
         file, _, line = rule.source.rpartition(":")

@@ -99,8 +99,8 @@ def _compiler() -> str | None:
 
 
 def _devices() -> list[str]:
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({torch.get_num_threads()} threads)"]
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
-        found += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]
-    return found
+        devices += [f"{kind}:{i}" for i in range(torch.accelerator.device_count())]
+    return devices

@@ -130,10 +130,10 @@ def broadcast_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> 
             for entry, item in zip(prefix, tree, strict=True)
             for _ in range(1 if type(item) in _LEAVES else len(leaves_of(item)))
         ]
-    found: list[Any] = optree.broadcast_prefix(
+    spread: list[Any] = optree.broadcast_prefix(
         prefix, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
-    return found
+    return spread
 
 
 def _take_in(leaves: Sequence[Any]) -> bool:
@@ -142,7 +142,7 @@ def _take_in(leaves: Sequence[Any]) -> bool:
     Returns:
         True if one of the leaves is a container now.
     """
-    found = False
+    is_known = False
     for leaf in leaves:
         kind = type(leaf)
         if kind in _LEAVES:
@@ -153,8 +153,8 @@ def _take_in(leaves: Sequence[Any]) -> bool:
         with _lock:
             if kind not in _taken_in and _has_become_container(leaf):
                 _taken_in.add(kind)
-        found = found or kind in _taken_in
-    return found
+        is_known = is_known or kind in _taken_in
+    return is_known
 
 
 def _has_become_container(value: Any) -> bool:
@@ -252,16 +252,16 @@ def _holds_tensors(value: Any, seen: set[int]) -> bool:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of a dataclass instance by name, its fields first."""
-    found = {
+    attributes = {
         field.name: getattr(value, field.name)
         for field in dataclasses.fields(value)
         if hasattr(value, field.name)  # a field without a default can be unset
     }
     for name, attribute in getattr(value, "__dict__", {}).items():
         cached = isinstance(getattr(type(value), name, None), functools.cached_property)
-        if name not in found and not cached:
-            found[name] = attribute
-    return found
+        if name not in attributes and not cached:
+            attributes[name] = attribute
+    return attributes
 
 
 def _parts_of(value: Any) -> tuple[tuple[Any, ...], Any, tuple[str, ...]]:

@@ -16,8 +16,8 @@ TESTED_TORCH = ("2.13.0", "2.14.1")
 
 def release(version: str) -> tuple[int, ...]:
     """Return the numbers of a version: (2, 14, 1) for "2.14.1+cu130"."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def warn_if_untested(version: str) -> None:

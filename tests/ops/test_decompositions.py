@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +14,11 @@ from torch import Tensor
 import tsfunc
 from tests.ops.harness import overload
 from tests.ops.test_registry import seeded_calls
-from tsfunc.ops.differentiable_decompositions import BACKWARD_DECOMPOSED, DECOMPOSED
+from tsfunc.ops.differentiable_decompositions import (
+    BACKWARD_DECOMPOSED,
+    DECOMPOSED,
+    UNDIFFERENTIABLE_DECOMPOSED,
+)
 from tsfunc.testing import check_grads
 
 ALL = {**DECOMPOSED, **BACKWARD_DECOMPOSED}
@@ -77,3 +82,65 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_derivatives_of_derivatives(name: str) -> None:
     """Against central differences of the first derivatives, in both modes."""
     check_grads(tsfunc.grad(lambda x: (FUNCTIONS[name](x) * COTANGENT).sum()), X)
+
+
+def drawn_in_layout(*sizes: int, order: Sequence[int]) -> Tensor:
+    """Return a tensor whose dims lie in memory in an order."""
+    inverse = [order.index(dim) for dim in range(len(sizes))]
+    drawn: Tensor = torch.randn([sizes[dim] for dim in order]).permute(inverse)
+    return drawn
+
+
+# The values of the formulas are tested above. The fused kernels read rows with a stride of 1.
+@pytest.mark.parametrize("order", [(*first, 3) for first in itertools.permutations(range(3))])
+def test_the_formulas_of_backward_operators_have_their_layouts(order: tuple[int, ...]) -> None:
+    """A program views the results as its trace did, which has the layout of the operator."""
+    aten = torch.ops.aten
+    formulas: dict[str, Any] = {**BACKWARD_DECOMPOSED, **UNDIFFERENTIABLE_DECOMPOSED}
+    x, grad = (drawn_in_layout(3, 4, 2, 5, order=order) for _ in range(2))
+    other = torch.randn(3, 4, 2, 5)
+    query, key, value = (drawn_in_layout(3, 4, 2, 5, order=order) for _ in range(3))
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
+    mean, var = x.mean(-1, keepdim=True), x.var(-1, correction=0, keepdim=True)
+    of_channels = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
+    packed = x.contiguous()
+    grouped = aten.native_group_norm(packed, torch.ones(4), None, 3, 4, 10, 2, 1e-5)
+    calls: dict[str, tuple[Any, ...]] = {
+        "_scaled_dot_product_flash_attention_for_cpu_backward": (
+            query, key, value, out, sums, 0.0, False,
+        ),
+        "native_layer_norm_backward": (
+            x, [5], mean, (var + 1e-5).rsqrt(), torch.ones(5), torch.ones(5), [True] * 3,
+        ),
+        "native_batch_norm_backward": (
+            x, torch.ones(4), None, None, *of_channels, True, 1e-5, [True] * 3,
+        ),
+        "native_group_norm_backward": (
+            packed, *grouped[1:], torch.ones(4), 3, 4, 10, 2, [True] * 3,
+        ),
+    }  # fmt: skip
+    for name, args in calls.items():
+        for given in (grad, other):
+            formula = formulas[f"aten::{name}"]
+            expected = getattr(aten, name)(given, *args)
+            for got, result in zip(formula(given, *args), expected, strict=True):
+                assert got is None or got.stride() == result.stride(), name
+
+
+def test_gradients_of_attention_modules_in_programs_with_recorded_parameters() -> None:
+    layer = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+    norm = torch.nn.LayerNorm(4)
+
+    def loss(x: Tensor) -> Tensor:
+        y = norm(x.T)[None]
+        out: Tensor = y + layer(y, y, y, need_weights=False)[0]
+        return out.square().sum()
+
+    x = torch.randn(3, 4, 5)
+    loop = []
+    for row in x.clone().requires_grad_():
+        loop.append(torch.autograd.grad(loss(row), row)[0])
+    for dims in ({}, {"x": tsfunc.MetaTensorType(["n", 4, "t"])}):
+        program = tsfunc.specialize(tsfunc.vmap(tsfunc.grad(loss)), dims)
+        torch.testing.assert_close(program(x), torch.stack(loop))
+        torch.testing.assert_close(program(x[:2]), torch.stack(loop[:2]))

@@ -81,7 +81,7 @@ class TestInfo:
         f(torch.ones(2))
         assert reasons(f)[1:] == [
             "grad mode: False, was True",
-            "something has changed that the function reads beside its arguments",
+            "something has changed that the function reads besides its arguments",
         ]
 
     def test_the_same_arguments_by_name(self) -> None:

@@ -579,7 +579,7 @@ class TestState:
 
         f = specialize(counts)
         f(torch.ones(2))
-        with pytest.raises(ValueError, match=r"save\(counts\): what the function reads beside"):
+        with pytest.raises(ValueError, match=r"save\(counts\): what the function reads besides"):
             f.save(tmp_path / "f.tsf")
 
     def test_only_what_holds_now_is_saved(self, tmp_path: Path) -> None:

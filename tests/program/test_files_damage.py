@@ -218,7 +218,7 @@ class TestContainers:
         [
             (GRAPH, lambda d: d["state"]["reads"][0].update(cell=9), "expected an integer from 0"),
             (GRAPH, lambda d: d["state"]["reads"][0].update(path=["x"]), "there is nothing there"),
-            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "there is no tensor there"),
+            (GRAPH, lambda d: d["state"]["reads"][0].update(cell=0), "not the path of a tensor"),
             (GRAPH, lambda d: d["state"]["updates"].pop(1), "results for them"),
             (GRAPH, lambda d: d["state"].update(arguments=7), "inputs that the call does not have"),
             (GRAPH, lambda d: d["state"].update(reads=[]), "the graph has 2 inputs"),
@@ -436,7 +436,7 @@ TENSOR_CHANGES: list[tuple[str, dict[str, Any], str]] = [
     ("huge", {"shape": [1 << 40, 1 << 40]}, "too many elements|goes beyond"),
     ("dtypes", {"dtype": "object"}, "expected a dtype of torch"),
     ("devices", {"device": "cuda:99"}, r"no device cuda:99 here .*load\(path, device=...\)"),
-    ("no devices", {"device": "os"}, "expected a device that torch knows"),
+    ("no devices", {"device": "os"}, "expected a device of torch"),
     ("negative", {"strides": [-1, 1]}, "expected an integer from 0"),
     ("integers that require grad", {"dtype": "int32", "requires_grad": True}, "can't require grad"),
     ("memory", {"memory": "t9"}, "its tensors are not those"),

@@ -54,7 +54,7 @@ def test_floats(tmp_path: Path) -> None:
     loaded = saved(lambda x, s: (x * s, s * 2), {"s": float}, tmp_path, X, 0.5)
     for s in (3.0, -0.0, 1e30):
         torch.testing.assert_close(loaded(X, s), (X * s, s * 2))
-    for s in (math.inf, math.nan):  # these are burnt in, where they come
+    for s in (math.inf, math.nan):  # these are constants
         with pytest.raises(DescriptorViolation, match="there is no program for this call"):
             loaded(X, s)
     with pytest.raises(DescriptorViolation, match=r"s: expected float, got 2 \(int\)"):

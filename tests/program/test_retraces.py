@@ -129,7 +129,7 @@ def test_the_warning_offers_descriptors_that_make_one_program(
     (warning,) = caught
     message = str(warning.message)
     assert warning.category is RetraceWarning
-    assert f"specialize(<lambda>): {named}, and each value is traced anew" in message
+    assert f"specialize(<lambda>): {named}, and each value is traced again" in message
     *_, last = message.splitlines()
     assert last.strip() == offered
     descriptors = eval(last, {"MetaTensorType": Meta, "torch": torch})

@@ -1,4 +1,4 @@
-"""Arguments that are burnt in: what later calls are held to."""
+"""Arguments that are constants of a program, and the guards of later calls on them."""
 
 from __future__ import annotations
 

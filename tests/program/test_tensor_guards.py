@@ -260,9 +260,9 @@ def hooked() -> Tensor:
     [
         (_version, leaf, "_version is read at .*test_tensor_guards.py:.* counts the writes"),
         (_node, leaf, "grad_fn is read at .*Ask x.requires_grad"),
-        (_memory, leaf, "asked whether a computed value is a view"),
+        (_memory, leaf, r"_is_view\(\) of a computed value is called"),
         (lambda x: x * (x._base is None), lambda: torch.ones(4)[1:], "_base is read"),
-        (_one_memory, leaf, "two tensors are one memory"),
+        (_one_memory, leaf, r"is_set_to\(\) is called"),
         (_hooks, hooked, "hooks are read"),
         (_tags, leaf, "x.tag is assigned; .*assign it after the call"),
     ],

@@ -42,7 +42,7 @@ class TestReads:
         f(x).sum().backward()
         assert module.weight.grad is not None
 
-    def test_static_attributes_are_burnt_in_and_held_to(self) -> None:
+    def test_static_attributes_are_constants_and_held_to(self) -> None:
         class M(Counting):
             def forward(self, x: Tensor) -> Tensor:
                 return x * self.scale if self.training else x

@@ -66,7 +66,7 @@ def test_a_failure_names_its_seed_and_can_be_repeated(tmp_path: Path) -> None:
     ("option", "failed", "message"),
     [
         ("--tsfunc-nans", "test_nan", "aten::log returned a NaN in example 1 of vmap(log)"),
-        ("--tsfunc-strict", "test_retrace", "k varies, and each value is traced anew"),
+        ("--tsfunc-strict", "test_retrace", "k varies, and each value is traced again"),
     ],
 )
 def test_an_option_fails_what_it_looks_for(

@@ -174,7 +174,7 @@ def test_a_crash_and_a_hang_are_verdicts() -> None:
 
 
 def test_a_session_finds_a_value_that_a_program_takes_for_constant() -> None:
-    """The session is right with ``specialize``, and wrong where closures are burnt in."""
+    """The session is right with ``specialize``, and wrong where closures are constants."""
     session = Session(
         "test", ("global number", "list of numbers"), ("out = out * g", "out = out + len(ns)"),
         ("call", "ns.append(4.0)", "call", "g = 3.0", "call"),

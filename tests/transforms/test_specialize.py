@@ -328,7 +328,7 @@ class TestContracts:
             f(broken[attribute])
         f(torch.randn(n, 4))
 
-    def test_values_are_burnt_in_and_checked(self) -> None:
+    def test_values_are_constants_and_checked(self) -> None:
         f = specialize(lambda x, train: x + 1 if train else x, {"train": False})
         assert f(torch.zeros(1), False).equal(torch.zeros(1))
         with pytest.raises(DescriptorViolation, match="train"):

@@ -154,7 +154,7 @@ def test_numbers_inside_of_containers() -> None:
     assert t.cache_info().programs == 2
 
 
-def test_a_value_beside_the_type_is_burnt_in() -> None:
+def test_a_value_beside_the_type_is_a_constant() -> None:
     s = specialize(lambda x, k: x * k, [{"k": 5}, {"k": int}])
     for k in (5, 2, 3, 5):
         assert s(X, k).equal(X * k)
@@ -172,7 +172,7 @@ def test_a_number_beside_named_sizes() -> None:
     assert s.cache_info().programs == 1
 
 
-def test_without_a_descriptor_a_number_is_burnt_in() -> None:
+def test_without_a_descriptor_a_number_is_a_constant() -> None:
     def f(x: Tensor, k: int) -> Tensor:
         return x * k
 

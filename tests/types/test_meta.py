@@ -95,7 +95,7 @@ def test_str_and_repr(meta: MetaTensorType, text: str) -> None:
         ((), {"shape": "n"}, r"got 'n' of type str"),
         (([3, -1],), {}, r"shape=\.\.\.\): dim 1: a size can't be negative, got -1"),
         (([3, 4],), {"rank": 1}, r"rank=1, shape=\[3, 4\]\): the shape has 2 .*must be 2"),
-        ((), {"device": "gpu"}, r"torch knows no device 'gpu'; write for example 'cpu'"),
+        ((), {"device": "gpu"}, r"torch has no device 'gpu'; write for example 'cpu'"),
         ((), {"device": 0}, r"device=\.\.\.\): expected a torch\.device, its name or None, got 0"),
         ((), {"requires_grad": 1}, r"requires_grad=\.\.\.\): expected True, False or None, got 1"),
         ((), {"layout": "strided"}, r"expected a torch\.layout such as torch\.strided"),

@@ -44,7 +44,7 @@ def scaled(x: Any, by: Any, mode: Any) -> Any:
 
 
 def test_three_kinds_of_specialization() -> None:
-    # By type a number is an input, by meta a size has a name, by value a string is burnt in.
+    # By type a number is an input, by meta a size has a name, by value a string is a constant.
     specialized = specialize(
         lambda x, by, mode: scaled(x, by, mode),
         {"x": MetaTensorType(["n"]), "by": float, "mode": "sum"},

@@ -745,9 +745,9 @@ def _symbolic_sizes() -> None:
     _expect(size.node.shape_env is environment and size.node.hint == 7, "a symbolic size")
     torch._check(size > 3)
     _expect(len(environment.guards) > 0, "a guard for each question")
-    found = environment.create_unbacked_symint().node.expr
-    _expect(found in environment.var_to_range, "the symbols of an environment")
-    _expect(found in environment.pending_fresh_unbacked_symbols, "symbols without a node")
+    new_symbol = environment.create_unbacked_symint().node.expr
+    _expect(new_symbol in environment.var_to_range, "the symbols of an environment")
+    _expect(new_symbol in environment.pending_fresh_unbacked_symbols, "symbols without a node")
 
 
 @_entry(

@@ -166,7 +166,7 @@ def _sets_with(bit: int, state: State) -> Iterator[str]:
 
 def _sources(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, list[str]]:
     """Return the paths of the arguments that each bit comes from."""
-    found: dict[int, list[str]] = {}
+    paths: dict[int, list[str]] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(
         (tuple(args), dict(kwargs)), is_leaf=speaks_for_itself, none_is_leaf=True
     )
@@ -177,5 +177,5 @@ def _sources(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, list[s
         while rest:
             bit = rest.bit_length() - 1
             rest ^= 1 << bit
-            found.setdefault(bit, []).append(path)
-    return found
+            paths.setdefault(bit, []).append(path)
+    return paths

@@ -396,18 +396,18 @@ def keys_of_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[i
         if kind == _NONE:
             continue
         if kind == _LEVEL:
-            found = value.dispatch_level
-            bits |= found.bits
-            level = _innermost(level, found)
+            other = value.dispatch_level
+            bits |= other.bits
+            level = _innermost(level, other)
         elif kind == _TENSOR:
             bits |= _backend_bits[value.device.type]
         elif kind == _KEYS:
             bits |= value.dispatch_keys.bits
         else:
-            more, found = keys_of_arguments(_items(value, kind), {})
+            more, other = keys_of_arguments(_items(value, kind), {})
             bits |= more
-            if found is not None:
-                level = _innermost(level, found)
+            if other is not None:
+                level = _innermost(level, other)
     return bits, level
 
 

@@ -116,14 +116,14 @@ def place_of(error: BaseException) -> Place:
 
     The traceback has no such line if the user's code is outside of the caller of this function.
     """
-    found = None
+    place = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(LIBRARIES):
-            found = Place(code.co_filename, trace.tb_lineno, code.co_name)
+            place = Place(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return found or users_place()
+    return place or users_place()
 
 
 def source_of(place: Place, before: str = "") -> str:
@@ -138,7 +138,7 @@ def condition_of(place: Place) -> str | None:
     if len(others) != 1:
         return None
     rest = others[0]
-    for end in [found.start() for found in re.finditer(r"[:,)\]}]|\belse\b|\bfor\b|$", rest)]:
+    for end in [match.start() for match in re.finditer(r"[:,)\]}]|\belse\b|\bfor\b|$", rest)]:
         try:
             return ast.unparse(ast.parse(rest[:end].strip(), mode="eval").body)
         except SyntaxError:

@@ -40,7 +40,7 @@ class RemapArgs(Protocol):
         """Return the new arguments of the callable; None if they do not change."""
 
     def anew(self) -> RemapArgs:
-        """Return a copy that remembers none of the calls that this object has seen."""
+        """Return a copy without the calls that this object has recorded."""
 
 
 class State:
@@ -140,7 +140,7 @@ class State:
         return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
     def forgetful(self) -> State:
-        """Return this state with a fresh ``remap_args``, to run a function twice alike."""
+        """Return this state with a fresh ``remap_args``, to run a function a second time."""
         if self.remap_args is None:
             return self
         return self.with_levels(self.levels, self.remap_args.anew())
@@ -415,7 +415,7 @@ class Level:
         self.alive = False
         active_levels.pop(self, None)
         # These states refer to the level: without them no cycle keeps it, and the call's arguments,
-        # until the next garbage collection. They are made anew if a backward pass needs them.
+        # until the next garbage collection. They are made again if a backward pass needs them.
         self._inner = None
         self._kernel_states.clear()
 

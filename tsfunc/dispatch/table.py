@@ -167,10 +167,10 @@ class Operator:
 
     def run_at(self, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a level's kernel whatever the arguments are: for calls without a tensor argument."""
-        found, inner = keys_of_arguments(args, kwargs)
+        keys, inner = keys_of_arguments(args, kwargs)
         if inner is not None and inner.depth > level.depth:
             level = inner
-        return self._run(found | level.bits, level, args, kwargs, True)
+        return self._run(keys | level.bits, level, args, kwargs, True)
 
     def run_key(
         self, key: DispatchKey, level: Level, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -253,15 +253,15 @@ def level_at(depth: int, inner: Level | None, state: State) -> Level | None:
 
 
 def operators_of(op: Any) -> Sequence[Operator]:
-    """Return the rows that an Operator, a name, or an object that a resolver knows stands for."""
+    """Return the rows of an Operator, of a name, or of an object that a resolver resolves."""
     if isinstance(op, Operator):
         return (op,)
     if isinstance(op, str) and op in _operators:
         return (_operators[op],)
     for resolve in _resolvers:
-        found = resolve(op)
-        if found is not None:
-            return found
+        rows = resolve(op)
+        if rows is not None:
+            return rows
     raise DispatchError(
         f"{op!r} names no operator. Expected an Operator, the name of one, or a torch operator "
         f"(torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.add, 'aten::add.Tensor')."
@@ -270,16 +270,16 @@ def operators_of(op: Any) -> Sequence[Operator]:
 
 def operator_for(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Operator:
     """Return the row that a call means: of several overloads, the one that takes the arguments."""
-    found = operators_of(op)
-    if len(found) == 1:
-        return found[0]
+    rows = operators_of(op)
+    if len(rows) == 1:
+        return rows[0]
     for choose in _choosers:
         chosen = choose(op, args, kwargs)
         if chosen is not None:
             return chosen
     raise DispatchError(
-        f"{op!r} stands for {len(found)} operators, and {messages.call('it', args, kwargs)} does "
-        f"not say which: {', '.join(o.name for o in found)}. Name the one that is meant."
+        f"{op!r} stands for {len(rows)} operators, and {messages.call('it', args, kwargs)} does "
+        f"not say which: {', '.join(o.name for o in rows)}. Name the one that is meant."
     )
 
 

@@ -46,17 +46,17 @@ def _is_mask(index: Any) -> bool:
 
 def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Replace each unbatched mask by the integer indices of its True elements."""
-    found: list[Any] = []
+    kept: list[Any] = []
     found_dims: list[Any] = []
     for index, dim in zip(indices, dims, strict=True):
         if _is_mask(index):
             places = index.nonzero().unbind(1)
-            found += places
+            kept += places
             found_dims += [None] * len(places)
         else:
-            found.append(index)
+            kept.append(index)
             found_dims.append(dim)
-    return found, found_dims
+    return kept, found_dims
 
 
 def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
@@ -77,10 +77,10 @@ def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
     return Lookup(lined_up, batched, where[0] if where else 0, adjacent, rank, len(where))
 
 
-def _every_example(found: Lookup, like: Tensor) -> list[Tensor | None]:
+def _every_example(where: Lookup, like: Tensor) -> list[Tensor | None]:
     """Return the indices preceded by one that pairs each example with itself."""
     examples = torch.arange(like.shape[0], device=like.device)
-    return [examples.view(-1, *[1] * found.rank), *found.indices]
+    return [examples.view(-1, *[1] * where.rank), *where.indices]
 
 
 @row("aten::index.Tensor", "aten::_unsafe_index.Tensor")
@@ -93,17 +93,17 @@ def index(
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
         indices, named = _places_of_masks(op, level, indices, dims[1], instead)
         dims = [dims[0], named]
-    found = lookup(indices, dims[1])
+    place = lookup(indices, dims[1])
     if dims[0] is None:
-        return op(x, found.indices), found.first if found.adjacent else 0
+        return op(x, place.indices), place.first if place.adjacent else 0
     x = front(x, dims[0])
-    if not found.batched:
-        return op(x, [None, *found.indices]), 0 if found.adjacent else found.rank
-    out = op(x, _every_example(found, x))
-    if found.adjacent and found.first:
-        start = found.rank + 1
-        lead = range(start, start + found.first)
-        out = out.movedim(tuple(lead), tuple(range(1, found.first + 1)))
+    if not place.batched:
+        return op(x, [None, *place.indices]), 0 if place.adjacent else place.rank
+    out = op(x, _every_example(place, x))
+    if place.adjacent and place.first:
+        start = place.rank + 1
+        lead = range(start, start + place.first)
+        out = out.movedim(tuple(lead), tuple(range(1, place.first + 1)))
     return out, 0
 
 
@@ -119,42 +119,42 @@ def _places_of_masks(
         if _is_mask(index) and dim is not None
     ]
     places = iter(nonzeros(op, level, masks))
-    found: list[Any] = []
+    kept: list[Any] = []
     found_dims: list[Any] = []
     for index, dim in zip(indices, dims, strict=True):
         if _is_mask(index) and dim is not None:
             integers = next(places).unbind(2)
-            found += integers
+            kept += integers
             found_dims += [0] * len(integers)
         else:
-            found.append(index)
+            kept.append(index)
             found_dims.append(dim)
-    return found, found_dims
+    return kept, found_dims
 
 
 def _batched_mask(indices: Sequence[Any], dims: Sequence[Any]) -> bool:
     return any(_is_mask(i) and d is not None for i, d in zip(indices, dims, strict=True))
 
 
-def _values(found: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
+def _values(indices: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
     """Align the values to be written with the result of the physical indexing."""
-    rank += found.rank - found.used
-    if not found.batched:
-        return place(v, at, rank if found.adjacent else rank - found.rank)
-    if not (found.adjacent and found.first):
+    rank += indices.rank - indices.used
+    if not indices.batched:
+        return place(v, at, rank if indices.adjacent else rank - indices.rank)
+    if not (indices.adjacent and indices.first):
         return place(v, at, rank)
     v = v.unsqueeze(0) if at is None else front(v, at)
     v = unit_dims(v, 1, rank + 1 - v.dim())
-    lead = tuple(range(1, found.first + 1))
-    return v.movedim(lead, tuple(d + found.rank for d in lead))
+    lead = tuple(range(1, indices.first + 1))
+    return v.movedim(lead, tuple(d + indices.rank for d in lead))
 
 
 def _write(op: Any, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor:
     """Write the values into ``x``, whose batch dim is first."""
     _, indices, v, *rest = args
-    found = lookup(indices, dims[1])
-    values = _values(found, v, dims[2], x.dim() - 1)
-    where = _every_example(found, x) if found.batched else [None, *found.indices]
+    looked_up = lookup(indices, dims[1])
+    values = _values(looked_up, v, dims[2], x.dim() - 1)
+    where = _every_example(looked_up, x) if looked_up.batched else [None, *looked_up.indices]
     out: Tensor = op(x, where, values, *rest)
     return out
 

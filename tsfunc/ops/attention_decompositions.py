@@ -65,13 +65,21 @@ class _Attention:
         grad = widened(grad)
         pulled = grad @ self.value.mT
         scores = self.weights * (pulled - (self.weights * pulled).sum(-1, keepdim=True))
-        found = scores @ self.key, scores.mT @ self.query, self.weights.mT @ grad
+        gradients = scores @ self.key, scores.mT @ self.query, self.weights.mT @ grad
         scales = self.scale, self.scale, 1.0
         by_query, by_key, by_value = (
-            _summed_to(x * scale, of.shape[-3]).to(of.dtype)
-            for x, scale, of in zip(found, scales, self.given, strict=True)
+            _in_order_of_fused(_summed_to(x * scale, of.shape[-3]).to(of.dtype))
+            for x, scale, of in zip(gradients, scales, self.given, strict=True)
         )
         return by_query, by_key, by_value, scores
+
+
+def _in_order_of_fused(x: Tensor) -> Tensor:
+    """Return a gradient with the heads within the sequence, as torch's operators lay it out.
+
+    A program views the result as its trace did, which has the operator's layout.
+    """
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _summed_to(x: Tensor, heads: int) -> Tensor:
@@ -165,11 +173,11 @@ def efficient_backward(
     """``aten::_scaled_dot_product_efficient_attention_backward``."""
     if dropout:
         return NotImplemented
-    *found, scores = _Attention(query, key, value, bias, causal, scale).pulled_back(grad)
+    *gradients, scores = _Attention(query, key, value, bias, causal, scale).pulled_back(grad)
     by_bias = None
     if bias is not None and mask[3]:
         by_bias = scores.sum_to_size(bias.shape).to(bias.dtype)
-    return *(x if wanted else None for x, wanted in zip(found, mask, strict=False)), by_bias
+    return *(x if wanted else None for x, wanted in zip(gradients, mask, strict=False)), by_bias
 
 
 def flash(

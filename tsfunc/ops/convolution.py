@@ -234,10 +234,10 @@ def whole(spatial: int) -> Rule:
             x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
         padding = _amounts(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
-        found = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
-        if found is NotImplemented:
-            return found
-        out, at = found
+        result = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
+        if result is NotImplemented:
+            return result
+        out, at = result
         return (out, at) if rank == spatial + 2 else (front(out, at).squeeze(1), 0)
 
     return rule

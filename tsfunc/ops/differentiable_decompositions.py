@@ -170,6 +170,17 @@ def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: lis
     return (grad - grad.mean(dims, keepdim=True) - centered * along) * scale
 
 
+def _in_layout_of(x: Tensor, pulled: Tensor) -> Tensor:
+    """Return a gradient in the layout of torch's operators for norms: channels last, or contiguous.
+
+    A program views the result as its trace did, which has the operator's layout.
+    """
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    if last and not x.is_contiguous():
+        return pulled.contiguous(memory_format=torch.channels_last)
+    return pulled.contiguous()
+
+
 def layer_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -191,7 +202,7 @@ def layer_norm_backward(
     pulled = cotangent if weight is None else cotangent * weight
     scaled = cotangent * (wide - mean) * scale
     return (
-        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype).contiguous() if mask[0] else None,
         _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
         _summed(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
     )
@@ -222,8 +233,9 @@ def batch_norm_backward(
     pulled = cotangent
     if weight is not None:
         pulled = cotangent * weight.reshape(-1, *[1] * (x.dim() - 2))
+    by_x = _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None
     return (
-        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None,
+        None if by_x is None else _in_layout_of(x, by_x),
         (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
         cotangent.sum(dims).to(x.dtype) if mask[2] else None,
     )
@@ -254,7 +266,7 @@ def group_norm_backward(
         pulled = cotangent * weight.reshape(1, groups, c // groups, 1)
     scaled = cotangent * (wide - mean) * scale
     return (
-        _pulled_back(wide, pulled, mean, scale, dims).reshape(x.shape).to(x.dtype)
+        _in_layout_of(x, _pulled_back(wide, pulled, mean, scale, dims).reshape(x.shape)).to(x.dtype)
         if mask[0]
         else None,
         scaled.sum([0, 3]).reshape(c).to(x.dtype) if mask[1] else None,

@@ -135,18 +135,18 @@ def align(
     Returns:
         The aligned arguments and the batch dim of the result.
     """
-    top, lead, found = 0, -1, 0
+    top, lead, following = 0, -1, 0
     for arg, at in zip(args, dims, strict=False):
         if isinstance(arg, Tensor):
             rank = arg.dim()
             if at is not None:
                 rank -= 1
                 if rank > lead:
-                    lead, found = rank, rank - at
+                    lead, following = rank, rank - at
             if rank > top:
                 top = rank
     if right is None:
-        right = found if lead == top else top
+        right = following if lead == top else top
     placed = [
         place(arg, at, right) if isinstance(arg, Tensor) else arg
         for arg, at in zip(args, dims, strict=False)

@@ -49,8 +49,8 @@ def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
 
 def below(draw: Words, count: Any, chance: Any) -> Tensor:
     """Return True with a probability, one number or one for each element. To 32 bits."""
-    found: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
-    return found
+    drawn: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
+    return drawn
 
 
 def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
@@ -138,7 +138,7 @@ def _first_accepted(
 def _arrivals(draw: Philox, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
     """Return how many successive gaps fit into ``room``, which holds at most 10 on average.
 
-    The number of gaps per step does not depend on the batch, so that sums round alike.
+    The number of gaps per step does not depend on the batch, and so the rounding of sums does not.
     """
     end, number = torch.zeros_like(room), torch.zeros_like(room)
     for first in range(0, 64, _AT_A_TIME):

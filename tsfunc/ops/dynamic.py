@@ -54,7 +54,7 @@ def item(
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
-            f"operations ({op_name(op)} was asked for one Python value at {users_place()}, but "
+            f"operations ({op_name(op)} at {users_place()} has to return one Python value, but "
             f"each example has its own), {OUTSIDE}."
         )
     agree(op, level, front(args[0], dims[0]))
@@ -123,10 +123,10 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
     """
     counts = torch.stack([_rows(mask).count_nonzero(1) for mask in masks], 1)
     agree(op, level, counts)
-    found = [mask.nonzero() for mask in masks]
+    flat = [mask.nonzero() for mask in masks]
     size = level.batch_size
     return [
-        places.view(size, places.shape[0] // size, places.shape[1])[:, :, 1:] for places in found
+        places.view(size, places.shape[0] // size, places.shape[1])[:, :, 1:] for places in flat
     ]
 
 
@@ -173,8 +173,8 @@ def masked_select(
     places = mask.nonzero().unbind(1)
     if not places:
         return lines(x)[:, mask.reshape(1)], 0
-    found: Tensor = torch.ops.aten.index.Tensor(x, [None, *places])
-    return found, 0
+    selected: Tensor = torch.ops.aten.index.Tensor(x, [None, *places])
+    return selected, 0
 
 
 def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
@@ -215,17 +215,17 @@ def nonzero_static(
     flat = lines(x)
     order = flat.cumsum(1) - 1
     order = torch.where(flat, order, size).clamp(max=size)
-    found = order.new_full((x.shape[0], size + 1), -1)
+    ordinals = order.new_full((x.shape[0], size + 1), -1)
     places = torch.arange(flat.shape[1], device=x.device).expand(flat.shape)
-    found = found.scatter(1, order, places)[:, :size]
+    ordinals = ordinals.scatter(1, order, places)[:, :size]
     columns = []
-    rest = found
+    rest = ordinals
     for extent in reversed(x.shape[1:]):
         extent = max(extent, 1)  # avoids a division by 0 if there are no elements
-        columns.append(torch.where(found < 0, fill, rest % extent))
+        columns.append(torch.where(ordinals < 0, fill, rest % extent))
         rest = rest // extent
     if not columns:
-        return found.new_empty((x.shape[0], size, 0)), 0
+        return ordinals.new_empty((x.shape[0], size, 0)), 0
     return torch.stack(columns[::-1], -1), 0
 
 

@@ -208,8 +208,8 @@ def linear(
         at = 0
     if bias is None:
         return out, at
-    found = _sum(bias, r, out, at)
-    return refused(op, dims, args, kwargs) if found is None else found
+    total = _sum(bias, r, out, at)
+    return refused(op, dims, args, kwargs) if total is None else total
 
 
 def _linear_weights(
@@ -260,8 +260,8 @@ def _added(
             assert p is not None
             return (out if _is_one(alpha) else out * alpha), p
         x = torch.zeros_like(x)
-    found = _sum(x if _is_one(beta) else x * beta, at, out, p, alpha)
-    return refused(op, dims, args, kwargs) if found is None else found
+    total = _sum(x if _is_one(beta) else x * beta, at, out, p, alpha)
+    return refused(op, dims, args, kwargs) if total is None else total
 
 
 def _sum(

@@ -26,5 +26,5 @@ def keyword_dim(dims: Dims, args: Sequence[Any], keyword: str) -> int | None:
     """Return the batch dim of a keyword argument, or None."""
     if len(dims) <= len(args):
         return None
-    found: int | None = dims[len(args)].get(keyword)
-    return found
+    dim: int | None = dims[len(args)].get(keyword)
+    return dim

@@ -194,10 +194,10 @@ def lu_unpack(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Results that were not requested are empty and have no batch dim."""
-    found = _unpacked(op, level, dims, args, kwargs)
-    if found is NotImplemented:
-        return found
-    outs, at = found
+    unpacked = _unpacked(op, level, dims, args, kwargs)
+    if unpacked is NotImplemented:
+        return unpacked
+    outs, at = unpacked
     return outs, tuple(None if out.numel() == 0 and out.dim() == 1 else at for out in outs)
 
 
@@ -243,7 +243,7 @@ def solve(
 ) -> Any:
     """A right-hand side with one dim less than the matrix is a vector, or a batch of vectors.
 
-    ``_linalg_solve_ex`` returns factors beside the solution.
+    ``_linalg_solve_ex`` returns factors besides the solution.
     """
     a, b = args
     if not ranks_at_least(dims, args, 2, 1):

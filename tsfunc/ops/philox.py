@@ -72,7 +72,7 @@ class Philox:
     """The random words of one call of a random operator, separate for each example.
 
     Args:
-        level: the vmap, which knows the key, and the index and the draws of each example.
+        level: the vmap, which has the key, and the index and the draws of each example.
         device: the device of the numbers.
         generator: the generator of the call, or None.
     """

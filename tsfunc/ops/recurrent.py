@@ -99,7 +99,7 @@ def _gate_grads(
     grad_out, dh, dc = grads
     shaped = cells.tanh()[:, 1:]
     slope = o * (1 - shaped * shaped)
-    found: list[Any] = [None] * i.shape[1]
+    by_step: list[Any] = [None] * i.shape[1]
     for t in reversed(range(i.shape[1])):
         dh = dh if grad_out is None else dh + grad_out[:, t]
         dc = dc + dh * slope[:, t]
@@ -110,10 +110,10 @@ def _gate_grads(
             dc * it * (1 - gt * gt),
             dh * shaped[:, t] * ot * (1 - ot),
         )
-        found[t] = torch.cat(parts, -1)
+        by_step[t] = torch.cat(parts, -1)
         dc = dc * ft
-        dh = found[t].matmul(weight)
-    return torch.stack(found, 1), dh, dc
+        dh = by_step[t].matmul(weight)
+    return torch.stack(by_step, 1), dh, dc
 
 
 @row("aten::mkldnn_rnn_layer_backward")

@@ -207,16 +207,16 @@ def nanmedian(
     return _shared(x, torch.nanmedian(x, 1).values), 0
 
 
-def _shared(x: Tensor, found: Tensor) -> Tensor:
+def _shared(x: Tensor, extreme: Tensor) -> Tensor:
     """Return elements found along dim 1, whose gradient is shared by all equal elements.
 
     torch shares the gradient for medians of all elements. Along a dim, the gradient goes to the
     found element only.
     """
     if not x.is_floating_point():
-        return found
-    found = found.unsqueeze(1)
-    return torch.where((x == found) | found.isnan(), x, -math.inf).amax(1)
+        return extreme
+    extreme = extreme.unsqueeze(1)
+    return torch.where((x == extreme) | extreme.isnan(), x, -math.inf).amax(1)
 
 
 @row("aten::norm.Scalar", "aten::norm.ScalarOpt_dtype")

@@ -191,9 +191,9 @@ def multinomial(
         u = in_shape(distributions.uniform(draw, count, torch.float64), (*lead, number))
         sums = weights.cumsum(-1)
         sums = sums.expand(max(u.shape[0], sums.shape[0]), *sums.shape[1:]).contiguous()
-        found = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
+        drawn = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
         last = kinds - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
-        return torch.minimum(found, last)
+        return torch.minimum(drawn, last)
     count = math.prod(lead) * kinds
     waits = in_shape(distributions.exponential(draw, count, torch.float64), (*lead, kinds))
     return (weights / waits).topk(number, -1).indices

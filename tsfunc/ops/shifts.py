@@ -48,8 +48,8 @@ def shifted(*changes: Shift) -> Callable[[R], R]:
 
 def shifts_of(rule: Any) -> tuple[int, ...] | None:
     """Return the changes that a rule declares, or None."""
-    found: tuple[int, ...] | None = getattr(rule, "shifts", None)
-    return found
+    shifts: tuple[int, ...] | None = getattr(rule, "shifts", None)
+    return shifts
 
 
 def shifted_like(made: R, rule: Any) -> R:

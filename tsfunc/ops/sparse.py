@@ -49,10 +49,10 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
         return NotImplemented
     if is_sparse(x):
         return _times(x, p, y, q, times)
-    (y, q), vector = _turned(y, q), ranks[0] == 1
+    (y, q), vector = _transposed(y, q), ranks[0] == 1
     if vector:
         return _times(y, q, x, p)
-    out, at = _times(y, q, *_turned(x, p))
+    out, at = _times(y, q, *_transposed(x, p))
     return front(out, at).transpose(1, 2), 0
 
 
@@ -93,7 +93,7 @@ def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
     return product(x, p, y, q)
 
 
-def _turned(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def _transposed(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     """Return the transposed matrix."""
     return (x.transpose(0, 1), None) if at is None else (front(x, at).transpose(1, 2), 0)
 
@@ -162,12 +162,12 @@ def sparse_addmm(
 ) -> Any:
     """Return ``beta`` times a matrix plus ``alpha`` times a product."""
     if dims[1] is None and dims[2] is None:
-        found: Any = torch.sparse.mm(args[1], args[2]), None
+        product_of: Any = torch.sparse.mm(args[1], args[2]), None
     else:
-        found = product(args[1], dims[1], args[2], dims[2], torch.sparse.mm)
-    if found is NotImplemented:
+        product_of = product(args[1], dims[1], args[2], dims[2], torch.sparse.mm)
+    if product_of is NotImplemented:
         return NotImplemented
-    out, at = found
+    out, at = product_of
     beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
     out = out if alpha == 1 else out * alpha
     if beta == 0:
@@ -193,11 +193,11 @@ def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
         rows_of_all = front(x, at)
         out, at = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
     else:
-        turned, p = (x, at) if logical_rank(x, at) == 1 else _turned(x, at)
-        found = product(weight, q, turned, p)
-        if found is NotImplemented:
+        turned, p = (x, at) if logical_rank(x, at) == 1 else _transposed(x, at)
+        multiplied = product(weight, q, turned, p)
+        if multiplied is NotImplemented:
             return NotImplemented
-        out, at = found
+        out, at = multiplied
         out = out if turned is x else out.transpose(1, 2)
     if bias and bias[0] is not None:
         (out, added), at = align((out, bias[0]), (at, r[0]))
@@ -264,8 +264,10 @@ def sparse_mm_reduce_backward(
     )
     if chosen.numel():
         chosen = _of_each(chosen, x.values().shape[1], 1).flatten(0, 1)
-    found = op(diagonal(x), grad.flatten(0, 1), weight.flatten(0, 1), args[3], chosen, *args[5:])
-    of_x, of_y = found
+    gradients = op(
+        diagonal(x), grad.flatten(0, 1), weight.flatten(0, 1), args[3], chosen, *args[5:]
+    )
+    of_x, of_y = gradients
     return (
         None if of_x is None else with_values(x, of_x.values().unflatten(0, (size, -1))),
         None if of_y is None else of_y.unflatten(0, (size, -1)),

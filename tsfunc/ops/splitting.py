@@ -86,10 +86,10 @@ def groups_of(answers: Tensor) -> list[Tensor]:
         counts = torch.bincount(kind).tolist()
         return list(kind.argsort(stable=True).split(counts))
     # A list: rows can be tracers of an outer level, and reading those can split examples too.
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for place, row in enumerate(rows.tolist()):
-        found.setdefault(tuple(row), []).append(place)
-    return [torch.tensor(places, device="cpu") for places in found.values()]
+        groups.setdefault(tuple(row), []).append(place)
+    return [torch.tensor(places, device="cpu") for places in groups.values()]
 
 
 _SINGLE: dict[str, Callable[[Any], Any]] = {

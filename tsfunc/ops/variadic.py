@@ -30,7 +30,7 @@ def together(
 
 
 def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Leave out empty vectors, which cat accepts beside tensors of any rank."""
+    """Leave out empty vectors, which cat accepts besides tensors of any rank."""
     rank = max([x.dim() for x in tensors])
     return [x for x in tensors if x.dim() == rank or x.dim() != 2 or x.numel() > 0]
 

@@ -334,8 +334,8 @@ def unfold(
 
 # NOTE [offsets into memory]
 # The storage offset of a batched tensor is that of its physical value, where the first example
-# begins. An offset given to as_strided counts from the same origin, and each example is shifted
-# alike.
+# begins. An offset given to as_strided counts from the same origin, and shifts each example by the
+# same distance.
 def _within(x: Tensor, at: int, sizes: Sequence[Any], strides: Sequence[Any], offset: Any) -> None:
     """Raise if a view of an example would reach beyond the memory of that example."""
     if len(sizes) != len(strides):

@@ -7,7 +7,7 @@ for the next trace. A trace that fails is followed by one under weaker assumptio
 is that of the function itself. ``trace_until_valid`` in ``calling/capture.py`` is this loop.
 
 Each assumption moves one way only, so the number of assumptions bounds the number of traces. Other
-hints are an exception: they belong to the sizes that are symbols, and start anew when another
+hints are an exception: they belong to the sizes that are symbols, and start over when another
 assumption moves. Each trace undoes its effects on objects outside before the next begins.
 
 ``records`` is remembered by the cache: the next first call begins with it. Other assumptions are

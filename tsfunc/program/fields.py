@@ -126,8 +126,8 @@ class Field:
 
     def at(self, key: str) -> Field:
         """Return the value of a required key of an object."""
-        found = self.get(key)
-        return self.fail(f"{key} is missing") if found is None else found
+        field = self.get(key)
+        return self.fail(f"{key} is missing") if field is None else field
 
     def get(self, key: str) -> Field | None:
         """Return the value of a key of an object; None if the key is missing."""
@@ -148,10 +148,10 @@ class Field:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("an object has a key twice")
-    return found
+    return entries
 
 
 def _no_constant(text: str) -> Any:

@@ -39,14 +39,14 @@ class Program(ProgramData):
             call's flattened arguments, in order, then one for each number that is an input.
         inputs: the index of each of the graph's inputs among the flattened arguments; larger
             indices are tensors that are read of objects among the arguments.
-        lifted: the tensors from outside of the function that it reads anew at every call, by
+        lifted: the tensors from outside of the function that it reads at every call, by
             their names in the graph and the source.
         out_tree: the structure of its results.
         source: the Python that it runs as; ``str`` returns it with comments.
         run: takes the flattened arguments and returns the flattened results.
         constants: the names of the lifted tensors that constant folding has computed.
         updates: the assignments that it ends with; the graph's last results are their tensors.
-        form: the assumptions about its arguments; None if they were not recorded.
+        call_spec: the assumptions about its arguments; None if they were not recorded.
         descriptors: the same by parameter name, as :func:`specialize` takes it.
         guards: the facts that hold in every call that it answers; printed, one line each;
             ``print`` shows all of them.
@@ -217,7 +217,7 @@ class Program(ProgramData):
             raise MalformedProgramError(
                 f"{self.name}: its graph has {results[-1]} results, the program {wanted}."
             )
-        conditions = () if self.form is None else self.form.conditions
+        conditions = () if self.call_spec is None else self.call_spec.conditions
         verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -54,17 +54,17 @@ def runs(folder: Path | None = None) -> list[Run]:
 def _read(file: Path) -> Run:
     """Read the file of a run; malformed lines are skipped."""
     about: dict[str, Any] = {}
-    found: list[Event] = []
+    events: list[Event] = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         entry = _entry(line)
         event = _event(entry)
         if event is None:
             about = about or entry
-        elif found and event.times > 1 and found[-1].seconds == event.seconds:
-            found[-1] = event  # a repeated event, now with the number of times
+        elif events and event.times > 1 and events[-1].seconds == event.seconds:
+            events[-1] = event  # a repeated event, now with the number of times
         else:
-            found.append(event)
-    return Run(about, found)
+            events.append(event)
+    return Run(about, events)
 
 
 def _entry(line: str) -> dict[str, Any]:

@@ -302,8 +302,8 @@ def _pairs(func: Callable[..., Any]) -> Sequence[Pair]:
     """Return pairs of transforms of a function: the name, the pair, and the loop's function."""
 
     def scalar(*one: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = func(*one).sum()
-        return found
+        total: torch.Tensor = func(*one).sum()
+        return total
 
     def gradient(*one: torch.Tensor) -> Any:
         return vjp(scalar, *one)[1](torch.ones_like(scalar(*one)))

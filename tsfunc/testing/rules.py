@@ -81,7 +81,7 @@ def _check(
     given, tree = pytrees.flatten(args)
     leaves = [_double(leaf) for leaf in given]
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    smooth = [i for i in places if _is_smooth(leaves[i])]
+    wrt = [i for i in places if _is_differentiable(leaves[i])]
 
     def of_leaves(*values: Any) -> Any:
         return func(*pytrees.unflatten(tree, values))
@@ -91,26 +91,26 @@ def _check(
     for at in _batchings(leaves, places):
         what = f"vmap(f) over {_spelled(at)} and the stacked loop"
         _check_loop(what, of_leaves, leaves, at, rtol, atol)
-    if not smooth:
+    if not wrt:
         return
 
-    def of_smooth(*values: Any, leaves: Sequence[Any] = leaves) -> tuple[torch.Tensor, ...]:
+    def of_chosen(*values: Any, leaves: Sequence[Any] = leaves) -> tuple[torch.Tensor, ...]:
         every = list(leaves)
-        for i, value in zip(smooth, values, strict=True):
+        for i, value in zip(wrt, values, strict=True):
             every[i] = value
-        found = pytrees.leaves_of(of_leaves(*every))
-        return tuple(x for x in found if isinstance(x, torch.Tensor) and _is_smooth(x))
+        flat = pytrees.leaves_of(of_leaves(*every))
+        return tuple(x for x in flat if isinstance(x, torch.Tensor) and _is_differentiable(x))
 
-    primals = [leaves[i] for i in smooth]
-    cotangents = [torch.randn_like(x) for x in of_smooth(*primals)]
+    primals = [leaves[i] for i in wrt]
+    cotangents = [torch.randn_like(x) for x in of_chosen(*primals)]
     if not cotangents:
         return
-    if any(given[i].dtype != leaves[i].dtype for i in smooth):
-        _check_types(functools.partial(of_smooth, leaves=given), [given[i] for i in smooth])
-    _check_derivatives(of_smooth, primals, cotangents, eps, rtol, atol)
+    if any(given[i].dtype != leaves[i].dtype for i in wrt):
+        _check_types(functools.partial(of_chosen, leaves=given), [given[i] for i in wrt])
+    _check_derivatives(of_chosen, primals, cotangents, eps, rtol, atol)
 
     def pulled(*values: Any) -> Any:
-        return vjp(of_smooth, *values)[1](tuple(cotangents))
+        return vjp(of_chosen, *values)[1](tuple(cotangents))
 
     if order == 2:
         second = [torch.randn_like(x) for x in primals]
@@ -130,8 +130,8 @@ def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: flo
     zeros = pytrees.tree_map(
         lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, rest
     )
-    found = func.rule(*fixed, rest, zeros)[0]
-    same("the value that the jvp rule returns and the function", found, func(*args), rtol, atol)
+    value = func.rule(*fixed, rest, zeros)[0]
+    same("the value that the jvp rule returns and the function", value, func(*args), rtol, atol)
 
 
 def _check_types(
@@ -148,10 +148,10 @@ def _check_types(
     _equal(f"{where}the value under reverse mode and of the function", values, own, types)
     pulled = pull(tuple(torch.ones_like(x) for x in values))
     _equal(f"{where}the cotangents and of the arguments", pulled, primals, types)
-    found = _forward(func, primals, [torch.ones_like(x) for x in primals])
-    if found is not None:
-        _equal(f"{where}the value under forward mode and of the function", found[0], own, types)
-        _equal(f"{where}the tangents and of the results", found[1], own, types)
+    duals = _forward(func, primals, [torch.ones_like(x) for x in primals])
+    if duals is not None:
+        _equal(f"{where}the value under forward mode and of the function", duals[0], own, types)
+        _equal(f"{where}the tangents and of the results", duals[1], own, types)
 
 
 def _equal(what: str, got: Any, want: Any, types: Callable[[Any], list[str]]) -> None:
@@ -193,9 +193,9 @@ def _check_derivatives(
     own = func(*primals)
     same(f"{where}the value under reverse mode and the function", values, own, rtol, atol)
     pulled = pull(tuple(cotangents))
-    found = inner(pulled, directions)
+    product = inner(pulled, directions)
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and central differences"
-    same(what, found, inner(cotangents, quotient), rtol, atol)
+    same(what, product, inner(cotangents, quotient), rtol, atol)
     forward = _forward(func, primals, directions)
     if forward is None:
         return
@@ -209,7 +209,7 @@ def _check_derivatives(
         atol,
     )
     what = f"{where}reverse mode, <vjp(cotangent), direction>, and forward mode transposed"
-    same(what, found, inner(cotangents, pushed), rtol, atol)
+    same(what, product, inner(cotangents, pushed), rtol, atol)
 
 
 Batching = list[int | None]
@@ -279,16 +279,16 @@ def _check_batch(
 
 def _example(x: torch.Tensor, i: int) -> torch.Tensor:
     """Return another example near the given one, where the function is likely to be defined."""
-    return x * (1 + i / 16) if _is_smooth(x) else x.clone()
+    return x * (1 + i / 16) if _is_differentiable(x) else x.clone()
 
 
 def _double(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and _is_smooth(leaf):
+    if isinstance(leaf, torch.Tensor) and _is_differentiable(leaf):
         return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
     return leaf
 
 
-def _is_smooth(x: torch.Tensor) -> bool:
+def _is_differentiable(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 

@@ -93,12 +93,12 @@ def level_of(values: Any) -> TracerLevel | None:
     A level that runs its one example unbatched has no tracers to record on, and is skipped.
     """
     current = current_tracer_level()
-    while isinstance(current, SplitLevel) and current.alone and current.axis_name is None:
+    while isinstance(current, SplitLevel) and current.single and current.axis_name is None:
         current = tracer_level_outside(current)
-    found = innermost_level(pytrees.leaves_of(values))
-    if found is None or (current is not None and current.depth >= found.depth):
+    innermost = innermost_level(pytrees.leaves_of(values))
+    if innermost is None or (current is not None and current.depth >= innermost.depth):
         return current
-    return found
+    return innermost
 
 
 def traced_inputs(
@@ -118,12 +118,12 @@ def traced_inputs(
 def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:
     """Raise if a result belongs to a level of another thread, on which autograd did not record."""
     for out in outputs:
-        found = out.dispatch_level if isinstance(out, Tracer) else None
-        if found is not None and found.alive and (level is None or found.depth > level.depth):
+        other = out.dispatch_level if isinstance(out, Tracer) else None
+        if other is not None and other.alive and (level is None or other.depth > level.depth):
             raise RuntimeError(
-                f"the function to differentiate uses values of {found.name}, which was entered on "
+                f"the function to differentiate uses values of {other.name}, which was entered on "
                 f"another thread. Pass them to the function as arguments, or differentiate on the "
-                f"thread of {found.name}."
+                f"thread of {other.name}."
             )
 
 

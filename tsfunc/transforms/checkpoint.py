@@ -169,10 +169,10 @@ class CheckpointCall(ControlFlowOperator):
         self.policy, self.preserve = policy, preserve
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = run(
+        results: tuple[Any, ...] = run(
             self.bodies[0], operands, NO_KWARGS, self.policy, self.preserve
         )
-        return found
+        return results
 
     def flow(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]

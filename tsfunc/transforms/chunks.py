@@ -110,16 +110,16 @@ def _device_of(leaves: Sequence[Any]) -> torch.device:
 
 def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
     """Return the properties of a call that its memory depends on, without the batch size."""
-    found: list[Any] = [torch.is_grad_enabled()]
+    parts: list[Any] = [torch.is_grad_enabled()]
     dims = [*at, *[None] * (len(leaves) - len(at))]
     for leaf, dim in zip(leaves, dims, strict=True):
         if isinstance(leaf, torch.Tensor):
             shape = tuple(n for i, n in enumerate(leaf.shape) if i != dim)
-            found.append((shape, leaf.dtype, leaf.device, leaf.requires_grad))
+            parts.append((shape, leaf.dtype, leaf.device, leaf.requires_grad))
         else:
             plain = isinstance(leaf, bool | int | float | str | None)
-            found.append((type(leaf), leaf if plain else None))
-    return tuple(found)
+            parts.append((type(leaf), leaf if plain else None))
+    return tuple(parts)
 
 
 def _examples(value: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:

@@ -151,8 +151,8 @@ def all_gather(x: Any, axis_name: Hashable, *, axis: int = 0, tiled: bool = Fals
         at = _axis("all_gather", leaf, axis, 0 if tiled else 1)
         merged = tiled
         for level in reversed(levels):
-            found = physical.gathered(level, leaf, at)
-            leaf = found.flatten(at, at + 1) if merged else found
+            by_index = physical.gathered(level, leaf, at)
+            leaf = by_index.flatten(at, at + 1) if merged else by_index
             merged = True
         return leaf
 
@@ -195,10 +195,10 @@ def psum_scatter(
 
     def scattered(leaf: torch.Tensor) -> torch.Tensor:
         at = _axis("psum_scatter", leaf, scatter_dimension, 0)
-        found = _split("psum_scatter", leaf, at, levels, tiled)
+        parts = _split("psum_scatter", leaf, at, levels, tiled)
         for level in levels:
-            found = physical.scattered(level, found, at)
-        return found
+            parts = physical.scattered(level, parts, at)
+        return parts
 
     return _each("psum_scatter", x, scattered)
 
@@ -244,15 +244,15 @@ def all_to_all(
     def exchanged(leaf: torch.Tensor) -> torch.Tensor:
         split = _axis("all_to_all", leaf, split_axis, 0)
         concat = _axis("all_to_all", leaf, concat_axis, 0)
-        found = _split("all_to_all", leaf, split, levels, tiled)
+        parts = _split("all_to_all", leaf, split, levels, tiled)
         # The dims of the axes move to the front, so that each exchange keeps its dim in place.
-        found = found.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
+        parts = parts.movedim(list(range(split, split + len(levels))), list(range(len(levels))))
         for at, level in enumerate(levels):
-            found = physical.exchanged(level, found, at, at)
-        found = found.flatten(0, len(levels) - 1).movedim(0, concat)
+            parts = physical.exchanged(level, parts, at, at)
+        parts = parts.flatten(0, len(levels) - 1).movedim(0, concat)
         # The dim of a slice is in its old place; the received dim is in front of the concatenated
         # dim.
-        return found.flatten(concat, concat + 1) if tiled else found
+        return parts.flatten(concat, concat + 1) if tiled else parts
 
     return _each("all_to_all", x, exchanged)
 
@@ -306,10 +306,10 @@ def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: tor
         leaf = physical.gathered(level, leaf, 0)
     senders = {receiver: sender for sender, receiver in perm}
     size = math.prod(level.batch_size for level in levels)
-    found = leaf.flatten(0, len(levels) - 1)
+    flat = leaf.flatten(0, len(levels) - 1)
     chosen = torch.tensor([senders.get(i, size) for i in range(size)], device=leaf.device)
-    found = torch.cat([found, torch.zeros_like(found[:1])]).index_select(0, chosen)
-    return found[_index_along(levels, leaf.device)]
+    flat = torch.cat([flat, torch.zeros_like(flat[:1])]).index_select(0, chosen)
+    return flat[_index_along(levels, leaf.device)]
 
 
 @folding("axis_index")
@@ -339,10 +339,10 @@ def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None)
 def _index_along(levels: Sequence[Axis], device: torch.device | None) -> torch.Tensor:
     """Return each example's index along several axes that act as one axis."""
     first, *others = levels
-    found = physical.index(first, device)
+    index = physical.index(first, device)
     for level in others:
-        found = found * physical.size(level) + physical.index(level, device)
-    return found
+        index = index * physical.size(level) + physical.index(level, device)
+    return index
 
 
 @folding("axis_size")

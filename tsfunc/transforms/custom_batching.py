@@ -78,35 +78,35 @@ def call_rule(
         for place, value, flag in zip(places, values, batched, strict=True):
             filled[place], flags[place] = value, flag
         in_batched = list(pytrees.unflatten(tree, flags))
-        found = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
-        out, flat = checked_result(what, found, level.batch_size)
+        returned = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
+        out, flat = checked_result(what, returned, level.batch_size)
         if not structure:
-            check(pytrees.unflatten(tree, leaves), found[0])
-            structure.append(pytrees.structure_of(found[0]))
+            check(pytrees.unflatten(tree, leaves), returned[0])
+            structure.append(pytrees.structure_of(returned[0]))
         return out, flat
 
     outs = call_whole(whole, level, [leaves[i] for i in places])
     return pytrees.unflatten(structure[0], outs)
 
 
-def checked_result(what: str, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
+def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
     """Return the flattened result of a ``custom_vmap`` rule, and a flag for each leaf.
 
     Raises:
         CustomRuleError: the rule returned a wrong result.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise CustomRuleError(
-            f"{what} must return a pair, the result of all examples and what of it is "
-            f"batched, got {type(found).__name__}."
+            f"{what} must return a pair, the result of all examples and the flags of its batched "
+            f"leaves, got {type(returned).__name__}."
         )
-    out = pytrees.leaves_of(found[0])
+    out = pytrees.leaves_of(returned[0])
     try:
-        flat = pytrees.broadcast_prefix(found[1], found[0], lambda x: isinstance(x, bool))
+        flat = pytrees.broadcast_prefix(returned[1], returned[0], lambda x: isinstance(x, bool))
     except ValueError:
         raise CustomRuleError(
-            f"{what} must return, beside the result, a pytree of bools that is a prefix of "
-            f"it, got {found[1]!r}."
+            f"{what} must return, besides the result, a pytree of bools that is a prefix of "
+            f"it, got {returned[1]!r}."
         ) from None
     _check_sizes(what, out, flat, size)
     return out, flat
@@ -166,10 +166,10 @@ def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBat
             return [x.movedim(0, 1) if flag else x for x, flag in pairs], batched
 
         if not any(inside):
-            found = call_whole(whole, level, values)
+            results = call_whole(whole, level, values)
         else:
-            found = call_whole(mapped, level, values)
-        return found, [any(inside)] * len(found)
+            results = call_whole(mapped, level, values)
+        return results, [any(inside)] * len(results)
 
     return through
 
@@ -241,9 +241,9 @@ class _RecordedBatchCall(Function):
 
             def run(*chosen: Any) -> tuple[Any, ...]:
                 outs, batched = plan.whole(with_places(inputs, by, chosen), own)
-                found = [(x, b) for x, b in zip(outs, batched, strict=True)
+                results = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
-                return tuple(_expanded(*found[j], plan.level.batch_size) for j in of)
+                return tuple(_expanded(*results[j], plan.level.batch_size) for j in of)
 
             _, pullback = vjp(run, *(inputs[i] for i in by))
             size = plan.level.batch_size
@@ -251,9 +251,9 @@ class _RecordedBatchCall(Function):
             pulled = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
             return pulled, [True] * len(by)
 
-        found = call_whole(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
+        results = call_whole(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
         pulled: list[Any] = [None] * len(tensors)
-        for i, value in zip(by, found, strict=True):
+        for i, value in zip(by, results, strict=True):
             pulled[i] = value
         return (None, None, *pulled)
 
@@ -268,8 +268,8 @@ class _RecordedBatchCall(Function):
             batched: list[bool] = []
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, found = plan.whole(with_places(inputs, by, chosen), own)
-                pairs = zip(outs, found, strict=True)
+                outs, tangents_out = plan.whole(with_places(inputs, by, chosen), own)
+                pairs = zip(outs, tangents_out, strict=True)
                 kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
                 batched[:] = [b for _, b in kept]
                 return tuple(x for x, _ in kept)
@@ -288,11 +288,11 @@ def _batched_at(
     values: Sequence[Any], flags: Sequence[bool], by: Sequence[int], size: int
 ) -> tuple[list[Any], list[bool]]:
     """Return the values with those at ``by`` expanded to batched ones, and the new flags."""
-    found = [
+    batch = [
         _expanded(value, flag, size) if i in by else value
         for i, (value, flag) in enumerate(zip(values, flags, strict=False))
     ]
-    return found, [flag or i in by for i, flag in enumerate(flags[: len(values)])]
+    return batch, [flag or i in by for i, flag in enumerate(flags[: len(values)])]
 
 
 def _expanded(value: torch.Tensor, batched: bool, size: int) -> torch.Tensor:

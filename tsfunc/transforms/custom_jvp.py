@@ -27,7 +27,7 @@ from tsfunc.transforms.custom_rules import (
     Rule,
     RuleCall,
     RuleFunction,
-    alike,
+    check_like,
     structure_error,
     zero_of,
 )
@@ -136,13 +136,13 @@ class custom_jvp(Rule):
             for place, t in zip(places, given, strict=True):
                 leaves[place] = t
             directions = pytrees.unflatten(tree, leaves)
-        found = self.rule(*fixed, primals, directions)
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        returned = self.rule(*fixed, primals, directions)
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise CustomRuleError(
                 f"custom_jvp: the rule of {self.name} must return a pair, the result and its "
-                f"tangent, got {type(found).__name__}."
+                f"tangent, got {type(returned).__name__}."
             )
-        return self._checked(call, *pytrees.tree_map(as_seen_by_current_level, tuple(found)))
+        return self._checked(call, *pytrees.tree_map(as_seen_by_current_level, tuple(returned)))
 
     def _checked(self, call: RuleCall, out: Any, tangent: Any) -> list[Any]:
         leaves, tree = pytrees.flatten(out)
@@ -155,14 +155,14 @@ class custom_jvp(Rule):
                 f"custom_jvp: the rule of {self.name} must return what the function returns, of "
                 f"the structure {pytrees.spelled(call.out_tree)}, got {pytrees.spelled(tree)}."
             )
-        found = []
+        checked = []
         for place, x in zip(call.out_places, call.results, strict=True):
             where = f"custom_jvp: the rule of {self.name}:"
             if not isinstance(leaves[place], SymbolicZero):
-                alike(f"{where} the result, as the function returns it,", leaves[place], x)
-            t = tangents[place] if x.smooth else None
-            found.append(alike(f"{where} the tangent of a result", t, x))
-        return found
+                check_like(f"{where} the result, as the function returns it,", leaves[place], x)
+            t = tangents[place] if x.is_differentiable else None
+            checked.append(check_like(f"{where} the tangent of a result", t, x))
+        return checked
 
 
 def _added(left: Any, right: Any) -> Any:
@@ -214,9 +214,9 @@ class _Jvp(RuleFunction):
         ctx.save_for_backward(*operands)
         ctx.save_for_forward(*operands)
         ctx.set_materialize_grads(False)
-        found = call.kept(out, operands)
-        ctx.mark_non_differentiable(*[x for x in found if not differentiable(x)])
-        return found
+        results = call.kept(out, operands)
+        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -232,8 +232,10 @@ class _Jvp(RuleFunction):
             for i, tangent in zip(by, tangents, strict=True):
                 given[i] = tangent
             with _transposing(tangents, since):
-                found = call.rule.pushed(call, sizes, operands, given)
-            return tuple(call.results[i].zero() if found[i] is None else found[i] for i in of)
+                tangents_out = call.rule.pushed(call, sizes, operands, given)
+            return tuple(
+                call.results[i].zero() if tangents_out[i] is None else tangents_out[i] for i in of
+            )
 
         if of and by:
             with call.seeing(operands):
@@ -249,10 +251,10 @@ class _Jvp(RuleFunction):
         if ctx.depends and tangents[-1] is not None:
             call.refuse_hidden()
         with call.seeing(operands):
-            found = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
+            pushed = call.rule.pushed(call, ctx.sizes, operands, tangents[: call.count])
         # torch needs dense zeros for the tangents of results.
-        pairs = zip(found, call.results, strict=True)
-        return tuple(x.zero() if t is None and x.smooth else t for t, x in pairs)
+        pairs = zip(pushed, call.results, strict=True)
+        return tuple(x.zero() if t is None and x.is_differentiable else t for t, x in pairs)
 
 
 custom_jvp.kind = _Jvp

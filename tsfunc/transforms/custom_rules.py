@@ -44,7 +44,7 @@ class ResultMetadata:
     device: torch.device
 
     @property
-    def smooth(self) -> bool:
+    def is_differentiable(self) -> bool:
         """True if the dtype has derivatives."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
@@ -140,12 +140,12 @@ class RuleCall:
         """
         with self.seeing(operands):
             if not any(self.hidden):
-                found = func(*self.arguments(sizes, operands))
-                return pytrees.tree_map(as_seen_by_current_level, found), False
+                returned = func(*self.arguments(sizes, operands))
+                return pytrees.tree_map(as_seen_by_current_level, returned), False
             own = [x.detach() for x in operands[: self.count]]
             with outside_graph(True), _watching():
-                found = func(*self.arguments(sizes, (*own, *operands[self.count :])))
-                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, found))
+                returned = func(*self.arguments(sizes, (*own, *operands[self.count :])))
+                leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, returned))
                 depends = any(map(is_perturbed, leaves))
         cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytrees.unflatten(tree, cut), depends
@@ -230,7 +230,7 @@ class RuleFunction(Function):
         """Run a call of a program, when the program runs."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
-        found = cls.run(call, sizes, operands)
+        results = cls.run(call, sizes, operands)
         if (call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]) != expected:
             raise CustomRuleError(
                 f"{call.rule.what}: {call.rule.name} and its rule return results of other "
@@ -238,15 +238,15 @@ class RuleFunction(Function):
                 f"{pytrees.spelled(call.out_tree)} of "
                 f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
             )
-        return found
+        return results
 
     @classmethod
     def run(cls, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
         """Run the call on tensors; in a trace, record it."""
-        found: tuple[Any, ...]
+        results: tuple[Any, ...]
         if trace_of(operands) is not None:
-            found = apply(cls, call, sizes, *operands)
-            return found
+            results = apply(cls, call, sizes, *operands)
+            return results
         call.perturbed = [is_perturbed(x) for x in operands]
         if not is_differentiated(call):
             return cls.outline(call, sizes, *operands)
@@ -254,16 +254,16 @@ class RuleFunction(Function):
             pairs = zip(operands[call.count :], call.hidden, strict=True)
             guard = apply(_Undefined, call, *[x for x, hidden in pairs if hidden])
             operands = (*operands, guard)
-        found = apply(cls, call, sizes, *operands)
-        return found
+        results = apply(cls, call, sizes, *operands)
+        return results
 
     @staticmethod
     def others(call: RuleCall, operands: Sequence[Any], depends: bool) -> list[Any]:
         """Return the cotangents of the hidden operands; the guard's cotangent raises the error."""
-        found: list[Any] = [None] * (len(operands) - call.count)
+        gradients: list[Any] = [None] * (len(operands) - call.count)
         if depends:
-            found[-1] = torch.zeros_like(operands[-1])
-        return found
+            gradients[-1] = torch.zeros_like(operands[-1])
+        return gradients
 
 
 def is_differentiated(call: RuleCall) -> bool:
@@ -460,7 +460,7 @@ def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
     )
 
 
-def alike(what: str, value: Any, like: Any, *, none: str = "") -> Any:
+def check_like(what: str, value: Any, like: Any, *, none: str = "") -> Any:
     """Check that a tangent or cotangent has the shape and dtype of a tensor; None means zeros.
 
     Raises:

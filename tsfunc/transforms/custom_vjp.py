@@ -14,7 +14,7 @@ from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.arguments import like
-from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, alike, structure_error
+from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, check_like, structure_error
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
@@ -92,25 +92,27 @@ class custom_vjp(Rule):
         assert self.fwd is not None
         if self.symbolic_zeros:
             fixed, rest = pytrees.tree_map(_unperturbed, fixed), _with_flags(call, rest)
-        found = self.fwd(*self.whole(fixed, rest))
-        if not isinstance(found, tuple | list) or len(found) != 2:
+        returned = self.fwd(*self.whole(fixed, rest))
+        if not isinstance(returned, tuple | list) or len(returned) != 2:
             raise CustomRuleError(
                 f"custom_vjp: the fwd rule of {self.name} must return a pair, the result and the "
-                f"residuals, got {type(found).__name__}."
+                f"residuals, got {type(returned).__name__}."
             )
-        out, residuals = pytrees.tree_map(as_seen_by_current_level, (found[0], found[1]))
+        out, residuals = pytrees.tree_map(as_seen_by_current_level, (returned[0], returned[1]))
         return out, residuals
 
     def backward(self, fixed: Sequence[Any], residuals: Any, cotangent: Any, rest: Any) -> Any:
         assert self.bwd is not None
-        found = pytrees.tree_map(as_seen_by_current_level, self.bwd(*fixed, residuals, cotangent))
-        if not isinstance(found, tuple | list) or len(found) != len(rest):
+        returned = pytrees.tree_map(
+            as_seen_by_current_level, self.bwd(*fixed, residuals, cotangent)
+        )
+        if not isinstance(returned, tuple | list) or len(returned) != len(rest):
+            got = len(returned) if isinstance(returned, tuple | list) else type(returned).__name__
             raise CustomRuleError(
                 f"custom_vjp: the bwd rule of {self.name} must return a tuple of {len(rest)}, a "
-                f"cotangent for each differentiated argument, got "
-                f"{len(found) if isinstance(found, tuple | list) else type(found).__name__}."
+                f"cotangent for each differentiated argument, got {got}."
             )
-        return found
+        return returned
 
 
 def _unperturbed(leaf: Any) -> Any:
@@ -153,9 +155,9 @@ class _Vjp(RuleFunction):
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
-        found = call.kept(out, operands)
-        ctx.mark_non_differentiable(*[x for x in found if not differentiable(x)])
-        return found
+        results = call.kept(out, operands)
+        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -173,8 +175,8 @@ class _Vjp(RuleFunction):
                 for i, value in zip(ctx.at, kept, strict=True):
                     leaves[i] = value
                 residuals = pytrees.unflatten(ctx.tree, leaves)
-            found = pulled_by_rule(call, fixed, rest, residuals, cotangents, operands)
-        return (None, None, *found, *RuleFunction.others(call, operands, ctx.depends))
+            pulled = pulled_by_rule(call, fixed, rest, residuals, cotangents, operands)
+        return (None, None, *pulled, *RuleFunction.others(call, operands, ctx.depends))
 
     @staticmethod
     def jvp(ctx: Any, _call: Any, _sizes: Any, *tangents: Any) -> Any:
@@ -193,7 +195,7 @@ def _pushed(
     fixed, rest = call.arguments(sizes, operands)
     rule: Any = call.rule
     _, residuals = rule.forward(call, fixed, rest)
-    of = [i for i, x in enumerate(call.results) if x.smooth]
+    of = [i for i, x in enumerate(call.results) if x.is_differentiable]
     by = [i for i, t in enumerate(tangents) if t is not None and differentiable(operands[i])]
     zeros = [x.zero() for x in call.results]
 
@@ -201,8 +203,8 @@ def _pushed(
         given = list(zeros)
         for i, cotangent in zip(of, cotangents, strict=True):
             given[i] = cotangent
-        found = pulled_by_rule(call, fixed, rest, residuals, given, operands)
-        return tuple(torch.zeros_like(operands[i]) if found[i] is None else found[i]
+        pulled = pulled_by_rule(call, fixed, rest, residuals, given, operands)
+        return tuple(torch.zeros_like(operands[i]) if pulled[i] is None else pulled[i]
                      for i in by)  # fmt: skip
 
     # torch needs dense zeros for the tangents of results.
@@ -229,30 +231,30 @@ def pulled_by_rule(
     flat: list[Any] = []
     for number, (arg, cotangent) in enumerate(zip(rest, pulled, strict=True)):
         flat += _leaves_like(rule, number, arg, cotangent)
-    found: list[Any] = []
+    gradients: list[Any] = []
     for place, x in zip(call.places[: call.count], operands, strict=False):
         if not differentiable(x):
-            found.append(None)
+            gradients.append(None)
             continue
         what = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
         none = " Where it is zero, return None." if flat[place] is not None else ""
-        found.append(alike(f"{what} {call.name(place)}", flat[place], x, none=none))
-    return found
+        gradients.append(check_like(f"{what} {call.name(place)}", flat[place], x, none=none))
+    return gradients
 
 
 def _leaves_like(rule: Rule, number: int, arg: Any, cotangent: Any) -> list[Any]:
     """Return a cotangent leaf for each leaf of an argument; None covers all leaves below it."""
     try:
-        found = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)
+        leaves = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)
     except ValueError:
-        found = []
+        leaves = []
     given = [x for x in pytrees.leaves_of(cotangent) if x is not None]
-    if len([x for x in found if x is not None]) != len(given):
+    if len([x for x in leaves if x is not None]) != len(given):
         raise structure_error(
             f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument "
             f"{rule.parameter(number)}", arg, cotangent,
         )  # fmt: skip
-    return found
+    return leaves
 
 
 custom_vjp.kind = _Vjp
@@ -287,13 +289,13 @@ def custom_gradient(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def pair(*args: Any) -> tuple[Any, Any]:
-        found = func(*args)
-        if not isinstance(found, tuple) or len(found) != 2 or not callable(found[1]):
+        returned = func(*args)
+        if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[1]):
             raise CustomRuleError(
                 f"custom_gradient: {name} must return a pair, its result and a function of the "
-                f"result's cotangent, got {type(found).__name__}."
+                f"result's cotangent, got {type(returned).__name__}."
             )
-        return found
+        return returned
 
     def value(*args: Any) -> Any:
         return pair(*args)[0]

@@ -75,17 +75,17 @@ class custom_vmap(Rule):
         args = self.positional(args, kwargs)
         if self.rule is None:
             raise self.missing("def_vmap")
-        return call_rule(self._what, self.rule, args, self.alone, self._compare)
+        return call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
 
     @property
     def _what(self) -> str:
         return f"custom_vmap: the rule of {self.name}"
 
-    def checked(self, found: Any, size: Any) -> tuple[list[Any], list[bool]]:
+    def checked(self, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
         """Return the rule's result for ``size`` examples, flattened, and a flag for each leaf."""
-        return checked_result(self._what, found, size)
+        return checked_result(self._what, returned, size)
 
-    def alone(self, *args: Any) -> Any:
+    def on_unbatched(self, *args: Any) -> Any:
         """Call the function on unbatched arguments; a trace records the call with its rule."""
         call, sizes, operands = self.prepared(args)
         if trace_of(operands) is None:
@@ -145,18 +145,18 @@ def _key(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-class _Alone(RuleFunction):
+class _UnbatchedCall(RuleFunction):
     """A call in a trace; when the program runs, it calls the user's function again."""
 
     @classmethod
     def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
         with call.seeing(operands):
             fixed, rest = call.arguments(sizes, operands)
-            found = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
-        return tuple(x for x in found if isinstance(x, torch.Tensor))
+            leaves = pytrees.leaves_of(call.rule(*call.rule.whole(fixed, rest)))
+        return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
-custom_vmap.kind = _Alone
+custom_vmap.kind = _UnbatchedCall
 
 
 def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:

@@ -134,10 +134,10 @@ def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch
     rest = [None if isinstance(leaf, _VALUES) else leaf for leaf in leaves]
 
     def rebuilt(values: Sequence[torch.Tensor]) -> Any:
-        found: list[Any] = list(rest)
+        rebuilt_leaves: list[Any] = list(rest)
         for i, value in zip(at, values, strict=True):
-            found[i] = value.item() if i in numbers else value
-        return optree.tree_unflatten(structure, found)
+            rebuilt_leaves[i] = value.item() if i in numbers else value
+        return optree.tree_unflatten(structure, rebuilt_leaves)
 
     return tensors, rebuilt
 

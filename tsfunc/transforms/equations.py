@@ -90,8 +90,8 @@ class Root:
             def residual(*x: Any) -> Any:
                 return tuple(self.residual(x, closed[count:]))
 
-            found: Values = jvp(residual, tuple(closed[:count]), tuple(values))[1]
-            return found
+            tangents: Values = jvp(residual, tuple(closed[:count]), tuple(values))[1]
+            return tangents
 
         def solve(values: Values, closed: Values) -> Values:
             return self.tangent([*closed[:count], *values], closed[count:])
@@ -122,26 +122,26 @@ def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
     return _conjugated(pull(tuple(_conjugated(values))))
 
 
-def _smooth(closed: Values) -> list[int]:
+def _differentiable(closed: Values) -> list[int]:
     return [i for i, x in enumerate(closed) if isinstance(x, torch.Tensor) and differentiable(x)]
 
 
 def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> list[Any]:
     """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
-    by = _smooth(closed)
-    found: list[Any] = [None] * len(closed)
+    by = _differentiable(closed)
+    gradients: list[Any] = [None] * len(closed)
     if by:
         _, pull = vjp(
             lambda *own: tuple(function(with_places(closed, by, own))), *[closed[i] for i in by]
         )
         for i, value in zip(by, pull(tuple(-x for x in w)), strict=True):
-            found[i] = value
-    return found
+            gradients[i] = value
+    return gradients
 
 
 def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Values) -> Any:
     """Return the tangents of a function of the closed-over tensors; None if there are none."""
-    by = [i for i in _smooth(closed) if tangents[i] is not None]
+    by = [i for i in _differentiable(closed) if tangents[i] is not None]
     if not by:
         return None
     return jvp(
@@ -184,8 +184,8 @@ class Solved(Function):
     @staticmethod
     def forward(call: SolverCall, *values: Any) -> Any:
         count = call.equation.count
-        found = call.tensors(values[:count], values[count:])
-        return tuple(x.view_as(x) if any(x is v for v in values) else x for x in found)
+        tensors = call.tensors(values[:count], values[count:])
+        return tuple(x.view_as(x) if any(x is v for v in values) else x for x in tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -215,6 +215,6 @@ class Solved(Function):
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
         x, closed = Solved.parts(ctx)
-        found = ctx.call.equation.push(x, tangents[: len(x)], closed, tangents[len(x) :])
+        pushed = ctx.call.equation.push(x, tangents[: len(x)], closed, tangents[len(x) :])
         others = ctx.call.rest.count(TENSOR) - len(x)
-        return (*found, *[None] * others)
+        return (*pushed, *[None] * others)

@@ -240,15 +240,15 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.
     kept = [(u, n) for u, n in recorder.uses.items() if u.key != DispatchKey.Specialize.name]
-    found = sorted(kept, key=_order)
+    counted = sorted(kept, key=_order)
     exchanges = [CollectiveUse(*key, *count) for key, count in sorted(recorder.exchanges.items())]
-    uses = tuple(_described(use, count) for use, count in found)
+    uses = tuple(_described(use, count) for use, count in counted)
     return CallReport(name_of(func), uses, tuple(exchanges))
 
 
-def _order(found: tuple[Use, Count]) -> tuple[str, int, bool, int]:
+def _order(counted: tuple[Use, Count]) -> tuple[str, int, bool, int]:
     """Return the sort key: by line, with each line's backward pass after it."""
-    use, count = found
+    use, count = counted
     return use.place.file, use.place.line, use.backward, count.first
 
 

@@ -196,9 +196,9 @@ def _jvp(
             return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
     with own, watching_random():
-        found = _push(func, flat, directions, spec, own, strict, has_aux)
+        pushed = _push(func, flat, directions, spec, own, strict, has_aux)
     return pytrees.tree_map(
-        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, found
+        lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, pushed
     )
 
 

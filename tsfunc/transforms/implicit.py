@@ -178,34 +178,34 @@ class _Unknown:
     def tree(self, values: Values) -> Any:
         return pytrees.unflatten(self.spec, values)
 
-    def leaves(self, who: str, value: Any, like: Values = ()) -> list[torch.Tensor]:
+    def leaves(self, role: str, value: Any, like: Values = ()) -> list[torch.Tensor]:
         """Return the tensors of a value that must be like the unknown; numbers become tensors."""
         flat, spec = pytrees.flatten(value)
         if spec != self.spec:
             raise TypeError(
-                f"{self.what}: {who} must have the structure of the unknown, {self.spec}, got "
+                f"{self.what}: {role} must have the structure of the unknown, {self.spec}, got "
                 f"{spec}."
             )
         pairs = zip(flat, self.flat, strict=True)
         flat = [torch.full_like(x, v) if isinstance(v, int | float) else v for v, x in pairs]
-        for found, wanted in zip(flat, self.flat, strict=True):
-            if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        for got, expected in zip(flat, self.flat, strict=True):
+            if got.shape != expected.shape or got.dtype != expected.dtype:
                 raise TypeError(
-                    f"{self.what}: {who} must have the types and shapes of the unknown: expected "
-                    f"{wanted.dtype} of shape {tuple(wanted.shape)}, got {found.dtype} of shape "
-                    f"{tuple(found.shape)}."
+                    f"{self.what}: {role} must have the types and shapes of the unknown: expected "
+                    f"{expected.dtype} of shape {tuple(expected.shape)}, got {got.dtype} of "
+                    f"shape {tuple(got.shape)}."
                 )
         return flat
 
     def solver(
-        self, who: str, solver: Solver, operator: Callable[[Any], Any]
+        self, role: str, solver: Solver, operator: Callable[[Any], Any]
     ) -> Callable[..., Any]:
         """Return a solver as a function of tensors; it returns the solution and aux."""
 
         def run(*values: Any) -> Any:
-            found = solver(operator, self.tree(values[: len(self.flat)]))
-            x, aux = split_aux(f"{self.what}: {who}", found, self.has_aux)
-            return self.leaves(who, x), aux
+            returned = solver(operator, self.tree(values[: len(self.flat)]))
+            x, aux = split_aux(f"{self.what}: {role}", returned, self.has_aux)
+            return self.leaves(role, x), aux
 
         return run
 
@@ -220,14 +220,14 @@ class _Unknown:
 
         rhs = _joined(pytrees.leaves_of(given))
         basis = torch.eye(sum(sizes), dtype=rhs.dtype, device=rhs.device)
-        found = torch.linalg.solve(vmap(column)(basis).T, rhs)
-        parts = zip(found.split(sizes), self.flat, strict=True)
+        solution = torch.linalg.solve(vmap(column)(basis).T, rhs)
+        parts = zip(solution.split(sizes), self.flat, strict=True)
         return self.tree([part.view(x.shape).to(x.dtype) for part, x in parts])
 
     def solved_densely(self, operator: Callable[[Any], Any], given: Any) -> Any:
         """Solve densely, with the signature of a user's solver; the auxiliary part is None."""
-        found = self.densely(operator, given)
-        return (found, None) if self.has_aux else found
+        solution = self.densely(operator, given)
+        return (solution, None) if self.has_aux else solution
 
     def result(self, kind: Any, functions: Sequence[Callable[..., Any]]) -> Any:
         """Return the result of an equation's solver, the second of its functions.
@@ -239,20 +239,20 @@ class _Unknown:
         parts: list[Closed] = []
         for i, function in enumerate(functions):
             if i and plain:
-                parts.append(_as_it_is(function, self if i == 1 else None))
+                parts.append(_untraced(function, self if i == 1 else None))
             else:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
-                found = converted(self.what, function, examples)
-                for value in found.closed:
+                graph = converted(self.what, function, examples)
+                for value in graph.closed:
                     closed.setdefault(id(value), value)
-                parts.append(_of_closed(found, [list(closed).index(id(x)) for x in found.closed]))
-                self.structure = found.tree if i == 1 else self.structure
+                parts.append(_of_closed(graph, [list(closed).index(id(x)) for x in graph.closed]))
+                self.structure = graph.tree if i == 1 else self.structure
         leaves = solved(kind(self.what, len(self.flat), *parts), self.flat, [*closed.values()])
         x, aux = pytrees.unflatten(self.structure, leaves)
         return (self.tree(x), aux) if self.has_aux else self.tree(x)
 
 
-def _as_it_is(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
+def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
     def run(values: Values, closed: Values) -> Values:
         leaves, tree = pytrees.flatten(function(*values))
         if unknown is not None:
@@ -262,8 +262,8 @@ def _as_it_is(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
     return run
 
 
-def _of_closed(found: Converted, at: Sequence[int]) -> Closed:
-    return lambda values, closed: found.run(*values, *[closed[i] for i in at])
+def _of_closed(graph: Converted, at: Sequence[int]) -> Closed:
+    return lambda values, closed: graph.run(*values, *[closed[i] for i in at])
 
 
 def _joined(values: Values) -> torch.Tensor:

@@ -128,18 +128,18 @@ def _of_positions(spec: Spec, parameters: Parameters, args: Sequence[Any]) -> li
             f"{spec.call()}: {spec.name} takes {len(names)} positional arguments "
             f"({', '.join(names)}), but {len(args)} were given."
         )
-    found = [spec.in_dims.get(name) for name in names[: len(args)]]
+    entries = [spec.in_dims.get(name) for name in names[: len(args)]]
     if extra > 0:
         of_rest = spec.in_dims.get(rest)
         if is_dim(of_rest):
-            return [*found, *[of_rest] * extra]
+            return [*entries, *[of_rest] * extra]
         if not isinstance(of_rest, tuple | list) or len(of_rest) != extra:
             raise ValueError(
                 f"{spec.call()}: in_dims[{rest!r}] is for the {extra} arguments that *{rest} "
                 f"collects: expected an int, None or a tuple of {extra}, got {of_rest!r}."
             )
-        found += of_rest
-    return found
+        entries += of_rest
+    return entries
 
 
 def _inside(of_rest: Any, name: str) -> Any:

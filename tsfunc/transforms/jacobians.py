@@ -73,7 +73,7 @@ def _of_leaves(
             return autograd.lift(x, level) if isinstance(x, torch.Tensor) else x
 
         # The other arguments are lifted too: the function may write values that depend on the
-        # chosen arguments into them, which plain tensors beside a level's tracers can't hold.
+        # chosen arguments into them, which plain tensors next to a level's tracers can't hold.
         others = [lifted(arg) for arg in args]
         options = {name: lifted(arg) for name, arg in kwargs.items()}
         return func(*with_chosen(others, names, new), **options)

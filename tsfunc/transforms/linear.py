@@ -117,8 +117,8 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     def transposed(cotangents: Any) -> tuple[Any, ...]:
         given = match_cotangents(f"{what}(cotangents)", cotangents, leaves, out_spec)
         pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True)
-        found: tuple[Any, ...] = pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
-        return found
+        result: tuple[Any, ...] = pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
+        return result
 
     return transposed
 
@@ -157,10 +157,10 @@ def _check_linear(what: str, recorded: RecordedCall) -> None:
             )
     with autograd.recording(level):
         seeds = [autograd.lift(torch.zeros_like(out), level) for out in recorded.outputs]
-        found = autograd.backward(
+        cotangents = autograd.backward(
             recorded.outputs, seeds, recorded.inputs, create_graph=True, retain_graph=True
         )
-    pulled = [ct for ct in found if ct is not None]
+    pulled = [ct for ct in cotangents if ct is not None]
     for i, x in enumerate(recorded.inputs):
         if autograd.depends_on(pulled, x):
             raise ValueError(

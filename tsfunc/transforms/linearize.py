@@ -81,15 +81,15 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
     recorded, (outs, out_spec, aux) = record(run, flat, primals)
     zeros = [torch.zeros_like(x) for x in outs]
-    smooth = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
+    differentiable = [i for i, x in enumerate(outs) if x.is_floating_point() or x.is_complex()]
 
-    def pull_smooth(*cotangents: torch.Tensor) -> Any:
+    def pull_differentiable(*cotangents: torch.Tensor) -> Any:
         every = list(zeros)
-        for i, cotangent in zip(smooth, cotangents, strict=True):
+        for i, cotangent in zip(differentiable, cotangents, strict=True):
             every[i] = cotangent
         return recorded.pull(every, retain=True)
 
-    _, push = vjp(pull_smooth, *[zeros[i] for i in smooth])
+    _, push = vjp(pull_differentiable, *[zeros[i] for i in differentiable])
 
     @boundary("the pushforward of linearize", func)
     def jvp_fn(*tangents: Any) -> Any:
@@ -98,7 +98,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         # needed.
         graph = any(autograd.requires_grad(tangent, recorded.level) for tangent in given)
         pushed = list(zeros)
-        for i, tangent in zip(smooth, push(given), strict=True):
+        for i, tangent in zip(differentiable, push(given), strict=True):
             pushed[i] = tangent if graph else recorded.released(tangent)
         return pytrees.unflatten(out_spec, pushed)
 

@@ -65,13 +65,13 @@ def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> l
         MeshError: a spec names an unknown axis or an axis twice, or the trees do not match.
     """
     try:
-        found = pytrees.broadcast_prefix(specs, tree, is_spec)
+        spread = pytrees.broadcast_prefix(specs, tree, is_spec)
     except ValueError as error:
         raise MeshError(
             f"{what}: expected a pytree prefix of {pytrees.spelled(pytrees.structure_of(tree))}, "
             f"got {specs!r}: {error}"
         ) from None
-    leaves = [P() if spec is None else spec for spec in found]
+    leaves = [P() if spec is None else spec for spec in spread]
     for spec in leaves:
         if not isinstance(spec, P):
             raise MeshError(f"{what}: expected tsfunc.P(...) for each tensor, got {spec!r}.")
@@ -95,7 +95,7 @@ def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int])
             raise MeshError(
                 f"{what}: expected dim {dim} to be a multiple of {parts}, the size of "
                 f"{' times '.join(map(repr, names))}, for the spec {spec!r}, got a tensor of shape "
-                f"{tuple(x.shape)}. Pad the tensor, or spread another dim."
+                f"{tuple(x.shape)}. Pad the tensor, or shard another dim."
             )
 
 

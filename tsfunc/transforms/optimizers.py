@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,10 @@ from tsfunc.bridge.tracers.optimizers import make_state
 from tsfunc.tracebacks import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
+
+
+# The numbers in the states of torch's optimizers.
+_NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 @folded_class
@@ -104,7 +108,15 @@ class FunctionalOptimizer:
         return self._optimizer([torch.zeros(1, 1)], {}).defaults
 
     def _complete(self, state: dict[str, Any], leaf: torch.Tensor) -> dict[str, Any]:
-        """Return the state with the momentum of SGD, which its first step makes of the gradient."""
+        """Return the state with what torch's optimizer has otherwise.
+
+        The momentum of SGD, which its first step makes of the gradient. The numbers of a state in
+        double precision: Adam computes ``1 - 0.999**step`` of them, which torch does in Python.
+        """
+        state = {
+            name: value.double() if name in _NUMBERS and isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
         momentum = self.cls is torch.optim.SGD and self.options.get("momentum", 0)
         if momentum and not self.options.get("dampening", 0):
             return {**state, "momentum_buffer": torch.zeros_like(leaf).detach()}
@@ -112,13 +124,13 @@ class FunctionalOptimizer:
 
     def _like(self, tree: Any, given: Any, name: str) -> list[Any]:
         try:
-            found: list[Any] = tree.flatten_up_to(given)
+            leaves: list[Any] = tree.flatten_up_to(given)
         except ValueError as error:
             raise ValueError(
                 f"functional_optimizer({self.cls.__name__}).step: {name} must have the structure "
                 f"of params: {error}"
             ) from None
-        return found
+        return leaves
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options.items() if name != "foreach"}

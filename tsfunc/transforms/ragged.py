@@ -46,13 +46,13 @@ class Nested(InputSource):
 
     examples: Sequence[torch.Tensor]
 
-    def take(self, lanes: torch.Tensor) -> torch.Tensor:
+    def take(self, subset: torch.Tensor) -> torch.Tensor:
         """Return the given examples, which have one size, as one tensor."""
-        return torch.stack([self.examples[i] for i in lanes.tolist()])
+        return torch.stack([self.examples[i] for i in subset.tolist()])
 
-    def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, subset: torch.Tensor, values: torch.Tensor) -> None:
         """Write new values of the given examples into the nested tensor."""
-        for i, value in zip(lanes.tolist(), values, strict=True):
+        for i, value in zip(subset.tolist(), values, strict=True):
             self.examples[i].copy_(value)
 
 
@@ -104,10 +104,10 @@ def groups_by_size(sources: Sequence[Any], size: int) -> list[torch.Tensor]:
     nested = [source for source in sources if isinstance(source, Nested)]
     if not nested or not size:
         return [torch.arange(size, device="cpu")]
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for i in range(size):
-        found.setdefault(tuple(n.examples[i].shape for n in nested), []).append(i)
-    return [torch.tensor(lanes, device="cpu") for lanes in found.values()]
+        groups.setdefault(tuple(n.examples[i].shape for n in nested), []).append(i)
+    return [torch.tensor(group, device="cpu") for group in groups.values()]
 
 
 # Returns the chunk sizes for a group of examples; None to run the group at once.
@@ -139,7 +139,7 @@ def put_together(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any
         return parts[0].out
     outs, dims = [part.out for part in parts], None
     for i, part in enumerate(parts):
-        collections = returned_collections(spec, part.out, len(part.lanes), whole=True)
+        collections = returned_collections(spec, part.out, len(part.subset), whole=True)
         if collections is not None:
             outs[i], dims = collections
     flats = [pytrees.flatten(out) for out in outs]
@@ -153,7 +153,7 @@ def put_together(spec: Spec, parts: Sequence[GroupResult], sources: Sequence[Any
             )
     if dims is None:
         dims = match_out_dims(spec, parts[0].out, tree)
-    joined = _Joined(spec, [part.lanes for part in parts], nested, single)
+    joined = _Joined(spec, [part.subset for part in parts], nested, single)
     results = [joined.leaf([flat[0][i] for flat in flats], dims[i]) for i in range(len(leaves))]
     return pytrees.unflatten(tree, results)
 
@@ -163,7 +163,7 @@ class _Joined:
 
     Args:
         spec: the arguments of vmap.
-        lanes: the examples of each part.
+        subsets: the examples of each part.
         nested: the inputs that are nested tensors.
         single: True if non-tensor results are per example.
     """
@@ -171,12 +171,12 @@ class _Joined:
     def __init__(
         self,
         spec: Spec,
-        lanes: Sequence[torch.Tensor],
+        subsets: Sequence[torch.Tensor],
         nested: Sequence[torch.Tensor],
         single: bool,
     ) -> None:
-        self.spec, self.lanes, self.nested, self.single = spec, lanes, nested, single
-        order = torch.cat(list(lanes))
+        self.spec, self.subsets, self.nested, self.single = spec, subsets, nested, single
+        order = torch.cat(list(subsets))
         self.size = len(order)
         self.back = order.argsort()
         self.sorted = bool((self.back.diff() == 1).all())
@@ -216,11 +216,11 @@ class _Joined:
 
     def _listed(self, values: Sequence[Any], dim: int) -> list[Any]:
         """Return a list with an entry for each example."""
-        found: list[Any] = []
-        for lanes, value in zip(self.lanes, values, strict=True):
-            each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(lanes)
-            found.extend(each)
-        return [found[i] for i in self.back.tolist()]
+        items: list[Any] = []
+        for subset, value in zip(self.subsets, values, strict=True):
+            each = value.unbind(dim) if isinstance(value, torch.Tensor) else [value] * len(subset)
+            items.extend(each)
+        return [items[i] for i in self.back.tolist()]
 
     def _tensors(self, values: Sequence[torch.Tensor], dim: int) -> Any:
         sizes = [_without(value, dim) for value in values]

@@ -85,12 +85,12 @@ class RecordedCall:
         )
         again = create or autograd.differentiated_outside(self.outputs)
         with autograd.recording(level) if again else autograd.unrecorded(level):
-            found = autograd.backward(
+            gradients = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
             )
             pulled = [
                 torch.zeros_like(x) if g is None else g
-                for g, x in zip(found, self.inputs, strict=True)
+                for g, x in zip(gradients, self.inputs, strict=True)
             ]
         return [autograd.detached(g) for g in pulled] if again and not create else pulled
 

@@ -174,11 +174,11 @@ def mesh_axes(
             "mesh_axes: expected a mesh of processes, got a VirtualMesh, whose ranks are in one "
             "process. Use shard_map(f, mesh, in_specs, out_specs)."
         )
-    found = mesh_of(mesh)
-    axes = tuple(found.sizes)
+    known = mesh_of(mesh)
+    axes = tuple(known.sizes)
     _refuse_hidden(axes)
     _check_option("check", check, ("programs", "calls", "values", None))
-    with bound(found, axes, check):
+    with bound(known, axes, check):
         yield
 
 
@@ -261,21 +261,21 @@ class bound:
 
 
 def _tell(mesh: Mesh, levels: Sequence[MeshLevel], error: BaseException) -> None:
-    """Tell the other ranks that this rank's body has raised.
+    """Report to the other ranks that this rank's body has raised.
 
     If each collective along an axis is preceded by an agreement, the error is exchanged in one.
     Along other axes, ranks may wait in a collective that this rank does not join, and read a
     report. Along the axis of a failed agreement, they raise the same error.
     """
     known = error.axis_name if isinstance(error, RanksDisagree) else None
-    told = [
+    informed = [
         level.axis_name
         for level in levels
         if level.check in ("calls", "values")
         or (level.check == "programs" and not mesh.has_programs(level.axis_name))
     ]
-    report(mesh, error, told)
-    for axis in told:
+    report(mesh, error, informed)
+    for axis in informed:
         if axis != known:
             with suppress(RuntimeError):  # the group can't be reached any more
                 exchanged_texts(mesh, axis, describe(error))
@@ -367,7 +367,7 @@ _MOST_PLANS = 64  # the most argument structures that one function keeps
 
 
 def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractContextManager[None]:
-    """Context manager: tensors that the body captures are as arguments with ``P()``.
+    """Context manager: tensors that the body captures are treated as arguments with ``P()``.
 
     This matters to derivatives by these tensors, which are summed over the ranks.
     """

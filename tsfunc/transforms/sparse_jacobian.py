@@ -161,10 +161,10 @@ def jacobian_sparsity(
 def pattern_of(blocks: Blocks) -> torch.Tensor:
     """Return the rows and columns of the entries that may be nonzero."""
     x = blocks.vector
-    found = converted(API, blocks.function, [x])
+    graph = converted(API, blocks.function, [x])
     any_values = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype)
     with torch.no_grad():
-        return dependence(found.graph, [any_values, *found.closed])
+        return dependence(graph.graph, [any_values, *graph.closed])
 
 
 def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
@@ -179,10 +179,10 @@ def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
     if not isinstance(sparsity, torch.Tensor):
         raise ValueError(f"{API}: sparsity must be a tensor, got {type(sparsity).__name__}.")
     x = tensors[0] if one else blocks.vector
-    found = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
-    if found.layout is not torch.sparse_coo:
-        found = found.to_sparse()
-    places, shape = found.coalesce().indices(), tuple(found.shape)
+    sparse = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
+    if sparse.layout is not torch.sparse_coo:
+        sparse = sparse.to_sparse()
+    places, shape = sparse.coalesce().indices(), tuple(sparse.shape)
     rank = 1 if len(shape) == 2 and shape[1] == x.numel() else len(shape) - x.dim()
     sizes = shape[rank:]
     if sizes not in (tuple(x.shape), (x.numel(),)):
@@ -195,19 +195,19 @@ def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
 
 def _number(places: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the flat indices of multi-dimensional positions."""
-    found = torch.zeros(places.shape[1], dtype=torch.long)
+    numbers = torch.zeros(places.shape[1], dtype=torch.long)
     for place, size in zip(places, shape, strict=True):
-        found = found * size + place
-    return found
+        numbers = numbers * size + place
+    return numbers
 
 
 def _places(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
     """Return the multi-dimensional positions of flat indices."""
-    found = []
+    places = []
     for size in reversed(shape):
-        found.append(numbers % size)
+        places.append(numbers % size)
         numbers = numbers // size
-    return found[::-1]
+    return places[::-1]
 
 
 def colors(pairs: torch.Tensor) -> dict[int, int]:

@@ -86,7 +86,7 @@ def specialize(
     auto_widen: bool = True,
     backend: Any = "python",
 ) -> Any:
-    """Make a function run as programs, each traced once for calls that look alike.
+    """Make a function run as programs, each traced once for calls with the same types and sizes.
 
     Args:
         func: takes and returns pytrees; a function or an ``nn.Module``; or a ``classmethod``,
@@ -111,9 +111,8 @@ def specialize(
             callable. Inside of transforms and traces a program always runs as Python.
         closure: the treatment of values that the function reads and that are not arguments:
             variables, defaults, its own objects. ``"guard"``: every call checks that they are
-            unchanged, and reads the data of tensors anew. ``"freeze"``: the values become
-            constants.
-            ``"error"``: reading them is an error.
+            unchanged, and reads the data of tensors again. ``"freeze"``: the values become
+            constants. ``"error"``: reading them is an error.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
@@ -192,12 +191,12 @@ def specialize(
     return Specialized(func, every, max_specializations, closure, auto_widen, backend)
 
 
-def _of_class(found: Any, of_function: Callable[[Any], Any]) -> Any:
+def _of_class(member: Any, of_function: Callable[[Any], Any]) -> Any:
     """Return the same kind of class member around the specialized function."""
-    if isinstance(found, property):
-        reads = None if found.fget is None else of_function(found.fget)
-        return property(reads, found.fset, found.fdel, found.__doc__)
-    return type(found)(of_function(found.__func__))
+    if isinstance(member, property):
+        reads = None if member.fget is None else of_function(member.fget)
+        return property(reads, member.fset, member.fdel, member.__doc__)
+    return type(member)(of_function(member.__func__))
 
 
 def _is_list_of_mappings(value: Any) -> bool:
@@ -214,7 +213,7 @@ def load(
     """Load a specialized function from a file.
 
     No code of the file is run: its programs are graphs of torch operators, found by name, and
-    their Python code is generated anew.
+    their Python code is generated again.
 
     Args:
         path: a file that ``save`` of a specialized function, or of a program, has written.

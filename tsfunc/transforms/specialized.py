@@ -184,11 +184,11 @@ class Specialized(Generic[_Params, _Result]):
         if tracing_here():
             return self.func(*args, **kwargs)
         with self.cache.lock:
-            found = self.cache.find(args, kwargs)
-            if found is None:
+            known = self.cache.find(args, kwargs)
+            if known is None:
                 self.cache.misses += 1
                 entry, reached = call.program(self.cache)
-        if found is not None:  # another thread has made it in the meantime
+        if known is not None:  # another thread has made it in the meantime
             return self(*args, **kwargs)
         if call.warning is not None:
             warn(call.warning, RetraceWarning)
@@ -413,10 +413,10 @@ class Specialized(Generic[_Params, _Result]):
 
     def _is_named(self) -> bool:
         """Return True if an import of the function's module and name gives this object."""
-        found: Any = sys.modules.get(getattr(self, "__module__", ""))
+        value: Any = sys.modules.get(getattr(self, "__module__", ""))
         for name in getattr(self, "__qualname__", "<none>").split("."):
-            found = getattr(found, name, None)
-        return found is self
+            value = getattr(value, name, None)
+        return value is self
 
     def __copy__(self) -> Specialized[_Params, _Result]:
         return self._with(self.func)
@@ -534,9 +534,9 @@ def read_loaded(
     programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
     refused = loaded.target.refused_by(None, True)
     loaded.cache.entries = tuple(
-        CachedProgram.of_form(
+        CachedProgram.of_call_spec(
             programs[answer.program],
-            answer.form,
+            answer.call_spec,
             answer.reason,
             refused,
         )

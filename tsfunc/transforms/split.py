@@ -40,18 +40,18 @@ class InputSource:
     value: torch.Tensor
     dim: int
 
-    def take(self, lanes: torch.Tensor) -> torch.Tensor:
+    def take(self, subset: torch.Tensor) -> torch.Tensor:
         """Return the given examples as one tensor."""
-        if len(lanes) == self.value.shape[self.dim]:
+        if len(subset) == self.value.shape[self.dim]:
             return self.value
-        return take_examples(self.value, self.dim, lanes)
+        return take_examples(self.value, self.dim, subset)
 
-    def put(self, lanes: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, subset: torch.Tensor, values: torch.Tensor) -> None:
         """Write new values of the given examples into the input."""
-        if len(lanes) == self.value.shape[self.dim]:
+        if len(subset) == self.value.shape[self.dim]:
             self.value.copy_(values)
         else:
-            self.value.index_copy_(self.dim, lanes.to(values.device), values)
+            self.value.index_copy_(self.dim, subset.to(values.device), values)
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class GroupResult:
     """The result of one run of the function.
 
     Attributes:
-        lanes: the examples of the run.
+        subset: the examples of the run.
         out: the result.
         reads_values: True if the function read values of examples as Python values.
     """
 
-    lanes: torch.Tensor
+    subset: torch.Tensor
     out: Any
     reads_values: bool
 
@@ -105,39 +105,39 @@ class Runner:
     def add(self, group: torch.Tensor) -> None:
         """Run the function for a group of examples, and for the groups that split off from it."""
         pending = deque([group])
-        alone = False
+        single = False
         while pending:
-            lanes = pending.popleft()
+            subset = pending.popleft()
             if self.generators is not None and self._runs:
                 self.generators.rewind()
             self._runs += 1
-            pending.extendleft(reversed(self._attempt(lanes, alone and len(lanes) == 1)))
-            alone = self.randomness == "error"
+            pending.extendleft(reversed(self._attempt(subset, single and len(subset) == 1)))
+            single = self.randomness == "error"
 
-    def _attempt(self, lanes: torch.Tensor, alone: bool) -> list[torch.Tensor]:
+    def _attempt(self, subset: torch.Tensor, single: bool) -> list[torch.Tensor]:
         """Run the function once, and return the groups that are still to be run.
 
-        See NOTE [single examples] for ``alone``.
+        See NOTE [single examples] for ``single``.
         """
         spec = self.spec
         level = SplitLevel(
-            lanes, self.randomness, spec.label, spec.strict, self.generators, self.keys,
+            subset, self.randomness, spec.label, spec.strict, self.generators, self.keys,
             self._copying,
         )  # fmt: skip
         level.splitter = level if spec.splits else None
-        level.alone = alone
-        inputs = _inputs(self.sources, level, alone)
+        level.single = single
+        inputs = _inputs(self.sources, level, single)
         try:
             out = self.run(level, inputs)
         except StartAnew as anew:
             if anew.level is not level:
                 raise
             self._copying = self._copying or level.writes_arguments
-            return [level.lanes, *level.put_off]
-        self._parts.append(GroupResult(level.lanes, out, level.reads_values))
+            return [level.subset, *level.put_off]
+        self._parts.append(GroupResult(level.subset, out, level.reads_values))
         for i, source in enumerate(self.sources):
-            if i in level.written or (alone and level.copying and was_written(inputs[i])):
-                self._written.append(_Written(source, level, level.lanes, inputs[i]))
+            if i in level.written or (single and level.copying and was_written(inputs[i])):
+                self._written.append(_Written(source, level, level.subset, inputs[i]))
         return level.put_off
 
     def finish(self) -> list[GroupResult]:
@@ -176,13 +176,13 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
 
 
 # NOTE [single examples]
-# An example that is put off alone is passed to the function as a plain tensor: there is nothing to
-# batch, and torch's own calls take a fifth of the time of a tracer's. A batch in which every
-# example takes its own path therefore costs little more than a loop. The level is active all the
-# same, for operators without a tensor argument. Random operators raise at such a level; if the
-# randomness mode allows them, single examples are passed as tracers too.
-def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]:
-    """Return the level's examples as its tracers; plain tensors if ``alone``."""
+# An example that is put off by itself is passed to the function as a plain tensor: torch's own
+# calls take a fifth of the time of a tracer's. A batch in which every example takes its own path
+# therefore costs little more than a loop. The level is still active, for operators without a tensor
+# argument. Random operators raise at such a level; if the randomness mode allows them, single
+# examples are passed as tracers too.
+def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any]:
+    """Return the level's examples as its tracers; plain tensors if ``single``."""
     inputs: list[Any] = []
     taken: dict[tuple[int, int], torch.Tensor] = {}  # an input that is passed twice stays one
     for i, source in enumerate(sources):
@@ -191,9 +191,9 @@ def _inputs(sources: Sequence[Any], level: SplitLevel, alone: bool) -> list[Any]
             continue
         key = id(source.value), source.dim
         if key not in taken:
-            value = source.take(level.lanes)
+            value = source.take(level.subset)
             taken[key] = value.clone() if level.copying else value
-        if alone:
+        if single:
             inputs.append(taken[key].select(source.dim, 0))
             continue
         level.note_argument(taken[key], i)
@@ -207,13 +207,13 @@ class _Written:
 
     source: InputSource
     level: SplitLevel
-    lanes: torch.Tensor
+    subset: torch.Tensor
     became: torch.Tensor
 
     def put(self) -> None:
         became, dim = self.became, self.source.dim
         if isinstance(became, BatchTracer) and became.dispatch_level is self.level:
             assert became.bdim is not None
-            self.source.put(self.lanes, became.value.movedim(became.bdim, dim))
+            self.source.put(self.subset, became.value.movedim(became.bdim, dim))
         else:
-            self.source.put(self.lanes, became.unsqueeze(dim))
+            self.source.put(self.subset, became.unsqueeze(dim))

@@ -4,8 +4,8 @@ NOTE [tensor collections]
 A TensorDict, a tensorclass or a lazy stack is mapped over one of its own batch dims, as
 ``torch.func.vmap`` does once ``tensordict.nn`` is imported. The function receives a collection
 without that dim, and a returned collection gets one more dim. The batch size, the names and nested
-collections change alike. ``in_dims`` and ``out_dims`` count the batch dims only: -1 is the last
-batch dim.
+collections change in the same way. ``in_dims`` and ``out_dims`` count the batch dims only: -1 is
+the last batch dim.
 
 Each collection becomes a pytree node whose leaves are its tensors. The node is rebuilt without the
 mapped dim (an input), or with the dim that the results have (an output). tsfunc does not import
@@ -289,10 +289,10 @@ def _opaque_leaves(tree: Any) -> tuple[list[Any], optree.PyTreeSpec] | None:
     if module is None:
         return None
     leaves, structure = pytrees.flatten(tree, module.is_tensor_collection)
-    found = [module.is_tensor_collection(leaf) for leaf in leaves]
-    if not any(found):
+    are_collections = [module.is_tensor_collection(leaf) for leaf in leaves]
+    if not any(are_collections):
         return None
-    pairs = zip(leaves, found, strict=True)
+    pairs = zip(leaves, are_collections, strict=True)
     return [_Opaque(leaf) if is_one else leaf for leaf, is_one in pairs], structure
 
 

@@ -70,8 +70,8 @@ def run_nested(
         nonlocal out_tree
         out = func(*pytrees.unflatten(tree, list(leaves)))
         leaf_specs[:] = match_specs("shard_map: out_specs", out_specs, out, sizes)
-        found, out_tree = pytrees.flatten(out)
-        return found
+        leaves_out, out_tree = pytrees.flatten(out)
+        return leaves_out
 
     def mapped(at: int, leaves: Sequence[Any]) -> list[Any]:
         """Run the body over the axes from ``at`` inward; dims of outer axes are mapped."""
@@ -84,12 +84,14 @@ def run_nested(
         ]
 
         def inner(leaves: list[Any]) -> dict[str, list[Any]]:
-            found = mapped(at + 1, leaves)
+            leaves_out = mapped(at + 1, leaves)
             spread = [name in spec.names for spec in leaf_specs]
             return {
-                "spread": [x for x, along in zip(found, spread, strict=True) if along],
+                "spread": [x for x, along in zip(leaves_out, spread, strict=True) if along],
                 "same": [
-                    _equal(x, name) for x, along in zip(found, spread, strict=True) if not along
+                    _equal(x, name)
+                    for x, along in zip(leaves_out, spread, strict=True)
+                    if not along
                 ],
             }
 
@@ -101,7 +103,7 @@ def run_nested(
             axis_size=sizes[name],
             axis_name=name,
         )
-        parts = {key: iter(found) for key, found in run(list(leaves)).items()}
+        parts = {key: iter(leaves_out) for key, leaves_out in run(list(leaves)).items()}
         return [next(parts["spread" if name in spec.names else "same"]) for spec in leaf_specs]
 
     results = mapped(0, given)

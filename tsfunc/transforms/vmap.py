@@ -154,7 +154,7 @@ def vmap(
     if randomness not in ("error", "different", "same", "split"):
         raise RuntimeError(
             f"Only allowed values for randomness are 'error', 'different', or 'same'. "
-            f"Got {randomness}. (Beside these 'split', by which each example draws as if alone.)"
+            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
         )
     if data_dependent not in ("error", "split"):
         raise ValueError(

@@ -2,7 +2,8 @@
 
 The descriptor of a function's parameter is a type. The modules, in the order of their imports:
 
-    sizes            expressions over named sizes: their normal form, and facts as text
+    sizes            expressions over named sizes, and their normal form
+    size_facts       conditions on named sizes as text, and their code as guards
     dims             the sizes in a shape: numbers, names with bounds, expressions
     size_matching    comparison of the sizes of two types, whose names hold across a type
     meta             MetaTensorType: the metadata of a tensor, its order and joins
@@ -10,7 +11,7 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     values           Python values as literals, and classes by name: equality, and their text
     grammar          the types: frozen dataclasses under one union
     classes          nominal types: enums, interfaces, torch's own classes, any class
-    descriptors      the class, the tensors and the parts that a type describes
+    descriptors      the class and the parts that a type describes
     lattice          the subtype relation, and the least type above two types
     inference        the types of values
     text             the parser of types and descriptors
@@ -24,6 +25,7 @@ The descriptor of a function's parameter is a type. The modules, in the order of
 The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
+    exclusion        descriptors that no call can fit together
     compiled         the descriptors of a function, ready for its calls, and their order
 
 The public names are in ``__all__``. The modules of the package are private.

@@ -186,21 +186,21 @@ def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TS
 def _from_string(text: str, reading: _Reading) -> TSType:
     if reading.scope is None:
         try:
-            return read_type(text, {}, lambda found: _read(found, reading))
+            return read_type(text, {}, lambda value: _read(value, reading))
         except AnnotationError as error:
             raise AnnotationError(f"{reading.where}: {error}") from None
     try:
         names: Any = ChainMap(dict(reading.scope), _WORDS)
-        found = eval(text, {"__builtins__": builtins}, names)
+        value = eval(text, {"__builtins__": builtins}, names)
     except Exception as error:
         # The text can be of the grammar without being Python: f32[n, 64] cpu.
         try:
-            return read_type(text, reading.scope, lambda found: _read(found, reading))
+            return read_type(text, reading.scope, lambda value: _read(value, reading))
         except AnnotationError:
             refused = reading.error(f"{text!r} can't be read: {error}")
             refused.undefined = isinstance(error, NameError | AttributeError)
             raise refused from None
-    return _read(found, reading)
+    return _read(value, reading)
 
 
 _WORDS: dict[str, object] = {
@@ -235,7 +235,7 @@ def parse(text: str, scope: Scope | None = None) -> TSType:
 
     Source: the grammar of the TorchScript type system proposal.
     """
-    return read_type(text, scope or {}, lambda found: from_annotation(found, scope))
+    return read_type(text, scope or {}, lambda value: from_annotation(value, scope))
 
 
 # --- typing objects
@@ -251,9 +251,9 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
     if args == ((),):  # Tuple[()] on Python 3.10
         args = ()
     if reading.descriptor is not None:
-        found = _only_in_descriptors(annotation, args, reading)
-        if found is not None:
-            return found
+        descriptor = _only_in_descriptors(annotation, args, reading)
+        if descriptor is not None:
+            return descriptor
     name = _constructor(origin)
     if name is None:
         if isinstance(origin, type) and typing.Generic in origin.__bases__:
@@ -383,12 +383,14 @@ def _from_named_tuple(cls: type, reading: _Reading) -> TSType:
         )
     names = optree.namedtuple_fields(cls)
     inner = replace(reading, inside=(*reading.inside, cls))
-    found = dict(raw_annotations(cls))
+    annotations = dict(raw_annotations(cls))
     elements = []
     for name in names:
         where = f"{reading.where}: {cls.__name__}.{name}"
         scope = class_scope(cls)
-        elements.append(_read(found.get(name, TENSOR), replace(inner, where=where, scope=scope)))
+        elements.append(
+            _read(annotations.get(name, TENSOR), replace(inner, where=where, scope=scope))
+        )
     return TSNamedTuple(names, tuple(elements))
 
 
@@ -406,23 +408,23 @@ def class_scope(cls: type) -> Scope:
 
 def _closed_over(cls: type) -> dict[str, object]:
     """Return the variables of an enclosing function that the methods of a class close over."""
-    found: dict[str, object] = {}
+    variables: dict[str, object] = {}
     for method in vars(cls).values():
         if isinstance(method, types.FunctionType):
-            found.update(closure_of(method))
-    return found
+            variables.update(closure_of(method))
+    return variables
 
 
 def closure_of(func: Any) -> dict[str, object]:
     """Return the variables with a value that a function closes over."""
-    found: dict[str, object] = {}
+    variables: dict[str, object] = {}
     names = getattr(getattr(func, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(func, "__closure__", None) or (), strict=False):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    return found
+    return variables
 
 
 class _Declared(NamedTuple):
@@ -458,7 +460,7 @@ def _declared(cls: type) -> _Declared:
     known = _known.get(cls)
     if known is not None:
         return known
-    found: dict[str, TSType] = {}
+    types_: dict[str, TSType] = {}
     no_types: set[str] = set()
     clear, scope = True, class_scope(cls)
     for home in reversed(cls.__mro__):
@@ -466,13 +468,13 @@ def _declared(cls: type) -> _Declared:
         for name, annotation in inspect.get_annotations(home).items():
             no_types.discard(name)
             try:
-                found[name] = from_annotation(annotation, names, where=f"{cls.__name__}.{name}")
+                types_[name] = from_annotation(annotation, names, where=f"{cls.__name__}.{name}")
             except AnnotationError as error:
-                found[name] = ANY
+                types_[name] = ANY
                 no_types.add(name)
                 clear = clear and not error.undefined
-    anys = frozenset(name for name, type_ in found.items() if type_ == ANY) - no_types
-    declared = _Declared(found, anys)
+    anys = frozenset(name for name, type_ in types_.items() if type_ == ANY) - no_types
+    declared = _Declared(types_, anys)
     if clear:
         _known[cls] = declared
     return declared

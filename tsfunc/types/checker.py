@@ -466,10 +466,10 @@ class CheckContext:
         known = [self._bound_at(name) for name in expression.names if name in self.sizes]
         because = ", ".join(known)
         if len(known) < len(expression.names):
-            found = expression.solve(size, self.sizes)
-            if found is None:
+            solved = expression.solve(size, self.sizes)
+            if solved is None:
                 return False
-            name, solution = found
+            name, solution = solved
             if solution is not None:
                 self.sizes[name] = solution
                 self._places[name] = (path, f"{part} = {expression}")
@@ -542,16 +542,16 @@ def missing_methods(cls: type, interface: type) -> list[tuple[str, tuple[str, st
     A class that is derived from the interface has its methods. Another class must have each method
     under its name, accept the arguments of the interface, and return a subtype of its result.
     """
-    found = []
+    differences = []
     for name, wanted in interface_methods(interface).items():
         own = inspect.getattr_static(cls, name, None)
         expected = f"a method {name}{inspect.signature(wanted)}"
         if not callable(own) or own is wanted:
-            found.append((name, (expected, f"none in {cls.__name__}")))
+            differences.append((name, (expected, f"none in {cls.__name__}")))
         elif not _accepts(cls, own, interface, wanted):
             got = f"{name}{inspect.signature(own)} of {cls.__name__}"
-            found.append((name, (expected, got)))
-    return found
+            differences.append((name, (expected, got)))
+    return differences
 
 
 def _accepts(cls: type, own: Any, interface: type, wanted: Any) -> bool:

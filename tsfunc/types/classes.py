@@ -195,11 +195,11 @@ def interface_methods(cls: type) -> dict[str, types.FunctionType]:
 
 def check_interface(cls: type) -> None:
     """Raise unless an interface has only methods without bodies and with annotated arguments."""
-    found = list(_faults(cls))
-    if found:
+    faults = list(_faults(cls))
+    if faults:
         raise AnnotationError(
             f"interface {cls.__name__} may have abstract methods with annotated arguments, and "
-            f"nothing else: {'; '.join(found)}"
+            f"nothing else: {'; '.join(faults)}"
         )
 
 

@@ -166,9 +166,9 @@ class CompiledDescriptors:
             elif ANY not in alternatives_of(descriptor):
                 expected = "an argument, which its descriptor describes"
                 context.fail((name,), "", expected, "none")
-        found = context.finish()
-        if found:
-            raise self._violation(found)
+        mismatches = context.finish()
+        if mismatches:
+            raise self._violation(mismatches)
         return context
 
     def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
@@ -181,8 +181,8 @@ class CompiledDescriptors:
         A leaf with several alternatives is open here; the `Bindings` of a call have the
         alternative that was chosen.
         """
-        found = self._alternatives(path)
-        return found.pop() if len(found) == 1 else None
+        alternatives = self._alternatives(path)
+        return alternatives.pop() if len(alternatives) == 1 else None
 
     def _alternatives(self, path: Path) -> set[MetaTensorType | None]:
         """Return the metadata that can describe a tensor at `path`; None in it leaves it open."""
@@ -190,10 +190,10 @@ class CompiledDescriptors:
             return set()
         return governing(self.descriptors[path[0]], tuple(path[1:]))
 
-    def _violation(self, found: Sequence[Mismatch]) -> DescriptorViolation:
+    def _violation(self, mismatches: Sequence[Mismatch]) -> DescriptorViolation:
         return DescriptorViolation(
             f"{self.call}: the call breaks its descriptors:\n"
-            + "".join(f"  {mismatch}\n" for mismatch in found)
+            + "".join(f"  {mismatch}\n" for mismatch in mismatches)
             + "Pass arguments that fit, or give descriptors that these arguments fit "
             "(None leaves an attribute open)."
         )

@@ -66,11 +66,11 @@ same type from each branch.
     for type_ in rest:
         faults += branch_faults(joined, type_, exact=exact)
         joined = join(joined, type_)
-    found = "; ".join(dict.fromkeys(faults))
-    if found:
+    listed_faults = "; ".join(dict.fromkeys(faults))
+    if listed_faults:
         listed = "".join(f"  {name}: {type_}\n" for name, type_ in branches.items())
         raise TypeCheckError(
-            f"{where}: its branches return values of different types:\n{listed}{found}. "
+            f"{where}: its branches return values of different types:\n{listed}{listed_faults}. "
             f"Return the same type from each branch."
         )
     return joined
@@ -84,11 +84,11 @@ def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -
         path: the path of the types.
         exact: as for `join_branches`.
     """
-    found = (
+    candidates = (
         _fault(f"At {at}" if at else "There", one, other, exact)
         for at, one, other in differences(left, right, path)
     )
-    return [fault for fault in found if fault]
+    return [fault for fault in candidates if fault]
 
 
 def _fault(at: str, one: TSType, other: TSType, exact: bool) -> str:

@@ -113,13 +113,13 @@ class Descriptors(Mapping[str, Descriptor]):
             >>> Descriptors.parse("x: f32[n, 64] cpu, y: List[int]")["y"]
             TSList(element=TSPrimitiveType(name='int'))
         """
-        found: dict[str, object] = {}
+        descriptors: dict[str, object] = {}
         for line in text.splitlines():
             for name, rest in _parameters(line):
-                if name in found:
+                if name in descriptors:
                     raise DescriptorError(f"{text!r} describes {name!r} twice")
-                found[name] = parse_descriptor(rest, scope)
-        return cls(found)
+                descriptors[name] = parse_descriptor(rest, scope)
+        return cls(descriptors)
 
     def __le__(self, other: Mapping[str, object]) -> bool:
         wider = _as_set(other)
@@ -189,11 +189,11 @@ class Descriptors(Mapping[str, Descriptor]):
             x: tensor[1, 3], train: Literal[True]
             x: tensor[n>=2, 3], train: Literal[True]
         """
-        found = [self]
+        sets = [self]
         for name, several in alternatives.items():
             choices = list(choices_of(name, several))
-            found = [each._narrowed(name, choice) for each in found for choice in choices]
-        return tuple(found)
+            sets = [each._narrowed(name, choice) for each in sets for choice in choices]
+        return tuple(sets)
 
     def _narrowed(self, name: str, choice: Any) -> Descriptors:
         if name in self:
@@ -243,12 +243,12 @@ def _parameters(line: str) -> Iterator[tuple[str, str]]:
         part = line[start + 1 : stop]
         if not part.strip():
             continue
-        found = re.match(r"\s*([^\W\d]\w*)\s*:(.*)", part)
-        if found is None:
+        match = re.match(r"\s*([^\W\d]\w*)\s*:(.*)", part)
+        if match is None:
             raise DescriptorError(
                 f"{part.strip()!r} is not a descriptor of a parameter: `name: f32[n]`"
             )
-        yield found[1], found[2]
+        yield match[1], match[2]
 
 
 def _as_set(written: Mapping[str, object]) -> Descriptors:
@@ -286,9 +286,9 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
     """
     if not examples:
         raise DescriptorError("infer_descriptors: expected at least one example, got none")
-    found = [_of_example(example) for example in examples]
-    joined = found[0]
-    for each in found[1:]:
+    sets = [_of_example(example) for example in examples]
+    joined = sets[0]
+    for each in sets[1:]:
         joined = joined.join(each)
     return joined
 
@@ -351,12 +351,12 @@ def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
         case Dim(name):
             return parse_dim(dims[name]) if name in dims else form
         case DimExpr():
-            found = {name: parse_dim(dims.get(name, name)) for name in form.names}
-            if None in found.values():
+            forms = {name: parse_dim(dims.get(name, name)) for name in form.names}
+            if None in forms.values():
                 return None
             texts = {
                 name: each.name if isinstance(each, Dim) else str(each)
-                for name, each in found.items()
+                for name, each in forms.items()
             }
             return parse_dim(form.substitute(texts))
         case _:

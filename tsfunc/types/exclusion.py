@@ -168,18 +168,18 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
 
 def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
     """Return True if both sizes are known and differ."""
-    found: list[int | None] = []
+    values: list[int | None] = []
     for side, form in enumerate(pair):
         if isinstance(form, DimExpr):
             sizes = {name: known.get((side, name)) for name in form.names}
             if any(size is None for size in sizes.values()):
                 return False
             try:
-                found.append(form.evaluate({name: size or 0 for name, size in sizes.items()}))
+                values.append(form.evaluate({name: size or 0 for name, size in sizes.items()}))
             except ZeroDivisionError:
                 return True
         elif isinstance(form, Dim):
-            found.append(known.get((side, form.name)))
+            values.append(known.get((side, form.name)))
         else:
-            found.append(form)
-    return None not in found and found[0] != found[1]
+            values.append(form)
+    return None not in values and values[0] != values[1]

@@ -179,15 +179,15 @@ def _schema(instance: Any, inside: tuple[object, ...]) -> dict[str, TSAllType]:
     Objects in `inside`, which contain the instance, are described only by their class.
     """
     inside = (*inside, instance)
-    found: dict[str, TSAllType] = {}
+    types_: dict[str, TSAllType] = {}
     for name, value in attributes_of(instance).items():
         if any(value is each for each in inside):
-            found[name] = TSCustomClass(type(value))
+            types_[name] = TSCustomClass(type(value))
         elif isinstance(value, torch.nn.Module) and type(value) not in BUILTIN_CLASSES:
-            found[name] = _module_type(value, inside)
+            types_[name] = _module_type(value, inside)
         else:
-            found[name] = of_value(value)
-    return found
+            types_[name] = of_value(value)
+    return types_
 
 
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -196,15 +196,15 @@ _OWN_TO_MODULES = frozenset(vars(torch.nn.Module()))
 
 def attributes_of(instance: Any) -> dict[str, Any]:
     """Return the attributes of an instance by name, including the state of a module."""
-    found = dict(getattr(instance, "__dict__", {}))
+    attributes = dict(getattr(instance, "__dict__", {}))
     for cls in type(instance).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(instance, name):
-                found.setdefault(name, getattr(instance, name))
+                attributes.setdefault(name, getattr(instance, name))
     if not isinstance(instance, torch.nn.Module):
-        return found
-    own = {k: v for k, v in found.items() if k == "training" or k not in _OWN_TO_MODULES}
+        return attributes
+    own = {k: v for k, v in attributes.items() if k == "training" or k not in _OWN_TO_MODULES}
     for kind in _STATE:
-        own.update(found.get(kind, {}))
+        own.update(attributes.get(kind, {}))
     return own

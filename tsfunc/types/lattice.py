@@ -392,7 +392,7 @@ class _Join:
     # --- unions
 
     def unions(self, left: TSType, right: TSType) -> TSType:
-        """Join unions. None beside one alternative is separated; a written union stays a union."""
+        """Join unions. None besides one alternative is separated; a written union stays a union."""
         ones, others = (
             [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
         )
@@ -412,8 +412,8 @@ class _Join:
                 least = [*(other for other in least if not is_below([other], [each])), each]
         if has_none and len(least) == 1 and not self.of_call:
             return optional(least[0])
-        found = (*sorted(least, key=str), *((NONE,) if has_none else ()))
-        return found[0] if len(found) == 1 else TSUnion(found)
+        alternatives = (*sorted(least, key=str), *((NONE,) if has_none else ()))
+        return alternatives[0] if len(alternatives) == 1 else TSUnion(alternatives)
 
     def one_sided(self, type_: TSType, *, is_left: bool) -> TSType:
         """Return the part of a join that only one of the two types has."""

@@ -214,11 +214,11 @@ class MetaTensorType:
             f32[1, 3]
             f32[n>=2, 3]
         """
-        found = [self]
+        parts = [self]
         for name, several in alternatives.items():
             choices = list(choices_of(name, several))
-            found = [_split_one(each, name, choice) for each in found for choice in choices]
-        return tuple(found)
+            parts = [_split_one(each, name, choice) for each in parts for choice in choices]
+        return tuple(parts)
 
     @functools.cached_property
     def dims(self) -> tuple[DimForm, ...] | None:

@@ -113,17 +113,17 @@ def _shape(shape: object, rank: object) -> Shape | None:
             f"got {shape!r} of type {type(shape).__name__}"
         )
     leading = bool(shape) and shape[0] in _ANY_DIMS
-    found = tuple(_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
+    dims = tuple(_dim(spec, axis) for axis, spec in enumerate(shape) if axis or not leading)
     if rank is None:
-        return found if not leading else (..., *found) if found else None
-    if len(found) > rank or (len(found) < rank and not leading):
+        return dims if not leading else (..., *dims) if dims else None
+    if len(dims) > rank or (len(dims) < rank and not leading):
         least = "at least " if leading else ""
         raise DescriptorError(
             f"MetaTensorType(rank={rank}, shape={list(shape)!r}): the shape has {least}"
-            f"{len(found)} dim(s), so the rank must be {least}{len(found)}; leave the rank out, it "
+            f"{len(dims)} dim(s), so the rank must be {least}{len(dims)}; leave the rank out, it "
             f"follows"
         )
-    return (None,) * (rank - len(found)) + found
+    return (None,) * (rank - len(dims)) + dims
 
 
 _ANY_DIMS = (..., "...")
@@ -137,8 +137,8 @@ def _strides(strides: object) -> tuple[int | str | None, ...] | None:
             "MetaTensorType(strides=...): expected a list or tuple of strides, "
             f"got {strides!r} of type {type(strides).__name__}"
         )
-    found = tuple(_stride(each, axis) for axis, each in enumerate(strides))
-    return None if all(each is None for each in found) else found
+    forms = tuple(_stride(each, axis) for axis, each in enumerate(strides))
+    return None if all(each is None for each in forms) else forms
 
 
 def _stride(written: object, axis: int) -> int | str | None:
@@ -231,14 +231,14 @@ def _device(device: object) -> torch.device | None:
             f"MetaTensorType(device=...): expected a torch.device, its name or None, got {device!r}"
         )
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError:
         raise DescriptorError(
-            f"MetaTensorType(device=...): torch knows no device {device!r}; "
+            f"MetaTensorType(device=...): torch has no device {device!r}; "
             "write for example 'cpu', 'cuda' or 'cuda:1'"
         ) from None
     # There is only one CPU: a tensor on "cpu:0" has the device "cpu".
-    return torch.device(found.type) if found.type in ("cpu", "meta") else found
+    return torch.device(parsed.type) if parsed.type in ("cpu", "meta") else parsed
 
 
 def _flag(requires_grad: object) -> bool | None:

@@ -101,13 +101,13 @@ def parse_descriptor(text: str, scope: Mapping[str, object] | None = None) -> De
         >>> str(parse_descriptor(text)) == text
         True
     """
-    return read_type(text, scope or {}, lambda found: from_annotation(found, scope), _named)
+    return read_type(text, scope or {}, lambda value: from_annotation(value, scope), _named)
 
 
-def _named(found: Any) -> Descriptor:
+def _named(value: Any) -> Descriptor:
     """Return the descriptor of an object named in a text, without fields: the text lists them."""
-    is_class = isinstance(found, type) and not is_interface(found)
-    return class_type(found) if is_class else as_descriptor(found)
+    is_class = isinstance(value, type) and not is_interface(value)
+    return class_type(value) if is_class else as_descriptor(value)
 
 
 def _descriptor(written: Any, where: str) -> Descriptor:
@@ -169,8 +169,8 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
         case TSCustomClass(cls) | TSEnum(cls) | TSBuiltinClass(cls):
             if cls in inside:
                 return class_type(cls)
-            found = _from_class(cls, class_name(cls), inside)
-            return type_ if found == type_ else found
+            expanded = _from_class(cls, class_name(cls), inside)
+            return type_ if expanded == type_ else expanded
         case _:
             children = children_of_type(type_)
             return with_children(type_, [_from_type(child, inside) for child in children])

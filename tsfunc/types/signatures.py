@@ -173,8 +173,8 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
     elif default is _EMPTY or default is None:
         type_ = TENSOR
     else:
-        found = of_value(default)
-        type_ = nominal_type(found.cls) if isinstance(found, TSModuleType) else found
+        inferred = of_value(default)
+        type_ = nominal_type(inferred.cls) if isinstance(inferred, TSModuleType) else inferred
     return optional(type_) if default is None and type_ != NONE else type_
 
 
@@ -220,13 +220,13 @@ def annotated_types(func: Any) -> dict[str, TSType]:
     if not annotations:
         return {}
     scope = _scope(inner, _owner(inner))
-    found: dict[str, TSType] = {}
+    types_: dict[str, TSType] = {}
     for name, annotation in annotations.items():
         try:
-            found[name] = from_annotation(annotation, scope)
+            types_[name] = from_annotation(annotation, scope)
         except AnnotationError:  # the annotation is not a type of the language
             continue
-    return found
+    return types_
 
 
 # --- where a function comes from
@@ -250,13 +250,13 @@ def _function(func: Any) -> Any:
 def _owner(func: Any) -> type | None:
     """Return the class in whose body a function was defined, if its name leads to it."""
     *path, _ = getattr(func, "__qualname__", "").split(".")
-    found: Any = getattr(func, "__globals__", {})
+    owner: Any = getattr(func, "__globals__", {})
     # "<locals>" is not found, so a class made inside of a function is not found either.
     for name in path:
-        found = found.get(name) if isinstance(found, dict) else vars(found).get(name)
-        if not isinstance(found, type):
+        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
+        if not isinstance(owner, type):
             return None
-    return found if path else None
+    return owner if path else None
 
 
 def _takes_self(func: Any, owner: type) -> bool:
@@ -341,8 +341,8 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
         case TSPrimitiveType(primitive):
             return _of_class(PYTHON_CLASSES[primitive], type_, name, of)
         case TSNamedTuple(names, elements):
-            found = dict(zip(names, elements, strict=True)).get(name)
-            return _of_class(tuple, type_, name, of) if found is None else found
+            field_type = dict(zip(names, elements, strict=True)).get(name)
+            return _of_class(tuple, type_, name, of) if field_type is None else field_type
         case TSUnion():
             raise TypeCheckError(
                 f"{of}.{name}: {of} is of type {type_}, one of several; test which one first."

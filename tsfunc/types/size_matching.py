@@ -32,14 +32,14 @@ SideForm: TypeAlias = DimForm | Absent
 
 def all_bounds(dims: Iterable[DimForm]) -> dict[str, Dim]:
     """Return each name with all of its bounds in `dims`."""
-    found: dict[str, Dim] = {}
+    bounds: dict[str, Dim] = {}
     for dim in dims:
         if isinstance(dim, Dim):
             try:
-                found[dim.name] = found.get(dim.name, dim).meet(dim)
+                bounds[dim.name] = bounds.get(dim.name, dim).meet(dim)
             except DescriptorError:
-                found[dim.name] = dim  # no size fits, so any of the bounds will do
-    return found
+                bounds[dim.name] = dim  # no size fits, so any of the bounds will do
+    return bounds
 
 
 class SizeMatch:
@@ -98,11 +98,11 @@ class SizeMatch:
         unknown = [name for name in wider.names if name not in self._meaning]
         if len(unknown) != 1:
             return False
-        found = wider.sum.solve(unknown[0], value, self._meaning)
+        solution = wider.sum.solve(unknown[0], value, self._meaning)
         ranges = {name: (dim.min or 0, dim.max) for name, dim in self._bounds.items()}
-        if found is None or found.least(ranges) < 0:
+        if solution is None or solution.least(ranges) < 0:
             return False
-        self._meaning[unknown[0]] = found
+        self._meaning[unknown[0]] = solution
         return True
 
     def _holds(self, wider: DimExpr, value: SizeSum) -> bool:
@@ -194,10 +194,10 @@ class Generalization:
             pair = self._pair_of(size, side)
             if pair is not None:
                 return self.size(*pair)
-            found = {name: self._one_sided(Dim(name), side) for name in size.names}
-            if None in found.values():
+            forms = {name: self._one_sided(Dim(name), side) for name in size.names}
+            if None in forms.values():
                 return None
-            return parse_dim(size.substitute({name: _text(each) for name, each in found.items()}))
+            return parse_dim(size.substitute({name: _text(each) for name, each in forms.items()}))
         assert not isinstance(size, Absent)
         return size
 
@@ -229,13 +229,13 @@ class Generalization:
 
     def _computed(self, pair: tuple[SideForm, SideForm]) -> DimExpr | None:
         """Return an expression in names of pairs that gives the pair on both sides, or None."""
-        found = [
+        texts = [
             text
             for side in (0, 1)
             if isinstance(expression := pair[side], DimExpr)
             for text in self._in_names(expression, side, pair[1 - side])
         ]
-        return DimExpr(min(found, key=lambda text: (len(text), text))) if found else None
+        return DimExpr(min(texts, key=lambda text: (len(text), text))) if texts else None
 
     def _in_names(self, expression: DimExpr, side: int, other: SideForm) -> Iterator[str]:
         """Yield one side's expression in names of pairs if it equals `other` on the other side."""

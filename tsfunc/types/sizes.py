@@ -1,13 +1,16 @@
-"""Sizes that are computed from named sizes: expressions, their normal form, facts about them.
+"""Sizes that are computed from named sizes: expressions, and their normal form.
 
-`DimExpr` is an expression as it is written. It is printed and evaluated in that form. Its `sum` is
-the normal form: an immutable sum of products of names. The normal form decides if expressions are
-equal for all sizes, bounds an expression, replaces names, and solves for a name. A quotient, a
-remainder, a maximum or a minimum that does not simplify is an atom of a product, like a name.
+Every expression is first converted to plain data: the text of a `DimExpr`, an expression in a file,
+and an expression of sympy's (``bridge/sizes/expressions.py``). `fold_form` computes with it: the
+size for given sizes, torch's symbolic size, and the normal form.
 
-    DimExpr("2*n + 1")        an expression in text
-    SizeSum.of_form(["+", ["*", 2, "n"], 1])       and as plain data, for files and for sympy's
-    fact_code("n % 4 == 0 and n <= 2 * m", ...)    a fact in a file, as code for a guard
+    DimExpr("2*n + 1")                             text, printed as it was written
+    ["+", ["*", 2, "n"], 1]                        plain data
+    SizeSum.of_form(["+", ["*", 2, "n"], 1])       the normal form: a sum of products of names
+
+The normal form decides if expressions are equal for all sizes, bounds an expression, replaces
+names, and solves for a name. A quotient, a remainder, a maximum or a minimum that does not simplify
+is an atom of a product, like a name.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from tsfunc.errors import DescriptorError
 from tsfunc.tracebacks import folded_class
 
+T = TypeVar("T")
+
 _MOST_TERMS = 64
-_HIGHEST_POWER = 8
+HIGHEST_POWER = 8
 _LONGEST_EXPRESSION = 200
 """The maximum length of an expression in characters; deep nesting would exhaust the parser."""
 
@@ -42,6 +47,44 @@ def is_dim_name(name: object) -> bool:
 def is_int(value: object) -> bool:
     """Return True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+# --- expressions as plain data
+
+
+def fold_form(
+    form: Any, leaf: Callable[[Any], T], operators: Mapping[str, Callable[[T, T], T]]
+) -> T:
+    """Compute a value from an expression as plain data.
+
+    The text of a descriptor, files and sympy's expressions become such data first. Its values are
+    numbers, normal forms, and torch's symbolic sizes.
+
+    Args:
+        form: a number, a name, or a list of an operator and its operands, such as
+            ``["+", ["*", 2, "n"], 1]``. ``//`` and ``%`` have two operands, others two or more.
+        leaf: returns the value of a number or a name.
+        operators: the function of two values of each operator.
+
+    Raises:
+        ValueError: the data is not such a form.
+
+    Example:
+        >>> fold_form(["*", 2, "n"], {2: 2, "n": 5}.__getitem__, {"*": lambda x, y: x * y})
+        10
+    """
+    if is_int(form) or isinstance(form, str):
+        return leaf(form)
+    operator_known = (
+        isinstance(form, Sequence)
+        and len(form) > 2
+        and isinstance(form[0], str)
+        and form[0] in operators
+    )
+    if not operator_known or (form[0] in ("//", "%") and len(form) != 3):
+        raise ValueError(f"{form!r} is not a size")
+    values = [fold_form(operand, leaf, operators) for operand in form[1:]]
+    return functools.reduce(operators[form[0]], values)
 
 
 # --- the normal form
@@ -92,22 +135,12 @@ class SizeSum:
 
     @staticmethod
     def of_form(form: Any) -> SizeSum:
-        """Return the sum of an expression as plain data.
+        """Return the sum of an expression as plain data; see `fold_form`."""
+        return fold_form(form, SizeSum._of_leaf, _ON_SUMS)
 
-        Args:
-            form: a number, a name, or a list of an operator and its operands, such as
-                ``["+", ["*", 2, "n"], 1]``. The operators are + * // % max and min.
-
-        Raises:
-            ValueError: the data is not such a form.
-        """
-        if is_int(form):
-            return SizeSum.of_int(form)
-        if isinstance(form, str):
-            return SizeSum.of_name(form)
-        if not isinstance(form, Sequence) or len(form) < 3 or not _is_operator(form[0]):
-            raise ValueError(f"{form!r} is not a size")
-        return functools.reduce(_CALLED[form[0]], map(SizeSum.of_form, form[1:]))
+    @staticmethod
+    def _of_leaf(leaf: int | str) -> SizeSum:
+        return SizeSum.of_int(leaf) if isinstance(leaf, int) else SizeSum.of_name(leaf)
 
     # --- arithmetic
 
@@ -240,7 +273,7 @@ class SizeSum:
                     value = meaning.get(atom, SizeSum.of_name(atom))
                 else:
                     operands = [each.substitute(meaning) for each in atom.operands]
-                    value = functools.reduce(_CALLED[atom.symbol], operands)
+                    value = functools.reduce(_ON_SUMS[atom.symbol], operands)
                 for _ in range(power):
                     product = product * value
             total = total + product
@@ -298,17 +331,14 @@ def _text_of_first(item: tuple[Atom, int]) -> str:
     return str(item[0])
 
 
-def _is_operator(symbol: object) -> bool:
-    return isinstance(symbol, str) and symbol in _CALLED
-
-
 def _operand(value: SizeSum) -> str:
     text = str(value)
     return text if text.isidentifier() or text.isdigit() else f"({text})"
 
 
-_CALLED: dict[str, Callable[[SizeSum, SizeSum], SizeSum]] = {
+_ON_SUMS: dict[str, Callable[[SizeSum, SizeSum], SizeSum]] = {
     "+": operator.add,
+    "-": operator.sub,
     "*": operator.mul,
     "//": operator.floordiv,
     "%": operator.mod,
@@ -370,7 +400,7 @@ class DimExpr:
             KeyError: a name is not among `sizes`.
             ZeroDivisionError: a divisor is zero.
         """
-        return _parse(self.text).evaluate(sizes)
+        return _value_of(_parse(self.text).form, sizes)
 
     def substitute(self, texts: Mapping[str, str]) -> str:
         """Return the text of the expression with names replaced by other expressions.
@@ -425,24 +455,31 @@ class _Renamed(ast.NodeTransformer):
 
 @dataclass(frozen=True)
 class _Expression:
-    """A parsed text: its normal spelling, its names, its value, and its normal form."""
+    """A parsed text: its normal spelling, its names, and the expression as plain data."""
 
     text: str
     names: tuple[str, ...]
-    evaluate: Callable[[Mapping[str, int]], int]
-    root: ast.expr
+    form: Any
 
     @functools.cached_property
     def sum(self) -> SizeSum:
-        return _sum_of(self.root)
+        return SizeSum.of_form(self.form)
 
 
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
+def _value_of(form: Any, sizes: Mapping[str, int]) -> int:
+    """Return the size of an expression as plain data, for given sizes of the names."""
+    return fold_form(form, lambda leaf: leaf if isinstance(leaf, int) else sizes[leaf], _ON_INTS)
+
+
+_ON_INTS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
 }
+_SYMBOLS: dict[type[ast.operator], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//",
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
@@ -455,8 +492,8 @@ def _parse(text: str) -> _Expression:
     names: dict[str, None] = {}
     try:
         root = ast.parse(text.strip(), mode="eval").body
-        evaluate = _build(root, names, text)
-        return _Expression(ast.unparse(root), tuple(names), evaluate, root)
+        form = _form_of(root, names, text)
+        return _Expression(ast.unparse(root), tuple(names), form)
     except DescriptorError:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -466,138 +503,36 @@ def _parse(text: str) -> _Expression:
         ) from None
 
 
-def _build(node: ast.expr, names: dict[str, None], text: str) -> Callable[[Mapping[str, int]], int]:
-    """Return a function that computes `node`; add the names in `node` to `names`."""
+def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
+    """Return `node` as plain data; add the names in `node` to `names`."""
     match node:
         case ast.Constant(value=int(value)) if is_int(value):
-            return lambda sizes: value
+            return value
         case ast.Name(id=name) if is_dim_name(name):
             names[name] = None
-            return operator.itemgetter(name)
+            return name
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            inner = _build(operand, names, text)
-            return lambda sizes: -inner(sizes)
+            return ["-", 0, _form_of(operand, names, text)]
         case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))) if (
-            is_int(power) and power <= _HIGHEST_POWER and not _has_power(base)
+            is_int(power) and power <= HIGHEST_POWER and not _has_power(base)
         ):
-            inner = _build(base, names, text)
-            return lambda sizes: inner(sizes) ** power
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            apply = _OPERATORS[type(op)]
+            return ["*", 1, 1, *[_form_of(base, names, text)] * power]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _SYMBOLS:
             divisor: dict[str, None] = {}
-            first, second = _build(left, names, text), _build(right, divisor, text)
-            if isinstance(op, ast.FloorDiv) and not divisor and second({}) == 0:
+            form = [
+                _SYMBOLS[type(op)], _form_of(left, names, text), _form_of(right, divisor, text),
+            ]  # fmt: skip
+            if isinstance(op, ast.FloorDiv) and not divisor and _value_of(form[2], {}) == 0:
                 raise DescriptorError(f"{text!r} divides by zero")
             names.update(divisor)
-            return lambda sizes: apply(first(sizes), second(sizes))
+            return form
         case _:
             raise DescriptorError(
                 f"{text!r}: an expression joins integers and names by +, -, * and //, and raises "
-                f"them to powers up to {_HIGHEST_POWER}; {ast.unparse(node)!r} is none of these"
+                f"them to powers up to {HIGHEST_POWER}; {ast.unparse(node)!r} is none of these"
             )
 
 
 def _has_power(node: ast.expr) -> bool:
     """Return True if an expression contains a power; powers of powers could be huge."""
     return any(isinstance(each, ast.Pow) for each in ast.walk(node))
-
-
-def _sum_of(node: ast.expr) -> SizeSum:
-    """Return the normal form of an expression that `_build` accepts."""
-    match node:
-        case ast.Constant(value=int(value)):
-            return SizeSum.of_int(value)
-        case ast.Name(id=name):
-            return SizeSum.of_name(name)
-        case ast.UnaryOp(operand=operand):
-            return -_sum_of(operand)
-        case ast.BinOp(left=base, op=ast.Pow(), right=ast.Constant(value=int(power))):
-            return functools.reduce(operator.mul, [_sum_of(base)] * power, SizeSum.of_int(1))
-        case ast.BinOp(left=left, op=op, right=right):
-            one: SizeSum = _OPERATORS[type(op)](_sum_of(left), _sum_of(right))
-            return one
-        case _:
-            raise AssertionError(f"not an expression: {ast.dump(node)}")
-
-
-# --- facts as text
-
-_LONGEST_FACT = 2000  # characters
-_LARGEST_NUMBER = 1 << 63
-_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div)
-_COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
-_FUNCTIONS = frozenset({
-    "min", "max", "abs", "int", "float", "round", "math.floor", "math.ceil", "math.trunc",
-    "math.sqrt",
-})  # fmt: skip
-
-
-def fact_code(text: str, variables: Mapping[str, str]) -> str:
-    """Return a fact about named sizes as Python code that needs ``math`` in its scope.
-
-    A file stores the conditions of a program on named sizes as such facts.
-
-    Args:
-        text: comparisons joined by ``and``, ``or`` and ``not``. They compare sums, products,
-            quotients and remainders of names and numbers, and calls of ``min``, ``max``, ``abs``,
-            ``round``, ``int``, ``float`` and some functions of ``math``.
-        variables: name to its variable in the code.
-
-    Raises:
-        DescriptorError: the text is not such a fact, or has a name that is not in `variables`.
-
-    Example:
-        >>> fact_code("n % 2 == 0 and n > m", {"n": "size_n", "m": "size_m"})
-        'size_n % 2 == 0 and size_n > size_m'
-    """
-    if len(text) > _LONGEST_FACT:
-        raise DescriptorError(f"{text[:20]!r}...: a fact has at most {_LONGEST_FACT} characters")
-    try:
-        return ast.unparse(_fact(ast.parse(text, mode="eval").body, variables))
-    except DescriptorError:
-        raise
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise DescriptorError(f"{text[:200]!r} is not a fact about sizes") from None
-
-
-def _fact(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
-    match node:
-        case ast.BoolOp(op=op, values=values):
-            return ast.BoolOp(op, [_fact(value, variables) for value in values])
-        case ast.UnaryOp(op=ast.Not() as op, operand=operand):
-            return ast.UnaryOp(op, _fact(operand, variables))
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if isinstance(op, _COMPARISONS):
-            return ast.Compare(_number(left, variables), [op], [_number(right, variables)])
-        case _:
-            raise DescriptorError(f"{ast.unparse(node)!r} is not a comparison of sizes")
-
-
-def _number(node: ast.expr, variables: Mapping[str, str]) -> ast.expr:
-    match node:
-        case ast.Constant(value=value) if _is_tame(value):
-            return ast.Constant(value)
-        case ast.Name(id=name) if name in variables:
-            return ast.parse(variables[name], mode="eval").body
-        case ast.UnaryOp(op=ast.USub() as op, operand=operand):
-            return ast.UnaryOp(op, _number(operand, variables))
-        case ast.BinOp(left=base, op=ast.Pow() as op, right=power) if _is_power(power):
-            return ast.BinOp(_number(base, variables), op, power)
-        case ast.BinOp(left=left, op=op, right=right) if isinstance(op, _ARITHMETIC):
-            return ast.BinOp(_number(left, variables), op, _number(right, variables))
-        case ast.Call(func=func, args=args, keywords=[]) if ast.unparse(func) in _FUNCTIONS:
-            return ast.Call(func, [_number(arg, variables) for arg in args], [])
-        case _:
-            raise DescriptorError(f"{ast.unparse(node)!r} is not made of sizes")
-
-
-def _is_tame(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_NUMBER
-
-
-def _is_power(node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node = node.operand
-    value = node.value if isinstance(node, ast.Constant) else None
-    return _is_tame(value) and isinstance(value, int | float) and value <= _HIGHEST_POWER

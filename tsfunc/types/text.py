@@ -130,13 +130,13 @@ class _Reader:
     def read(self) -> TSType:
         """Return the type of the whole text."""
         try:
-            found = self.union()
+            type_ = self.union()
         except RecursionError:
             text = f"{self.text[:40]!r}..."
             raise AnnotationError(f"{text}: nested too deeply for a {self.what}") from None
         if self.rest():
             raise self.error(f"expected the end of the {self.what}, got {self.rest()!r}")
-        return found
+        return type_
 
     # --- characters
 
@@ -148,13 +148,13 @@ class _Reader:
 
         The result is None if they do not match.
         """
-        found = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
+        match = re.compile(rf"\s*({getattr(pattern, 'pattern', pattern)})").match(
             self.text, self.at
         )
-        if found is None:
+        if match is None:
             return None
-        self.at = found.end()
-        return found[1]
+        self.at = match.end()
+        return match[1]
 
     def need(self, mark: str, what: str) -> None:
         if self.take(re.escape(mark)) is None:
@@ -178,9 +178,9 @@ class _Reader:
         return members[0] if len(members) == 1 else TSUnion(tuple(members))
 
     def term(self) -> TSType:
-        found = None if self.of_call is None else self.call_term()
-        if found is not None:
-            return found
+        call = None if self.of_call is None else self.call_term()
+        if call is not None:
+            return call
         name = self.take(NAME)
         if name is None:
             raise self.error(f"expected a {self.what}, got {self.rest()[:20] or 'the end'!r}")
@@ -197,21 +197,21 @@ class _Reader:
         word = None if name in self.scope else WORDS.get(name)
         if word is not None:
             return FLOAT if word == DOUBLE and self.of_call is not None else word
-        found = self.look_up(name)
+        value = self.look_up(name)
         if self.of_call is None:
-            return self.resolve(found)
-        if isinstance(found, type) and self.take(r"\("):
-            return self.container(found)
-        return self.of_call(found)
+            return self.resolve(value)
+        if isinstance(value, type) and self.take(r"\("):
+            return self.container(value)
+        return self.of_call(value)
 
     def look_up(self, name: str) -> Any:
-        found = find(name, self.scope)
-        if found is None:
+        value = find(name, self.scope)
+        if value is None:
             raise self.error(
                 f"{name} is neither a word of the grammar nor a class that can be found; give the "
                 f"class in the scope: parse(text, {{{name.split('.')[0]!r}: ...}})"
             )
-        return found
+        return value
 
     def composed(self, name: str) -> TSType:
         if self.take(r"\[") is None:

@@ -290,8 +290,8 @@ def find(name: str, scope: Mapping[str, object]) -> Any:
     root, *rest = name.split(".")
     if root in scope:
         return _attribute(scope[root], rest)
-    found = _PUBLIC.get(name) or _claims.get(name)
-    return _imported(name) if found is None else found
+    value = _PUBLIC.get(name) or _claims.get(name)
+    return _imported(name) if value is None else value
 
 
 def _imported(name: str) -> Any:
@@ -397,9 +397,9 @@ def parse_fields(text: str) -> dict[str, Any]:
     Raises:
         AnnotationError: the text does not describe a tensor.
     """
-    found = _TENSOR.fullmatch(text) if isinstance(text, str) else None
-    if found is not None and found[1] in TENSOR_KINDS:
-        return tensor_fields(found[1], found[2], TENSOR_WORD.findall(found[3]))
+    match = _TENSOR.fullmatch(text) if isinstance(text, str) else None
+    if match is not None and match[1] in TENSOR_KINDS:
+        return tensor_fields(match[1], match[2], TENSOR_WORD.findall(match[3]))
     if isinstance(text, str) and text.strip() in TENSOR_NAMES:
         return {}
     raise AnnotationError(f"{text!r} does not describe a tensor; write for example f32[n, 64] cpu")

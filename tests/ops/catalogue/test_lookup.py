@@ -77,7 +77,7 @@ def test_an_operator_may_be_given_itself() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("aten::add.Tensr", "has no operator of this name. Alike are: aten::add.Tensor, "),
+        ("aten::add.Tensr", "has no operator of this name. Similar names are: aten::add.Tensor, "),
         (
             "aten::add",
             "It has these overloads: aten::add.Scalar, aten::add.Scalar_out, ",

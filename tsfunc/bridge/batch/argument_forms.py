@@ -53,18 +53,18 @@ def over_dims(rule: Rule) -> Rule:
     def rule_of_call(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        found = _positional(args, kwargs, ("dim", "keepdim"))
-        if found is None or len(found) > 3:
+        arguments = _positional(args, kwargs, ("dim", "keepdim"))
+        if arguments is None or len(arguments) > 3:
             return NotImplemented
-        over = found[1] if len(found) > 1 else None
-        keep = found[2] if len(found) > 2 else False
+        over = arguments[1] if len(arguments) > 1 else None
+        keep = arguments[2] if len(arguments) > 2 else False
         if type(over) is int:
             over = (over,)
         elif over is not None and not (type(over) in _SEVERAL and _all_ints(over)):
             return NotImplemented
-        if type(keep) is not bool or found[0].layout is not torch.strided:
+        if type(keep) is not bool or arguments[0].layout is not torch.strided:
             return NotImplemented
-        return rule(op, level, dims, (found[0], over, keep), NO_KWARGS)
+        return rule(op, level, dims, (arguments[0], over, keep), NO_KWARGS)
 
     return shifted_like(rule_of_call, rule)
 
@@ -75,10 +75,10 @@ def along_dim(rule: Rule) -> Rule:
     def rule_of_call(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        found = _positional(args, kwargs, ("dim",))
-        if found is None or len(found) != 2 or type(found[1]) is not int:
+        arguments = _positional(args, kwargs, ("dim",))
+        if arguments is None or len(arguments) != 2 or type(arguments[1]) is not int:
             return NotImplemented
-        return rule(op, level, dims, found, NO_KWARGS)
+        return rule(op, level, dims, arguments, NO_KWARGS)
 
     return shifted_like(rule_of_call, rule)
 
@@ -168,12 +168,12 @@ def indexed(by_tensors: Rule | None) -> Rule:
             elif kind not in _INDICES:
                 if by_tensors is None or is_traced_here():
                     return NotImplemented
-                found = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
-                if found is None:
+                tensors = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
+                if tensors is None:
                     return NotImplemented
-                places = found[1] if any(dim is not None for dim in found[1]) else None
+                places = tensors[1] if any(dim is not None for dim in tensors[1]) else None
                 overload = torch.ops.aten.index.Tensor
-                return by_tensors(overload, level, (dims[0], places), (x, found[0]), NO_KWARGS)
+                return by_tensors(overload, level, (dims[0], places), (x, tensors[0]), NO_KWARGS)
         if type(index) is list or dims[0] is None:
             return NotImplemented
         try:

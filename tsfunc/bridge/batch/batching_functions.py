@@ -64,12 +64,12 @@ def _pointwise() -> Iterator[Any]:
 
 def _callables(base: str) -> Iterator[Any]:
     """Yield the callables of torch that are named like an operator."""
-    found = set()
+    functions = set()
     for name in (base, *PYTHON_OPERATORS.get(base, ())):
         for owner in (torch, torch.Tensor, torch.nn.functional, torch.special):
             function = getattr(owner, name, None)
-            if function is not None and function not in found:
-                found.add(function)
+            if function is not None and function not in functions:
+                functions.add(function)
                 yield function
 
 

@@ -90,13 +90,13 @@ def write_out(
         MissingRuleError: the operator has no functional form.
         RuntimeError: a result's dtype can't be cast to that of its ``out`` tensor.
     """
-    found = functional_form(op.overload)
-    if found is None:
+    functional_with_names = functional_form(op.overload)
+    if functional_with_names is None:
         raise MissingRuleError(
             f"vmap: {op.name}: there is no form of this operator that returns its result, so out= "
             f"can't be served. Call it without out=."
         )
-    functional, made = found
+    functional, made = functional_with_names
     note("decomposition", f"{functional} and copy_")
     rest = {name: arg for name, arg in kwargs.items() if name not in op.out_names}
     outs = [kwargs[name] for name in op.out_names]
@@ -138,9 +138,9 @@ def _decomposition_of(op: TorchOperator) -> Callable[..., Any] | None:
         return None
     from torch._decomp import decomposition_table
 
-    found: Callable[..., Any] | None = decomposition_table.get(op.overload)
+    decomposition: Callable[..., Any] | None = decomposition_table.get(op.overload)
     # Decompositions into torch's reference primitives don't help: primitives have no rules.
-    return found if getattr(found, "__module__", "") == _DECOMPOSITIONS else None
+    return decomposition if getattr(decomposition, "__module__", "") == _DECOMPOSITIONS else None
 
 
 def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tuple[str, str]:
@@ -154,8 +154,8 @@ def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tu
 
 def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
     """Return the implementation of a torch primitive by torch's own functions."""
-    found: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
-    return found
+    function: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
+    return function
 
 
 _DECOMPOSITIONS = "torch._decomp.decompositions"
@@ -187,7 +187,8 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         warn(
             f"There is a performance drop because we have not yet implemented the batching rule "
             f"for {op.name}: vmap runs it once for each of {level.batch_size} examples. "
-            f"Give it a rule with tsfunc.ops.row.",
+            f"Give it a rule: tsfunc.ops.row, or torch.library.register_vmap for an operator of "
+            f"your own.",
             SlowFallbackWarning,
         )
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)

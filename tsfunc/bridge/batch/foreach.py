@@ -83,18 +83,18 @@ def _sum_of_powers(x: Tensor, ord: float = 2, dtype: torch.dtype | None = None) 
 
 def _singles() -> dict[str, Single]:
     """Return the function on single tensors of each operator, by name without overload."""
-    found: dict[str, Single] = {}
+    singles: dict[str, Single] = {}
     for name in _UNARY:
-        found[name] = getattr(torch, name)
+        singles[name] = getattr(torch, name)
         if name != "clone":
-            found[f"{name}_"] = getattr(Tensor, f"{name}_")
+            singles[f"{name}_"] = getattr(Tensor, f"{name}_")
     for name in ("add", "sub", "mul", "div", "pow", "lerp", "clamp_min", "clamp_max"):
-        found[name], found[f"{name}_"] = getattr(torch, name), getattr(Tensor, f"{name}_")
+        singles[name], singles[f"{name}_"] = getattr(torch, name), getattr(Tensor, f"{name}_")
     for name, clamp in (("maximum", "clamp_min"), ("minimum", "clamp_max")):
-        found[name], found[f"{name}_"] = _larger(clamp), _larger(f"{clamp}_")
+        singles[name], singles[f"{name}_"] = _larger(clamp), _larger(f"{clamp}_")
     for name in ("addcmul", "addcdiv"):
-        found[name], found[f"{name}_"] = _added(name), _added(f"{name}_")
-    return found | {
+        singles[name], singles[f"{name}_"] = _added(name), _added(f"{name}_")
+    return singles | {
         "zero": torch.zeros_like,
         "zero_": Tensor.zero_,
         "copy": torch.ops.aten.copy,

@@ -72,15 +72,15 @@ def _layers(
     count = len(params) // (num_layers * directions)
     last = []
     for k in range(num_layers):
-        found = []
+        outs = []
         for d in range(directions):
             at = k * directions + d
             weights = params[at * count : (at + 1) * count]
             first = [state[at] for state in states]
             out, *ended = _over_time(cell, x, first, weights, has_biases, reverse=d == 1)
-            found.append(out)
+            outs.append(out)
             last.append(ended)
-        x = torch.cat(found, -1) if bidirectional else found[0]
+        x = torch.cat(outs, -1) if bidirectional else outs[0]
         if dropout and train and k < num_layers - 1:
             x = torch.dropout(x, dropout, True)
     ends = [torch.stack(column) for column in zip(*last, strict=True)]
@@ -117,10 +117,10 @@ def _step(
     """Compute one step; the arguments after the cell are those of torch's ``lstm_cell``."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     of_input, of_state = (*biases, None, None)[:2]
-    found = cell(
+    state = cell(
         linear(x, w_ih, of_input), states, (w_hh,) if of_state is None else (w_hh, of_state)
     )
-    return found[0] if isinstance(hx, Tensor) else found
+    return state[0] if isinstance(hx, Tensor) else state
 
 
 _CELLS: dict[str, _Cell] = {

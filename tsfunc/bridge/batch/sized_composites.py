@@ -1,4 +1,4 @@
-"""Replacements for torch functions whose composite kernels ask for sizes as plain ints.
+"""Replacements for torch functions whose composite kernels read sizes as plain ints.
 
 A trace has such ints only for fixed sizes. If a level records autograd and a size is symbolic, the
 function handler therefore calls the replacements below, which use operators that accept symbolic
@@ -56,14 +56,14 @@ def needs_plain_sizes(*values: Any) -> bool:
 def _corrcoef(input: Tensor) -> Any:
     if input.dim() > 2:
         return NotImplemented
-    found = torch.cov(input)
-    if found.dim() == 0:
-        return found / found
-    deviation = found.diagonal().sqrt()
-    found = found / deviation.unsqueeze(-1) / deviation.unsqueeze(0)
-    if found.is_complex():
-        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
-    return found.clamp(-1, 1)
+    matrix = torch.cov(input)
+    if matrix.dim() == 0:
+        return matrix / matrix
+    deviation = matrix.diagonal().sqrt()
+    matrix = matrix / deviation.unsqueeze(-1) / deviation.unsqueeze(0)
+    if matrix.is_complex():
+        return torch.complex(matrix.real.clamp(-1, 1), matrix.imag.clamp(-1, 1))
+    return matrix.clamp(-1, 1)
 
 
 @_for_symbolic_sizes(torch.kron, Tensor.kron)

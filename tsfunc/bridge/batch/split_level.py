@@ -19,9 +19,9 @@ selection.
 
 NOTE [memory of finished examples]
 Narrowing copies, so tensors that shared memory no longer share it. This matters only when one of
-them is written to. If another one is still alive at that time, the level's own examples start anew:
+them is written to. If another one is still alive at that time, the level's own examples start over:
 their answers agree up to here, so the new run narrows nothing. If the function writes into an
-argument, which the caller must see, the call starts anew on copies (``writes_arguments``).
+argument, which the caller must see, the call starts over on copies (``writes_arguments``).
 
 Public names that are little known: ``torch.multiprocessing.reductions.StorageWeakRef`` tells
 whether a storage is still alive, without keeping it alive.
@@ -50,7 +50,7 @@ class StartAnew(BaseException):
     """
 
     def __init__(self, level: BatchLevel) -> None:
-        super().__init__(f"{level.name} starts anew (internal to tsfunc; it should be caught)")
+        super().__init__(f"{level.name} starts over (internal to tsfunc; it should be caught)")
         self.level = level
 
 
@@ -58,12 +58,12 @@ class SplitLevel(BatchLevel):
     """An active vmap that continues with the examples whose answers agree (NOTE [splitting]).
 
     Attributes:
-        lanes: the indices of the call's examples that are in the batch, in ascending order.
+        subset: the indices of the call's examples that are in the batch, in ascending order.
         put_off: the groups of examples that gave other answers.
         generation: the number of times that the batch became smaller.
         reads_values: True if the function has read a Python value.
         copying: True if the level's arguments are copies of the caller's.
-        alone: True if the only example is passed as a plain value, not as a tracer.
+        single: True if the only example is passed as a plain value, not as a tracer.
         written: the input positions of the copies that were written into.
         writes_arguments: True if the function was about to write into an argument that is not
             a copy.
@@ -73,19 +73,19 @@ class SplitLevel(BatchLevel):
         "_moves",
         "_past",
         "_picked",
-        "alone",
         "copying",
         "generation",
-        "lanes",
         "put_off",
         "reads_values",
+        "single",
+        "subset",
         "writes_arguments",
         "written",
     )  # fmt: skip
 
     def __init__(
         self,
-        lanes: torch.Tensor,
+        subset: torch.Tensor,
         randomness: str,
         name: str,
         strict: bool,
@@ -93,30 +93,30 @@ class SplitLevel(BatchLevel):
         keys: CallKeys | None,
         copying: bool,
     ) -> None:
-        super().__init__(len(lanes), randomness, name, strict, 0, generators, keys)
+        super().__init__(len(subset), randomness, name, strict, 0, generators, keys)
         self.kind = SplitTracer
-        self.lanes = lanes
+        self.subset = subset
         self.put_off: list[torch.Tensor] = []
         self.generation = 0
         self.reads_values = False
         self.copying = copying
         self.written: set[int] = set()
         self.writes_arguments = False
-        self.alone = False
+        self.single = False
         self._past: list[torch.Tensor] = []
         self._picked: dict[int, torch.Tensor] = {}
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]
         self._moves: _Moves = outer[0]._moves if outer else _Moves()
 
     def examples(self, device: torch.device) -> torch.Tensor:
-        return self.lanes.to(device)
+        return self.subset.to(device)
 
     def from_factory(self, result: Any) -> Any:
         """Return a plain value to a function that has its only example as one.
 
         No random numbers are drawn there, but a dropout that is switched off comes here as well.
         """
-        if not self.alone:
+        if not self.single:
             return result
         if isinstance(result, tuple):
             return tuple([self.from_factory(part) for part in result])
@@ -133,22 +133,22 @@ class SplitLevel(BatchLevel):
             The positions of the remaining examples in the batch, or None if all examples agree.
 
         Raises:
-            StartAnew: the batch comes apart; its first example runs alone, and the others later.
+            StartAnew: the batch is split; its first example runs by itself, and the others later.
         """
         self.reads_values = True
         groups = groups_of(answers)
         if len(groups) == 1:
             return None
         kept = max(groups, key=len)
-        self.put_off += [self.lanes[group] for group in groups if group is not kept]
-        self._past.append(self.lanes)
+        self.put_off += [self.subset[group] for group in groups if group is not kept]
+        self._past.append(self.subset)
         self._picked.clear()
-        self.lanes = self.lanes[kept]
+        self.subset = self.subset[kept]
         self.generation += 1
         self.batch_size = len(kept)
         if self._comes_apart():
-            self.put_off += self.lanes[1:].split(1)
-            self.lanes = self.lanes[:1]
+            self.put_off += self.subset[1:].split(1)
+            self.subset = self.subset[:1]
             raise StartAnew(self)
         return kept
 
@@ -160,11 +160,11 @@ class SplitLevel(BatchLevel):
         step for each example, and each split would rerun all that leave. They run one by one
         instead, as plain tensors (NOTE [single examples] in ``transforms/split``), as a loop would.
         """
-        gone = len(self._past[0]) - len(self.lanes)
+        gone = len(self._past[0]) - len(self.subset)
         often = self.generation
         return (
             self.randomness == "error"
-            and len(self.lanes) > 1
+            and len(self.subset) > 1
             and often >= 3
             and often * 2 >= gone
             and gone * 4 >= len(self._past[0])
@@ -179,7 +179,7 @@ class SplitLevel(BatchLevel):
         """Select the remaining examples of a value from an earlier generation."""
         places = self._picked.get(generation)
         if places is None:
-            places = torch.searchsorted(self._past[generation], self.lanes)
+            places = torch.searchsorted(self._past[generation], self.subset)
             self._picked[generation] = places
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
             taken = take_examples(value, at, places)
@@ -246,7 +246,7 @@ class _BeginningAnew:
     """The splitter of a level that a rule enters for the batch of another level.
 
     A rule's values have one batch size, so they can't be narrowed within the rule. If examples
-    differ, the other level starts anew with those that agree.
+    differ, the other level starts over with those that agree.
     """
 
     def __init__(self, level: SplitLevel) -> None:

@@ -45,9 +45,9 @@ def by_torchs_rule(
         note("rule", name_of_rule(rule), _place(rule))
         dims, values = _batched(args, level)
         info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
-        found = rule(info, tuple(dims), *values, **kwargs)
+        returned = rule(info, tuple(dims), *values, **kwargs)
         what = f"the rule that register_vmap was given for {op.name}"
-        return results_of_rule(found, what, values, args, level)
+        return results_of_rule(returned, what, values, args, level)
     if has_torchs_rule(op):
         note("rule", "torch.vmap's")
         return _by_torch_vmap(op, level, args, kwargs)

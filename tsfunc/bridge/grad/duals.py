@@ -138,10 +138,10 @@ def _how(value: Any) -> _Build | None:
     def build(value: Any) -> torch.Tensor:
         inner = None if inside is None else inside(value.value)
         # A tensor that still has all of its tangents is returned itself: a call may write to it.
-        found = value if inner is None or inner is value.value else _around(inner, value)
-        if tangent is None or unpack_dual(found)[1] is not None:
-            return found
-        return make_dual(found, tangent if pushed is None else pushed(tangent), level)
+        primal = value if inner is None or inner is value.value else _around(inner, value)
+        if tangent is None or unpack_dual(primal)[1] is not None:
+            return primal
+        return make_dual(primal, tangent if pushed is None else pushed(tangent), level)
 
     return build
 
@@ -150,8 +150,8 @@ def _around(inner: torch.Tensor, tracer: Any) -> torch.Tensor:
     """Return a tracer like another one with another value and the same ``requires_grad``."""
     level = tracer.dispatch_level
     if isinstance(tracer, BatchTracer):
-        found: torch.Tensor = wrap(inner, tracer.bdim, level)
+        tracer_inside: torch.Tensor = wrap(inner, tracer.bdim, level)
     else:
-        found = level.lift(inner)
+        tracer_inside = level.lift(inner)
     with DisableTorchFunctionSubclass():
-        return found.requires_grad_(tracer.requires_grad)
+        return tracer_inside.requires_grad_(tracer.requires_grad)

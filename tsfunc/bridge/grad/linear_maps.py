@@ -145,8 +145,8 @@ class Layout(LinearMap):
         level = self.layers[0][0]
         own = isinstance(value, Tracer) and value.dispatch_level is level
         tracer: Any = value if own else level.lift(value)
-        found: torch.Tensor = linear(self, (tracer,))
-        return found
+        moved: torch.Tensor = linear(self, (tracer,))
+        return moved
 
     def transpose(self, cotangent: Any) -> Sequence[Any]:
         return (cotangent,)

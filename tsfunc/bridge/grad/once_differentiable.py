@@ -99,7 +99,7 @@ def _refuse(name: str) -> None:
         f"{name}: trying to differentiate twice a function whose backward is marked with "
         f"@once_differentiable, which has no derivative itself (nor a forward mode, unless the "
         f"function has a jvp method). If backward consists of differentiable operators, remove the "
-        f"mark."
+        f"decorator."
     )
 
 
@@ -112,17 +112,17 @@ def _guarded(cls: Any) -> Any:
 
     def pull(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = backward(ctx, *cotangents)
-        found = found if isinstance(found, tuple) else (found,)
+            results = backward(ctx, *cotangents)
+        results = results if isinstance(results, tuple) else (results,)
         if torch.is_grad_enabled() or tangents_here():
             others = [ctx.once_guard, *[ct for ct in cotangents if ct is not None]]
-            found = tuple(
+            results = tuple(
                 _Pulled.apply(cls.__name__, x, *others)  # type: ignore[no-untyped-call]
                 if isinstance(x, torch.Tensor)
                 else x
-                for x in found
+                for x in results
             )
-        return (*found, None)
+        return (*results, None)
 
     members: dict[str, Any] = {"backward": staticmethod(pull)}
     if has_setup(cls):

@@ -63,10 +63,10 @@ def _apply(function: _Map, values: Sequence[Tensor], level: TracerLevel | None) 
     """Call a function of a level's tensors, as a node if one of the tensors has a tangent."""
     values = [autograd.lift(value, level) for value in values]
     if any(autograd.unpack_dual(value)[1] is not None for value in values):
-        found: Sequence[Tensor] = call_torch_apply(
+        results: Sequence[Tensor] = call_torch_apply(
             _Node, function, level, torch.is_grad_enabled(), *values
         )
-        return found
+        return results
     create = torch.is_grad_enabled()
     with autograd.recording(level):
         outs = function(values)
@@ -123,8 +123,8 @@ def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLev
     def pull(values: Sequence[Tensor]) -> Sequence[Tensor]:
         leaves = [autograd.fresh_input(value, level) for value in values[:count]]
         outs = function(leaves)
-        found = _backward([outs[i] for i in given], values[count:], leaves)
-        pairs = zip(found, leaves, strict=True)
+        gradients = _backward([outs[i] for i in given], values[count:], leaves)
+        pairs = zip(gradients, leaves, strict=True)
         return [torch.zeros_like(x) if g is None else g for g, x in pairs]
 
     return pull

@@ -61,7 +61,7 @@ class SaveOperators:
 
     def overloads(self) -> list[Any]:
         """Return the overloads of the operators in a fixed order."""
-        found = {
+        every = {
             each
             for op in self.chosen
             for each in (
@@ -70,7 +70,7 @@ class SaveOperators:
                 else [op]
             )
         }
-        return sorted(found, key=str)
+        return sorted(every, key=str)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def agree(mesh: Mesh, axis: str, text: str, note: str = "") -> None:
 def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
     """Return after all ranks along an axis have agreed that they run one program.
 
-    Each program is agreed on once: NOTE [marks of programs] in ``passes``.
+    Each program is agreed on once: NOTE [marks of programs] in ``program/passes/mesh``.
 
     Args:
         axis: the axis.

@@ -90,13 +90,13 @@ def has_unusable_groups() -> bool:
     return bool(_left)
 
 
-def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None:
+def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> None:
     """Report an error of this rank to the other ranks: NOTE [reports of failures].
 
     Args:
         mesh: the mesh.
         error: the error.
-        told: the axes whose ranks know the error already.
+        informed: the axes whose ranks have the error already.
     """
     if mesh.reported == id(error):
         return
@@ -104,7 +104,7 @@ def report(mesh: Mesh, error: BaseException, told: Collection[str] = ()) -> None
     mesh.reports += 1
     mesh.reported = id(error)
     for axis in mesh.sizes:
-        if axis != known and axis not in told:
+        if axis != known and axis not in informed:
             _write(mesh, axis, f"{mesh.reports} {describe(error)[:_LONGEST]}")
 
 
@@ -134,15 +134,15 @@ def _write(mesh: Mesh, axis: str, text: str) -> None:
 def _reports(mesh: Mesh, axis: str) -> dict[int, str]:
     """Return the reports of the other ranks along an axis, by their index."""
     store, own = _store_of(mesh.group(axis)), mesh.index(axis)
-    found: dict[int, str] = {}
+    reports: dict[int, str] = {}
     with suppress(RuntimeError):
         for index in range(mesh.sizes[axis]):
             key = f"tsfunc/raised/{index}"
             if store is not None and index != own and store.check([key]):
                 number, _, text = store.get(key).decode(errors="replace").partition(" ")
                 if text and int(number) > mesh.reports:
-                    found[index] = text
-    return found
+                    reports[index] = text
+    return reports
 
 
 def _store_of(group: Any) -> Any:

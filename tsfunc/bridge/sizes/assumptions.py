@@ -1,8 +1,7 @@
 """Assumes facts about named sizes, given as text, in the environment of their symbols.
 
-A trace tells its environment facts by asking for them. A program that was read from a file has
-asked nothing about its symbols: its guards are told to the environment before results are
-computed.
+A trace adds facts to its environment as guards. The environment of a program that was read from a
+file has no guards: this module adds those of the file before results are computed.
 
 Private names used here (torch 2.13 and 2.14): ``SymBool.node`` and its ``hint``, the answer for the
 sizes of the call.
@@ -28,7 +27,7 @@ _LARGEST_POWER = 8
 
 
 class _Untold(Exception):
-    """A fact that cannot be told to the environment."""
+    """A fact that cannot be added to the environment."""
 
 
 def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
@@ -52,10 +51,10 @@ def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     match node:
         case ast.BoolOp(op=op, values=[first, *others]):
             join = operator.and_ if isinstance(op, ast.And) else operator.or_
-            found = _fact(first, sizes)
+            joined = _fact(first, sizes)
             for each in others:
-                found = join(found, _fact(each, sizes))
-            return found
+                joined = join(joined, _fact(each, sizes))
+            return joined
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return torch.sym_not(_fact(operand, sizes))
         case ast.Compare(left=left, ops=[op], comparators=[right]):

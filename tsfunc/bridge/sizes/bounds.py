@@ -71,12 +71,12 @@ def promises_of(dim: Dim) -> list[Any]:
     size = Symbol(dim.name)
     if dim.one_of is not None:
         return [Or(*(Eq(size, number) for number in dim.one_of))]
-    found = [] if dim.min is None else [Ge(size, dim.min)]
+    facts = [] if dim.min is None else [Ge(size, dim.min)]
     if dim.max is not None:
-        found.append(Le(size, dim.max))
+        facts.append(Le(size, dim.max))
     if dim.multiple_of is not None:
-        found.append(Eq(Mod(size, dim.multiple_of), 0))
-    return found
+        facts.append(Eq(Mod(size, dim.multiple_of), 0))
+    return facts
 
 
 def _few_sizes(dim: Dim) -> Sequence[int] | None:
@@ -204,8 +204,8 @@ def _without_choices(fact: Any, dims: Mapping[str, Dim]) -> Any:
         rest = [-size for size in sizes]
         return next((size for size in sizes if _is_largest(-size, rest, dims)), Min(*sizes))
 
-    found = fact.replace(Min, smallest_of).replace(Max, largest_of)
-    return found if found == fact else _without_choices(found, dims)
+    simpler = fact.replace(Min, smallest_of).replace(Max, largest_of)
+    return simpler if simpler == fact else _without_choices(simpler, dims)
 
 
 def period_of(expr: Any) -> int | None:

@@ -34,13 +34,13 @@ def required(
         accepts: returns True if the operator accepts given sizes.
     """
     facts = _independent(_equalities(questions, hints), hints)
-    found = []
+    needed = []
     for fact in facts:
         kept = [other for other in facts if other is not fact]
         broken = list(_breaking(fact, kept, hints))
         if broken and not any(map(accepts, broken)):
-            found.append(fact)
-    return found
+            needed.append(fact)
+    return needed
 
 
 def or_one(fact: Any, hints: _Sizes, accepts: Callable[[_Sizes], bool]) -> Any:
@@ -81,30 +81,30 @@ def _equalities(questions: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the equalities in the questions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
-    found: dict[Any, None] = {}
+    equalities: dict[Any, None] = {}
     for question in dict.fromkeys(questions):
         for part in sorted(And.make_args(question), key=str):
             fact = Eq(*part.args) if isinstance(part, Ne) else part
             if isinstance(fact, Eq) and fact.free_symbols <= hints.keys() and fact.xreplace(hints):
-                found[fact] = None
-    return list(found)
+                equalities[fact] = None
+    return list(equalities)
 
 
 def _independent(facts: Sequence[Any], hints: _Sizes) -> list[Any]:
     """Return the facts that do not follow from earlier ones, as far as breaking them shows."""
-    found: list[Any] = []
+    independent: list[Any] = []
     known: dict[Any, Any] = {}
     for fact in facts:
         rest = fact.xreplace(known)
-        unsolved = any(_solved(other)[0] is None for other in found)
-        if is_true(rest) or (unsolved and not any(_breaking(fact, found, hints))):
+        unsolved = any(_solved(other)[0] is None for other in independent)
+        if is_true(rest) or (unsolved and not any(_breaking(fact, independent, hints))):
             continue
-        found.append(fact)
+        independent.append(fact)
         symbol, other = _solved(rest)
         if symbol is not None:
             known = {each: value.xreplace({symbol: other}) for each, value in known.items()}
             known[symbol] = other
-    return found
+    return independent
 
 
 def _solved(fact: Any) -> tuple[Any, Any]:
@@ -129,14 +129,14 @@ def _multiple(fact: Any) -> tuple[Any, int] | None:
 def _breaking(fact: Any, kept: Sequence[Any], hints: _Sizes) -> Iterator[dict[Any, int]]:
     """Yield sizes of at least 2 that break a fact and satisfy the others."""
     drawn = random.Random(0)
-    found = 0
+    count = 0
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in hints.items()}
         sizes = keeping(kept, sizes)
         if _breaks(fact, kept, sizes):
             yield sizes
-            found += 1
-        if found == _BREAKS:
+            count += 1
+        if count == _BREAKS:
             return
 
 

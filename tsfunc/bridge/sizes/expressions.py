@@ -1,7 +1,7 @@
 """The edge to sympy: expressions of ShapeEnv as plain data and back, as text, as code and as nodes.
 
 This file has all conversions of sympy's expressions of sizes. The plain data of ``2 * n + 1`` is
-``["+", ["*", 2, "n"], 1]``, and ``SizeSum.of_form`` in ``types/sizes.py`` computes with it.
+``["+", ["*", 2, "n"], 1]``, and ``fold_form`` in ``types/sizes.py`` computes with it.
 
 Private names used here (torch 2.13 and 2.14): ``SymInt.node.expr`` is the sympy expression of a
 size; the classes in it, some of them torch's own (``FloorDiv``), are recognized by their names.
@@ -18,11 +18,13 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.fx
+
+from tsfunc.types.sizes import fold_form
 
 # --- plain data
 
@@ -31,15 +33,15 @@ _OPERATORS = {
     "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%",
     "Max": "max", "Min": "min",
 }  # fmt: skip
-_CALLED: dict[str, tuple[int | None, Callable[[Any, Any], Any]]] = {
-    "+": (None, operator.add),
-    "*": (None, operator.mul),
-    "//": (2, operator.floordiv),
-    "%": (2, operator.mod),
-    "max": (None, torch.sym_max),
-    "min": (None, torch.sym_min),
+_ON_SIZES: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
 }
-OPERATORS = frozenset(_CALLED)
+OPERATORS = frozenset(_ON_SIZES)
 _MOST_FACTORS = 8
 # Limits on a form from a file: sympy takes minutes to simplify larger ones.
 _MOST_TERMS = 256
@@ -90,9 +92,9 @@ def _extent(form: Any) -> tuple[int, int, int]:
     if not isinstance(form, list) or len(form) < 2:
         return 1, 0, 0
     kind, *parts = form
-    found = [_extent(part) for part in parts]
-    terms, depth = [each[0] for each in found], max(each[2] for each in found)
-    divisions = sum(each[1] for each in found)
+    extents = [_extent(part) for part in parts]
+    terms, depth = [each[0] for each in extents], max(each[2] for each in extents)
+    divisions = sum(each[1] for each in extents)
     if kind == "+":
         return sum(terms), divisions, depth
     if kind == "*":
@@ -123,22 +125,15 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: the data is not a form.
     """
-    if type(form) is int:
-        return form
-    if type(form) is str:
-        return _named(form, sizes)
-    if not isinstance(form, Sequence) or not form or form[0] not in OPERATORS:
-        raise ValueError(f"{form!r} is not a size")
-    count, call = _CALLED[form[0]]
-    if len(form) < 3 or (count is not None and len(form) != count + 1):
-        raise ValueError(f"{form[0]!r} of {len(form) - 1} is not a size")
-    return functools.reduce(call, (size_of_form(part, sizes) for part in form[1:]))
 
+    def size_of(leaf: int | str) -> Any:
+        if isinstance(leaf, int):
+            return leaf
+        if leaf not in sizes:
+            raise ValueError(f"there is no dim {leaf[:40]!r}")
+        return sizes[leaf]
 
-def _named(name: str, sizes: Mapping[str, Any]) -> Any:
-    if name not in sizes:
-        raise ValueError(f"there is no dim {name[:40]!r}")
-    return sizes[name]
+    return fold_form(form, size_of, _ON_SIZES)
 
 
 # --- text for people, and code
@@ -232,8 +227,8 @@ def divisions(expr: Any) -> list[tuple[str, int]]:
     from torch.utils._sympy.functions import FloorDiv, Mod
 
     pairs = [each.args for each in expr.atoms(FloorDiv, Mod)]
-    found = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
-    return sorted(pair for pair in found if pair[1] > 1)
+    divided = {(str(value), int(by)) for value, by in pairs if value.is_Symbol and by.is_Integer}
+    return sorted(pair for pair in divided if pair[1] > 1)
 
 
 def exact(expr: Any) -> Any:

@@ -22,7 +22,7 @@ A model calls the same operators on tensors of the same metadata again and again
 fake-tensor rules take longer than the rest of a traced call. The cache therefore maps the metadata
 of the arguments (sizes, strides, dtype, device, and shared storages) to that of the results, and
 makes new fake tensors with this metadata. The guards on symbolic sizes from the first call remain,
-so they are not asked again.
+so a cached result needs no further guard.
 
 Nothing is cached for
 

@@ -42,16 +42,16 @@ def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool
 
     def holds(known: Mapping[str, SizeSum]) -> bool | None:
         """Return None if the difference is not a polynomial for these sizes."""
-        found = difference.substitute(known)
-        if any(found.operations()):
+        polynomial = difference.substitute(known)
+        if any(polynomial.operations()):
             return None
         match fact:
             case Eq():
-                return not found.terms
+                return not polynomial.terms
             case Ne():
-                return found.least({}) >= 1 or (-found).least({}) >= 1
+                return polynomial.least({}) >= 1 or (-polynomial).least({}) >= 1
             case _:
-                return found.least({}) >= isinstance(fact, Gt)
+                return polynomial.least({}) >= isinstance(fact, Gt)
 
     for periods in _periods(difference):
         answers = list(map(holds, _by_remainders(periods, sizes)))
@@ -71,9 +71,9 @@ def _periods(difference: SizeSum) -> Iterator[dict[str, int]]:
         for name in value.names:
             by_name[name].append(max(by.number or 1, 1))
     for combined in (math.lcm, lambda *numbers: math.prod(numbers)):
-        found = {name: combined(*numbers) for name, numbers in by_name.items()}
-        if math.prod(found.values()) <= _MOST:
-            yield found
+        periods = {name: combined(*numbers) for name, numbers in by_name.items()}
+        if math.prod(periods.values()) <= _MOST:
+            yield periods
 
 
 def _by_remainders(

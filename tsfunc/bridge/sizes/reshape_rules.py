@@ -1,11 +1,11 @@
-"""Result shapes of reshapes, which ask only that the number of elements stays the same.
+"""Result shapes of reshapes, which require only that the number of elements stays the same.
 
 A size of -1 must divide evenly. For a single dim, whose descriptor can promise it
-(``multiple_of``), this is asked; otherwise the operator checks it when the program runs.
+(``multiple_of``), this is guarded; otherwise the operator checks it when the program runs.
 
 torch's fake-tensor rules walk the dims of both shapes, merge and split them until they agree, and
-ask at each step which of two sizes is larger and whether it is a multiple. A contiguous tensor can
-be viewed as every shape, whatever the answers.
+test at each step which of two sizes is larger and whether it is a multiple. A contiguous tensor can
+be viewed as every shape, whatever the results of these tests.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ OTHER_SHAPES = frozenset({
 @shape_rule("reshape", "view", "_unsafe_view")
 def reshape_of(x: Any, shape: Sequence[Any]) -> Any:
     """Return a view of a contiguous tensor, NotImplemented for other tensors."""
-    found = _filled_in(x, shape)
-    if found is None or not _is_in_order(x):
+    filled = _filled_in(x, shape)
+    if filled is None or not _is_in_order(x):
         return NotImplemented
-    return view_like(x, found, in_order(found))
+    return view_like(x, filled, in_order(filled))
 
 
 @shape_rule("view_copy", "_reshape_copy")
 def reshape_copy_of(x: Any, shape: Sequence[Any]) -> Any:
-    found = _filled_in(x, shape)
-    return NotImplemented if found is None else new_like(x, found)
+    filled = _filled_in(x, shape)
+    return NotImplemented if filled is None else new_like(x, filled)
 
 
 def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
@@ -68,9 +68,9 @@ def _filled_in(x: Any, shape: Sequence[Any]) -> list[Any] | None:
             return None
     if known(rest > 0) and len(symbols_among([count % rest])) == 1:
         _holds(count % rest == 0)
-    found = list(shape)
-    found[left_out[0]] = count // rest
-    return found
+    filled = list(shape)
+    filled[left_out[0]] = count // rest
+    return filled
 
 
 def _holds(fact: Any) -> bool:

@@ -139,10 +139,10 @@ def _other_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) ->
     if x.dim() < 3 or factor < 1 or all(isinstance(size, int) for size in x.shape):
         return NotImplemented
     with suppress_guards(x.fake_mode):
-        found = sizes(*x.shape[-3:], factor)
-        if math.prod(found) != math.prod(x.shape[-3:]):
+        result_sizes = sizes(*x.shape[-3:], factor)
+        if math.prod(result_sizes) != math.prod(x.shape[-3:]):
             return NotImplemented  # torch's rule reports the error
-    return new_like(x, [*x.shape[:-3], *found])
+    return new_like(x, [*x.shape[:-3], *result_sizes])
 
 
 @shape_rule("combinations")
@@ -218,13 +218,13 @@ def _istft(
     return_complex: bool = False,
 ) -> Any:  # fmt: skip
     hop = n_fft // 4 if hop_length is None else hop_length
-    found = n_fft + hop * (x.shape[-1] - 1)
+    result_length = n_fft + hop * (x.shape[-1] - 1)
     if length is not None:
-        found = length
+        result_length = length
     elif center:
-        found = found - 2 * (n_fft // 2)
+        result_length = result_length - 2 * (n_fft // 2)
     dtype = x.dtype if return_complex else x.dtype.to_real()
-    return new_like(x, [*x.shape[:-2], found], dtype)
+    return new_like(x, [*x.shape[:-2], result_length], dtype)
 
 
 def _upsampled(x: Any, output_size: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,7 +26,7 @@ from tsfunc.tracebacks import Place
 
 
 class SignedZeroError(Exception):
-    """Internal: a symbolic float was asked for its value, which is 0.0 or -0.0.
+    """Internal: the value of a symbolic float was read, and is 0.0 or -0.0.
 
     The guard for other calls would be ``== 0``, which holds for both zeros. The numbers that the
     float depends on are therefore specialized.
@@ -50,8 +50,7 @@ def environment_class() -> Any:
             guard_origins: for each guard the line, whether it is required as asked (as questions of
                 the user's code are), and whether the function raises if the answer differs.
             kept: its methods that cache their results.
-            counts: True while an operator asks for its number of results, which is required as
-                asked.
+            counts: True while an operator computes its number of results, which must stay the same.
             parts: symbols of slices and rows at positions of data: NOTE [parts at data].
         """
 

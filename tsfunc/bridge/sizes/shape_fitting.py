@@ -26,16 +26,16 @@ def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:
     """Return the results of a call, fitted to results at fixed sizes; None if no fit exists."""
     taken: list[tuple[dict[Any, int], Any]] = []
     for sizes in probe.sizes():
-        found = probe.results(sizes)
-        if found is None and not taken:
+        results = probe.results(sizes)
+        if results is None and not taken:
             return None  # the operator refuses the sizes of the call itself
-        if found is not None:
-            taken.append((sizes, found))
+        if results is not None:
+            taken.append((sizes, results))
     if len(taken) <= ENOUGH:
         return None
     atoms = _sizes_in((probe.args, probe.kwargs))
     leaves, tree = optree.tree_flatten(taken[0][1], none_is_leaf=True)
-    columns = [optree.tree_leaves(found, none_is_leaf=True) for _, found in taken]
+    columns = [optree.tree_leaves(results, none_is_leaf=True) for _, results in taken]
     if any(len(column) != len(leaves) for column in columns):
         return None
     points = [sizes for sizes, _ in taken]
@@ -81,12 +81,12 @@ def _fitted(
 
 def _sizes_in(values: Any) -> list[Any]:
     """Return the distinct symbolic sizes of tensors, and symbolic ints, among arguments."""
-    found: dict[Any, Any] = {}
+    sizes: dict[Any, Any] = {}
     for leaf in optree.tree_leaves(values, none_is_leaf=True):
         for size in leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,):
             if isinstance(size, torch.SymInt):
-                found.setdefault(size.node.expr, size)
-    return list(found.values())
+                sizes.setdefault(size.node.expr, size)
+    return list(sizes.values())
 
 
 def _expression(

@@ -32,15 +32,15 @@ _Call = Callable[..., Any]
 
 def symbols_among(values: Any) -> set[Any]:
     """Return the symbols in the sizes of fake tensors, and in symbolic numbers."""
-    found: set[Any] = set()
+    symbols: set[Any] = set()
     for leaf in optree.tree_leaves(values, none_is_leaf=True):
         if isinstance(leaf, torch.Tensor):
             for size in (*leaf.shape, *leaf.stride()):
                 if isinstance(size, torch.SymInt):
-                    found |= size.node.expr.free_symbols
+                    symbols |= size.node.expr.free_symbols
         elif isinstance(leaf, _SYMBOLIC):
-            found |= leaf.node.expr.free_symbols
-    return found
+            symbols |= leaf.node.expr.free_symbols
+    return symbols
 
 
 class ShapeProbe:
@@ -169,10 +169,10 @@ class ShapeProbe:
         """Return True if symbolic results match the operator's results at other sizes too."""
         taken = 0
         for sizes in itertools.islice(self.sizes(), 1, None):
-            found = self.results(sizes)
-            if found is None:
+            expected = self.results(sizes)
+            if expected is None:
                 continue
-            if not _same(results, found, sizes):
+            if not _same(results, expected, sizes):
                 return False
             taken += 1
             if taken == _TRIES:
@@ -200,20 +200,20 @@ def _plain(value: Any) -> Any:
 
 def at(values: Sequence[Any], sizes: Mapping[Any, int]) -> list[Any]:
     """Evaluate symbolic numbers at given sizes."""
-    found: list[Any] = []
+    evaluated: list[Any] = []
     for value in values:
         if not isinstance(value, _SYMBOLIC):
-            found.append(value)
+            evaluated.append(value)
             continue
         expr = value.node.expr.xreplace(dict(sizes))
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-        found.append(kind(expr))
-    return found
+        evaluated.append(kind(expr))
+    return evaluated
 
 
-def _same(results: Any, found: Any, sizes: Mapping[Any, int]) -> bool:
+def _same(results: Any, others: Any, sizes: Mapping[Any, int]) -> bool:
     """True if symbolic results, evaluated at given sizes, match other results."""
-    mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, found))
+    mine, theirs = (optree.tree_leaves(x, none_is_leaf=True) for x in (results, others))
     if len(mine) != len(theirs):
         return False
     for x, y in zip(mine, theirs, strict=True):

@@ -1,15 +1,16 @@
 """Result shapes for symbolic sizes that replace torch's fake-tensor rules.
 
 NOTE [slices of named dims]
-``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule asks which case applies, and
-the answer would violate a descriptor that promises neither. Here the size is the smaller one,
-``min(5, n)``, as an expression. Only the sign of a bound is asked if it is not known, because a
-negative bound counts from the end.
+``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule guards on the case that applies,
+and the guard would violate a descriptor that promises neither case. Here the size is the smaller
+one, ``min(5, n)``, as an expression. Only the sign of a bound is guarded if it is not known,
+because a negative bound counts from the end.
 
 NOTE [parts at data]
 The size of ``x[:k]`` and the storage offset of ``x[k]`` are new symbols if ``k`` is found in data.
-A derivative slices a value and its tangent alike, and torch requires equal sizes and offsets of
-them. Equal bounds of dims of equal size therefore give the same symbols, within one graph.
+A derivative slices a value and its tangent at the same bounds, and torch requires equal sizes and
+offsets of them. Equal bounds of dims of equal size therefore give the same symbols, within one
+graph.
 
 Private names used here (torch 2.13 and 2.14): ``statically_known_true`` tells whether a fact
 follows from the bounds of the symbols, without a guard; ``SymInt.node`` with its ``shape_env``,
@@ -116,7 +117,7 @@ def _numel_spanned(x: torch.Tensor) -> Any:
 def slice_of(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> Any:
-    """``aten::slice`` of a fake tensor; NotImplemented if torch's own rule asks nothing."""
+    """``aten::slice`` of a fake tensor; NotImplemented if torch's own rule adds no guard."""
     dim = wrap_dim(dim, x.dim())
     size = x.shape[dim]
     given = [value for value in (size, start, end) if isinstance(value, torch.SymInt)]

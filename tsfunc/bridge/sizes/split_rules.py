@@ -1,7 +1,7 @@
-"""Result shapes of splits: the number of parts is asked, their lengths are expressions.
+"""Result shapes of splits: the number of parts is guarded, their lengths are expressions.
 
-torch's fake-tensor rules walk the parts and ask for each whether its begin and end lie within the
-dim. That takes minutes, and adds more guards on a named dim than the number of parts.
+torch's fake-tensor rules walk the parts and compare the begin and end of each with the dim. That
+takes minutes, and adds more guards on a named dim than the number of parts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def _is_served(x: torch.Tensor, *numbers: Any) -> bool:
 
 def _parts(x: torch.Tensor, dim: int, lengths: Sequence[Any]) -> list[torch.Tensor]:
     """Return consecutive views along a dim, of the given lengths."""
-    found = []
+    parts = []
     begin: Any = 0
     for length in lengths:
         shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-        found.append(view_like(x, shape, x.stride(), x.storage_offset() + begin * x.stride(dim)))
+        parts.append(view_like(x, shape, x.stride(), x.storage_offset() + begin * x.stride(dim)))
         begin = begin + length
-    return found
+    return parts
 
 
 @shape_rule("unbind.int")
@@ -66,7 +66,7 @@ def chunk_of(x: Any, chunks: int, dim: int = 0) -> Any:
     """``aten::chunk``: parts of equal length, the shortest length for at most ``chunks`` parts.
 
     There are exactly ``chunks`` parts if the dim divides evenly or is longer than ``(chunks - 1)
-    ** 2``, which is asked first; for a smaller dim the number of parts is asked.
+    ** 2``, which is tested first; for a smaller dim the number of parts is guarded.
     """
     if not _is_served(x) or type(chunks) is not int or chunks < 1:
         return NotImplemented
@@ -99,8 +99,8 @@ def _copies(rule: Any) -> Any:
     """Return the rule of an operator that copies views, given the rule of the views."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
-        found = rule(*args, **kwargs)
-        return found if found is NotImplemented else [new_like(x, x.shape) for x in found]
+        parts = rule(*args, **kwargs)
+        return parts if parts is NotImplemented else [new_like(x, x.shape) for x in parts]
 
     return copy
 

@@ -32,7 +32,7 @@ _RULES = frozenset({clamp, pointwise, where})
 _CONTIGUOUS = frozenset(
     {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
 )
-# Operators for whose kernel a number is a tensor without dims, beside those of overload "Tensor".
+# Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
 _WRAPPING = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
 _CAPTURING = frozenset({"aten::lerp.Scalar"})
 
@@ -74,7 +74,7 @@ def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
 
 
 def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
-    """Return the strides of the result of operands that are laid out alike, without gaps."""
+    """Return the strides of the result of operands that have one layout, without gaps."""
     first = operands[0]
     for order in (torch.contiguous_format, torch.channels_last):
         if (order is torch.contiguous_format or first.dim() == 4) and all(
@@ -82,8 +82,8 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
         ):
             dims = range(first.dim()) if order is torch.contiguous_format else (0, 2, 3, 1)
             return _dense_strides(first.shape, [*reversed(dims)])
-    alike = all(x.stride() == first.stride() for x in operands)
-    return list(first.stride()) if alike and _is_dense(first) else None
+    same = all(x.stride() == first.stride() for x in operands)
+    return list(first.stride()) if same and _is_dense(first) else None
 
 
 def _is_dense(x: torch.Tensor) -> bool:
@@ -120,11 +120,11 @@ def _strides(shape: torch.Size, operands: Sequence[Sequence[int]]) -> list[int]:
     for i in range(1, len(order)):
         at = i
         for k in reversed(range(i)):
-            found = compare(order[k], order[at])
-            if found > 0:
+            order_of_pair = compare(order[k], order[at])
+            if order_of_pair > 0:
                 order[k], order[at] = order[at], order[k]
                 at = k
-            elif found < 0:
+            elif order_of_pair < 0:
                 break
     return _dense_strides(shape, order)
 

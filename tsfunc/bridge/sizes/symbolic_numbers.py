@@ -56,15 +56,15 @@ def symbols_in(results: Sequence[Any], fresh: Sequence[Any]) -> list[tuple[Any, 
         For each occurrence the symbol, the index of the result, and the dim with that size, or
         None if the result is the number itself.
     """
-    found: list[tuple[Any, int, int | None]] = []
+    symbols: list[tuple[Any, int, int | None]] = []
     for i, result in enumerate(results):
         if isinstance(result, torch.Tensor):
             for dim, size in enumerate(result.shape):
                 if isinstance(size, torch.SymInt) and size.node.expr in fresh:
-                    found.append((size.node.expr, i, dim))
+                    symbols.append((size.node.expr, i, dim))
         elif isinstance(result, torch.SymInt | torch.SymFloat | torch.SymBool):
-            found += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
-    return found
+            symbols += [(s, i, None) for s in result.node.expr.free_symbols if s in fresh]
+    return symbols
 
 
 # --- symbolic ints as arguments that schemas declare as plain ints
@@ -122,8 +122,8 @@ def _packet(func: Callable[..., Any]) -> OpOverloadPacket | None:
     owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", None)
     if type(func) not in _C_FUNCTIONS or owner is None:
         return None
-    found = getattr(torch.ops.aten, func.__name__, None)
-    return found if isinstance(found, OpOverloadPacket) else None
+    packet = getattr(torch.ops.aten, func.__name__, None)
+    return packet if isinstance(packet, OpOverloadPacket) else None
 
 
 # The types of torch's functions and methods that are written in C++.
@@ -159,14 +159,14 @@ def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[
 @functools.cache
 def _plain_ints(overload: OpOverload) -> Sequence[tuple[int, str]]:
     """Return the position and name of each argument that is a plain int, or a list of them."""
-    found = []
+    ints = []
     for i, argument in enumerate(overload._schema.arguments):
         kind = argument.real_type
         while kind.kind() in ("OptionalType", "ListType"):
             kind = kind.getElementType()
         if kind.kind() == "IntType":
-            found.append((i, argument.name))
-    return found
+            ints.append((i, argument.name))
+    return ints
 
 
 def _tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Any:
@@ -221,12 +221,12 @@ def solved_node(
     slope, rest = factors
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     known: Any = {each: torch.fx.Proxy(node, tracer) for each, node in nodes.items()}
-    found: Any = torch.fx.Proxy(size, tracer)
+    solution: Any = torch.fx.Proxy(size, tracer)
     if rest != "0":
-        found = found - DimExpr(rest).evaluate(known)
+        solution = solution - DimExpr(rest).evaluate(known)
     if slope != "1":
-        found = found // DimExpr(slope).evaluate(known)
-    node: torch.fx.Node = found.node
+        solution = solution // DimExpr(slope).evaluate(known)
+    node: torch.fx.Node = solution.node
     return node
 
 
@@ -251,8 +251,8 @@ def _rdivmod(by: Any, number: Any) -> tuple[Any, Any]:
 def _texts_of_numbers(kind: Any) -> Callable[[Any], str]:
     """Return ``__repr__`` of a kind of symbolic numbers, by which Python also formats them.
 
-    The user has not asked for the symbols of NOTE [automatic dynamic sizes], so the user's code
-    reads the text of the number, which is a question for its value.
+    The symbols of NOTE [automatic dynamic sizes] replace plain numbers, so the user's code gets the
+    text of the number, which reads its value.
     """
     own = kind.__repr__
 

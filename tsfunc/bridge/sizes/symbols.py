@@ -52,14 +52,14 @@ _HINTS = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061, 1063, 1069
 
 @dataclass(frozen=True)
 class Need:
-    """A fact about named dims that a trace relies on, and the line that asked for it.
+    """A fact about named dims that a trace relies on, and the line that needs it.
 
     Attributes:
         fact: the fact as Python code.
         expr: the fact as an expression in symbols with the names of the dims.
         place: the user's line.
-        by_user: True if the user's code asked, also for a number of results; False if torch or
-            this package asked for another reason.
+        by_user: True if the user's code tests the fact or gets a number of results that depends on
+            it; False if torch or this package tests it for another reason.
     """
 
     fact: str
@@ -76,7 +76,7 @@ class Condition(NamedTuple):
         text: the text for people, in the user's names.
         dims: the named dims in the condition.
         fact: the condition in the names of dims and numbers, as files store it
-            (``types/sizes.py``).
+            (``types/size_facts.py``).
         fixed: the condition in the names of dims only, with the call's value for each number among
             the arguments.
         number: the name of the number whose value the condition fixes, if it does.
@@ -443,8 +443,8 @@ class Symbols:
         from sympy import Not
 
         for symbol, answer in answers.items():
-            asked = self._answers[symbol]
-            expr = expr.xreplace({Not(asked): Not(answer), asked: answer})
+            condition = self._answers[symbol]
+            expr = expr.xreplace({Not(condition): Not(answer), condition: answer})
         return expr
 
     def spelled_in(self, text: str) -> str | None:

@@ -1,6 +1,6 @@
 """Result shapes for windows of symbolic sizes: pooling, and the patches of ``unfold``.
 
-torch's own rules ask for the size of a window, which adds a guard on its value. The operator
+torch's own rules read the size of a window, which adds a guard on its value. The operator
 checks that a window fits when the program runs.
 """
 
@@ -38,8 +38,8 @@ def _largest(dims: int, *, places: bool) -> Callable[..., Any]:
         shape = _pooled(x, dims, ceil_mode, kernel_size, stride or kernel_size, padding, dilation)
         if shape is None:
             return NotImplemented
-        found = new_like(x, shape, order=_order(x, dims))
-        return (found, new_like(x, shape, torch.int64, _order(x, dims))) if places else found
+        values = new_like(x, shape, order=_order(x, dims))
+        return (values, new_like(x, shape, torch.int64, _order(x, dims))) if places else values
 
     return rule
 
@@ -87,8 +87,8 @@ def _counts(
 
 def _each(given: Any, dims: int) -> Sequence[Any]:
     """Return an argument for each dim; torch accepts one value for all dims."""
-    found = [*given] if isinstance(given, list | tuple) else [given]
-    return found * dims if len(found) == 1 else found
+    numbers = [*given] if isinstance(given, list | tuple) else [given]
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _order(x: Any, dims: int) -> Sequence[int]:

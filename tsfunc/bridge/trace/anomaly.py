@@ -1,12 +1,12 @@
 """torch's anomaly mode in traces: the checks for NaN become checks of the program.
 
-In anomaly mode the autograd engine asks after each backward formula whether its results contain
+In anomaly mode the autograd engine checks after each backward formula whether its results contain
 NaN. A trace has no data to answer with. It records an assertion instead, which raises torch's error
 when the program runs, with the user's line of the forward call.
 
 Private names used here (torch 2.13 and 2.14): ``torch._C._current_autograd_node`` is the node whose
 formula the engine runs; ``torch.ops.aten._is_any_true`` and ``_local_scalar_dense`` are the
-operators by which the engine asks.
+operators of this check.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _local_scalar_dense(value: TraceTracer) -> Any:
 
 
 def _is_of_the_engine(value: TraceTracer) -> bool:
-    """Return True if the engine asks for a number because of its check for NaN."""
+    """Return True if the engine reads a number for its check for NaN."""
     if not torch.is_anomaly_check_nan_enabled() or not torch.is_anomaly_enabled():
         return False
-    asked = value.node.target is torch.ops.aten._is_any_true.default
-    return asked and torch._C._current_autograd_node() is not None
+    is_check = value.node.target is torch.ops.aten._is_any_true.default
+    return is_check and torch._C._current_autograd_node() is not None
 
 
 def _message(node: Any) -> str:

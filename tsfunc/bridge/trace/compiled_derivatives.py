@@ -102,7 +102,7 @@ class _Call(Function):
         pairs = [
             (x, g) for x, g in zip(outs, given, strict=True) if g is not None and x.requires_grad
         ]
-        found: list[Any] = [None] * (2 + len(tensors))
+        gradients: list[Any] = [None] * (2 + len(tensors))
         if pairs and inputs:
             retain = again or _get_current_graph_task_keep_graph()
             with without_donated_buffers() if retain else nullcontext():
@@ -111,5 +111,5 @@ class _Call(Function):
                     create_graph=recorded, retain_graph=retain,
                 )  # fmt: skip
             for i, grad in zip(ctx.wrt, pulled, strict=True):
-                found[2 + i] = grad
-        return tuple(found)
+                gradients[2 + i] = grad
+        return tuple(gradients)

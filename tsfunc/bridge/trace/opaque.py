@@ -21,24 +21,24 @@ class OpaqueValue:
     Args:
         value: the value.
         text: an expression for the value: ``x``, ``params['w']``, ``Model.scale``.
-        mend: where the type is declared, and how to declare another.
+        remedy: where the type is declared, and how to declare another.
     """
 
-    __slots__ = ("_mend", "_text", "_value")
+    __slots__ = ("_remedy", "_text", "_value")
 
     @property
     def __class__(self) -> type[Any]:
         """Raise; ``isinstance`` reads the class of objects that are not direct instances."""
-        _refuse(self, "its class is asked for")
+        _refuse(self, "its class is read")
 
     @__class__.setter
     def __class__(self, cls: type[Any]) -> None:
         _refuse(self, "its class is assigned")
 
-    def __init__(self, value: Any, text: str, mend: str) -> None:
+    def __init__(self, value: Any, text: str, remedy: str) -> None:
         object.__setattr__(self, "_value", value)
         object.__setattr__(self, "_text", text)
-        object.__setattr__(self, "_mend", mend)
+        object.__setattr__(self, "_remedy", remedy)
 
     @classmethod
     def __torch_function__(
@@ -70,7 +70,7 @@ def _refuse(value: OpaqueValue, use: str) -> NoReturn:
     text = _of(value, "_text")
     raise TypeCheckError(
         f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
-        f"it: {use} at {users_place()}. {_of(value, '_mend')}"
+        f"it: {use} at {users_place()}. {_of(value, '_remedy')}"
     )
 
 

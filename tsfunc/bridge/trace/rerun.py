@@ -73,16 +73,16 @@ def _lists(value: Any) -> Any:
     return tuple([_lists(item) for item in value]) if type(value) is tuple else value
 
 
-def difference(found: torch.Tensor, said: torch.Tensor) -> str | None:
+def difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:
     """Return the first difference of dtype, device or shape of two tensors as text, or None."""
-    if found.dtype != said.dtype:
-        return f"its dtype is {found.dtype}, not {said.dtype}"
-    if found.device != said.device:
-        return f"its device is {found.device}, not {said.device}"
-    alike = found.dim() == said.dim() and all(
-        same_size(m, n) for m, n in zip(found.shape, said.shape, strict=True)
+    if got.dtype != expected.dtype:
+        return f"its dtype is {got.dtype}, not {expected.dtype}"
+    if got.device != expected.device:
+        return f"its device is {got.device}, not {expected.device}"
+    same_shape = got.dim() == expected.dim() and all(
+        same_size(m, n) for m, n in zip(got.shape, expected.shape, strict=True)
     )
-    return None if alike else f"its shape is {_shape_text(found)}, not {_shape_text(said)}"
+    return None if same_shape else f"its shape is {_shape_text(got)}, not {_shape_text(expected)}"
 
 
 def _shape_text(value: torch.Tensor) -> str:

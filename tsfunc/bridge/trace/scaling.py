@@ -1,6 +1,6 @@
 """Steps that a ``GradScaler`` skips, in traces.
 
-A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It asks for the data,
+A ``GradScaler`` skips the optimizer's step if a gradient is infinite or NaN. It reads the data,
 which a trace does not have. In a trace the step is always made, and its writes are undone by
 ``torch.where`` if it is to be skipped.
 
@@ -28,8 +28,8 @@ def _step_or_skip(
     **kwargs: Any,
 ) -> Any:
     """Implement ``GradScaler._maybe_opt_step`` without a question about data."""
-    found = list(optimizer_state["found_inf_per_device"].values())
-    skips = torch.stack([each.to(found[0].device) for each in found]).sum() != 0
+    flags = list(optimizer_state["found_inf_per_device"].values())
+    skips = torch.stack([each.to(flags[0].device) for each in flags]).sum() != 0
     with torch.no_grad():
         make_state(optimizer)
         before = [(each, each.clone()) for each in _tensors(optimizer)]

@@ -256,9 +256,9 @@ class TensorGuards:
             shared = _share_memory(value, argument.value)
             if shared and self.ask(argument, "dense_order({})") is None:
                 self.refuse(
-                    f"the strides of {argument.name}, or of a view of it, are asked for",
-                    f"they are {tuple(x.stride())} for the sizes {tuple(x.shape)}, and what they "
-                    f"are for other sizes is not known",
+                    f"the strides of {argument.name}, or of a view of it, are read",
+                    f"they are {tuple(x.stride())} for the sizes {tuple(x.shape)}, and not known "
+                    f"for other sizes",
                     "Give its sizes as ints, or pass x.contiguous().",
                 )
 
@@ -271,13 +271,13 @@ class TensorGuards:
                     f"to attributes of tensors. Return the value, and assign it after the call."
                 )
 
-    def refuse(self, read: str, why: str, mend: str) -> NoReturn:
+    def refuse(self, read: str, why: str, remedy: str) -> NoReturn:
         """Raise for a question that a program cannot answer.
 
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {mend}")
+        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {remedy}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
@@ -393,7 +393,7 @@ def _is_view(guards: TensorGuards, value: Any) -> bool:
     argument = guards.argument(value)
     if argument is None:
         guards.refuse(
-            "it is asked whether a computed value is a view",
+            "_is_view() of a computed value is called",
             "a program may share the memory of its values, or not",
             "Use x.clone() for memory of its own.",
         )
@@ -459,7 +459,7 @@ def _set_grad(guards: TensorGuards, value: Any) -> Any:
 
 def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
     guards.refuse(
-        "it is asked whether two tensors are one memory", "tensors of another call may not be",
+        "is_set_to() is called", "the tensors of another call may not share one memory",
         "Compare what they are made from before the call.",
     )  # fmt: skip
 

@@ -36,11 +36,11 @@ def exported_by_torch(
         dynamic_shapes: the dynamic shapes by parameter, in torch.export's format.
     """
     with _oblivious():
-        found = torch.export.export(
+        exported = torch.export.export(
             module, tuple(args), dict(kwargs), dynamic_shapes=dict(dynamic_shapes),
             prefer_deferred_runtime_asserts_over_guards=True,
         )  # fmt: skip
-    return _oblivious_too(found)
+    return _oblivious_too(exported)
 
 
 class _Exported(torch.export.ExportedProgram):
@@ -61,5 +61,5 @@ def _oblivious() -> AbstractContextManager[None]:
     from torch.fx.experimental import _config
 
     config: Any = _config
-    found: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
-    return found
+    patched: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
+    return patched

@@ -61,10 +61,10 @@ def copied_views() -> Iterator[None]:
 @register_op_impl(lambda op: op in _VIEWS and getattr(_served, "on", False))
 def _copied_view(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with mode:
-        found = _VIEWS[op](*args, **kwargs)
-        if isinstance(found, torch.Tensor):
-            return found.clone(memory_format=torch.contiguous_format)
-        return [x.clone(memory_format=torch.contiguous_format) for x in found]
+        views = _VIEWS[op](*args, **kwargs)
+        if isinstance(views, torch.Tensor):
+            return views.clone(memory_format=torch.contiguous_format)
+        return [x.clone(memory_format=torch.contiguous_format) for x in views]
 
 
 def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
@@ -150,12 +150,12 @@ def pulled_back(
         outs = run(*inputs)
     cotangents = [ct.contiguous() for ct in cotangents]  # torch's loops carry them
     pairs = [(out, ct) for out, ct in zip(outs, cotangents, strict=True) if out.requires_grad]
-    found: Sequence[Any] = [None] * len(inputs)
+    gradients: Sequence[Any] = [None] * len(inputs)
     if pairs:
         results, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(results, inputs, given, allow_unused=True)
+        gradients = torch.autograd.grad(results, inputs, given, allow_unused=True)
     return tuple(
-        torch.zeros_like(x) if ct is None else ct for x, ct in zip(inputs, found, strict=True)
+        torch.zeros_like(x) if ct is None else ct for x, ct in zip(inputs, gradients, strict=True)
     )
 
 
@@ -180,7 +180,7 @@ def pushed_forward(
         by, along = zip(*pairs, strict=True)
         pushed = torch.autograd.grad(by, given, along, allow_unused=True)
     rest = iter(pushed)
-    found = [next(rest) if out.requires_grad else None for out in outs]
+    tangents_out = [next(rest) if out.requires_grad else None for out in outs]
     return tuple(
-        torch.zeros_like(out) if t is None else t for out, t in zip(outs, found, strict=True)
+        torch.zeros_like(out) if t is None else t for out, t in zip(outs, tangents_out, strict=True)
     )

@@ -28,7 +28,7 @@ class _Original(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *call: Any) -> Any:
-        raise AssertionError(f"what tracers are copies of is in a call: {call}")
+        raise AssertionError(f"the original of copied tracers is in a call: {call}")
 
 
 def copied(

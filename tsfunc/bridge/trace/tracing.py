@@ -424,13 +424,13 @@ def _detach(value: TraceTracer) -> TraceTracer:
 
 @register("aten::_has_same_storage_numel", DispatchKey.Trace)
 def _same_storage(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Accept a tangent in forward mode, which asks whether storages have equal sizes."""
+    """Accept a tangent in forward mode, which compares the sizes of storages."""
     return True
 
 
 @register("aten::as_strided", DispatchKey.Trace)
 def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Ask for the strides and the offset of the value, which the derivative is computed with."""
+    """Guard the strides and the offset of the value, which the derivative depends on."""
     if isinstance(value, TraceTracer):
         with DisableTorchFunction():
             recorded = value.tracks or value.requires_grad
@@ -439,7 +439,7 @@ def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             explicit = (*args[2:], kwargs.get("storage_offset"))[0] is not None
             if explicit and offset_outside(value):
                 value.dispatch_level.tensor_guards.refuse(
-                    "the derivative of as_strided is asked for",
+                    "the derivative of as_strided is needed",
                     "the tensor does not begin where its storage does",
                     "Pass x.clone().",
                 )
@@ -448,7 +448,7 @@ def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 
 @register("aten::view_as_real", DispatchKey.Trace)
 def _view_as_real(value: TraceTracer) -> Any:
-    """Resolve conjugation, which the value has and the tracer that C++ asks lacks."""
+    """Resolve conjugation: the value has the conjugate bit, and its tracer does not."""
     if value.conjugated():
         value = trace_kernel(operator_of(torch.ops.aten.clone.default), (value,), {})
     return trace_kernel(operator_of(torch.ops.aten.view_as_real.default), (value,), {})
@@ -630,9 +630,11 @@ def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
     levels = current_levels()
     environments = [level.symbols.environment for level in levels if isinstance(level, TraceLevel)]
     with contextlib.ExitStack() as stack:
-        asked = [stack.enter_context(defer_guards(env)) for env in environments if env is not None]
+        open_facts = [
+            stack.enter_context(defer_guards(env)) for env in environments if env is not None
+        ]
         found = guard(*args)
-    return None if any(asked) else found
+    return None if any(open_facts) else found
 
 
 def node_of_output(value: Any, level: TraceLevel) -> Any:

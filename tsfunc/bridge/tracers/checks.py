@@ -14,8 +14,8 @@ From the first transform on, torch's own functions for checks take batched tenso
 
 NOTE [checks of distributions]
 The constraints of ``torch.distributions`` for matrices end early if an earlier condition fails, as
-in ``if not symmetric.all(): return symmetric``. The distribution that asked raises for a condition
-that is not True everywhere, so the early end is a check too.
+in ``if not symmetric.all(): return symmetric``. The distribution raises for a condition that is not
+True everywhere, so the early end is a check too.
 
 Private names used here (torch 2.13 and 2.14): ``torch._check_with`` and
 ``torch._check_tensor_all_with``, which the functions for checks call, ``torch._is_all_true``, and

@@ -135,12 +135,12 @@ def _capture(states: Sequence[tuple[Level, Any, Any]]) -> None:
 
 def _counting_levels(levels: Sequence[Level], first: int = 0) -> list[_Vmap]:
     """Return the vmaps among some levels whose examples draw as if alone, from a depth on."""
-    found: list[Any] = [
+    counting: list[Any] = [
         level
         for level in levels
         if level.key is DispatchKey.Batch and level.depth >= first and level.randomness == "split"  # type: ignore[attr-defined]
     ]
-    return found
+    return counting
 
 
 def draws_are_counted(first: int = 0) -> bool:
@@ -261,12 +261,12 @@ class DrawnBefore:
 
     def or_further(self, other: DrawnBefore) -> DrawnBefore:
         """Return the larger number of draws of each example, of two times at the same levels."""
-        found = DrawnBefore(())
-        found._counts = [
+        further = DrawnBefore(())
+        further._counts = [
             (level, _larger(a, b))
             for (level, a), (_, b) in zip(self._counts, other._counts, strict=True)
         ]
-        return found
+        return further
 
 
 def _larger(a: Any, b: Any) -> Any:

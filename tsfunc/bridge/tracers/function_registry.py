@@ -3,7 +3,7 @@
 NOTE [function rules]
 A batching rule belongs to an operator (``ops/registry``). A function rule belongs to a callable of
 torch, such as ``torch.narrow`` or ``Tensor.__getitem__``, and runs in the function handler, before
-the call becomes operators. A callable may have one rule of each :class:`Stage`. The handler asks
+the call becomes operators. A callable may have one rule of each :class:`Stage`. The handler tries
 them in the order of the stages. A rule that returns NotImplemented leaves the call to the next
 one. After the last stage the handler calls torch, and each operator of the call finds its row or
 its decomposition in the dispatch handler.
@@ -166,7 +166,7 @@ class FunctionRegistry:
         if namespace != "aten":
             return []
         base = name.partition(".")[0]
-        found: list[tuple[str, FunctionRule]] = []
+        rules: list[tuple[str, FunctionRule]] = []
         for stage in Stage:
             for owner, prefix in _OWNERS:
                 for attribute in (base, *_DUNDERS.get(base, ())):
@@ -175,8 +175,8 @@ class FunctionRegistry:
                         function = function.__get__
                     rule = self.find(stage, function)
                     if rule is not None:
-                        found.append((f"{prefix}.{attribute}", rule))
-        return found
+                        rules.append((f"{prefix}.{attribute}", rule))
+        return rules
 
 
 _OWNERS: Final = (

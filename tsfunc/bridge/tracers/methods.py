@@ -39,19 +39,20 @@ def _shallow_copy(self: Tracer) -> torch.Tensor:
 def refuse_storage(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Raise an error for a call that needs the storage of a tracer."""
     value = args[0]
     if not isinstance(value, Tracer):
         return metadata(func, types, args, kwargs)
     level = value.dispatch_level
     if not level.alive:
         refuse_escaped(func, level)
-    peer = (
+    hint = (
         " (torch.func says: mutating directly with `.data` under vmap is not allowed)"
         if func.__name__ == _DATA and level.key is DispatchKey.Batch
         else ""
     )
     raise RuntimeError(
-        f"{func.__name__} was used on a value of {level.name}{peer}: cannot access the storage or "
+        f"{func.__name__} was used on a value of {level.name}{hint}: cannot access the storage or "
         f"data pointer of a Tensor that doesn't have storage. Use torch operations, which the "
         f"transform sees (x.copy_(y) instead of x.data = y, x.clone() for memory of its own)."
     )

@@ -141,7 +141,7 @@ class TorchOperator(Operator):
         # The written argument that each result is; None for a new result.
         memory = [_written_memory(argument) for argument in arguments]
         self.returned = tuple(
-            memory.index(found) if (found := _written_memory(value)) else None
+            memory.index(written) if (written := _written_memory(value)) else None
             for value in overload._schema.returns
         )
         # True if it returns its first argument.
@@ -171,8 +171,8 @@ class TorchOperator(Operator):
         if self.direct_rule is not pointwise:
             return None
         name = self.name.removeprefix("aten::").partition(".")[0]
-        found = getattr(torch, name, None)
-        return found if isinstance(found, type(torch.sin)) else self.overload._op
+        function = getattr(torch, name, None)
+        return function if isinstance(function, type(torch.sin)) else self.overload._op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as user code does, through autograd if a level records on its values.
@@ -210,10 +210,10 @@ def operator_of(overload: OpOverload) -> TorchOperator:
     # By id: the hash of an overload is computed in Python, and rows keep their overloads alive.
     op = operators_by_id.get(id(overload))
     if op is None:
-        # Of two threads that ask at once, one makes the row before the other sees it.
+        # Two threads may get here at once: one of them makes the row, and the other gets that row.
         with _lock:
-            found = find_operator(overload.name())
-            op = found if isinstance(found, TorchOperator) else TorchOperator(overload)
+            known = find_operator(overload.name())
+            op = known if isinstance(known, TorchOperator) else TorchOperator(overload)
             operators_by_id[id(overload)] = op
     return op
 
@@ -234,8 +234,8 @@ def overload_of(name: str) -> OpOverload | None:
     qualified, _, overload = name.partition(".")
     namespace, _, base = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace), base, None) if base else None
-    found = getattr(packet, overload or "default", None)
-    return found if isinstance(found, OpOverload) else None
+    chosen = getattr(packet, overload or "default", None)
+    return chosen if isinstance(chosen, OpOverload) else None
 
 
 _MADE = ("dtype", "device")
@@ -256,12 +256,12 @@ def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | 
     namespace, _, name = overload._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_") if inplace else name)
     for which in packet.overloads():
-        found = getattr(packet, which)
-        given = found._schema.arguments
+        form = getattr(packet, which)
+        given = form._schema.arguments
         made = {a.name for a in given} & _ALSO_MADE - known
         rest = [_facts(a) for a in given if a.name not in made]
         if rest == wanted and not any(a.is_out for a in given):
-            return found, [name for name in _MADE if name in made]
+            return form, [name for name in _MADE if name in made]
     return None
 
 
@@ -277,8 +277,8 @@ def _resolve(op: Any) -> Sequence[Operator] | None:
     if isinstance(op, OpOverload):
         return (operator_of(op),)
     if isinstance(op, str):
-        found = overload_of(op)
-        return (operator_of(found),) if found is not None else None
+        chosen = overload_of(op)
+        return (operator_of(chosen),) if chosen is not None else None
     if isinstance(op, OpOverloadPacket):
         return _overloads(op)
     name = getattr(op, "__name__", None)
@@ -293,8 +293,8 @@ def _overloads(packet: OpOverloadPacket) -> Sequence[Operator]:
     no torch call reaches these.
     """
     overloads = [getattr(packet, name) for name in packet.overloads()]
-    found = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
-    kept = [op for op in found if not op.out_names]
+    operators = [operator_of(one) for one in overloads if _dispatch_has_kernel(one.name())]
+    kept = [op for op in operators if not op.out_names]
     if not kept:
         raise DispatchError(f"{packet} has no overload that returns its result.")
     return kept
@@ -348,9 +348,9 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     if any(isinstance(arg, list) and None in arg for arg in args):
         return overload._op  # torch's function of that name accepts no list with gaps
     for owner in (torch, torch.nn.functional):
-        found = getattr(owner, name, None)
-        if isinstance(found, type(torch.sin)):
-            return found
+        function = getattr(owner, name, None)
+        if isinstance(function, type(torch.sin)):
+            return function
     return overload._op
 
 

@@ -102,16 +102,16 @@ class Form:
         """Do the same for packed arguments, followed by the values of keyword arguments."""
         defaults = self.defaults
         given = (*given, *defaults)
-        found = []
+        positional = []
         for place, convert in self.places:
             value = given[place]
             if convert is not None:
                 value = convert(value)
                 if value is None:
                     return None
-            found.append(value)
-        while found and _is_default(found[-1], defaults[len(found) - 1]):
-            del found[-1]
+            positional.append(value)
+        while positional and _is_default(positional[-1], defaults[len(positional) - 1]):
+            del positional[-1]
         named = {}
         for name, place, convert, default in self.named:
             value = given[place]
@@ -121,7 +121,7 @@ class Form:
                     return None
             if not _is_default(value, default):
                 named[name] = value
-        return found, named
+        return positional, named
 
     def result_of(self, out: Any) -> Any:
         """Return several results in the function's class: a named tuple, or a tuple."""
@@ -265,18 +265,18 @@ def _result_class(schema: Any) -> Any:
     names = [value.name for value in schema.returns]
     if len(names) < 2 or not all(names):
         return None
-    found = getattr(torch.return_types, schema.name.partition("::")[2], None)
-    if found is None:
+    cls = getattr(torch.return_types, schema.name.partition("::")[2], None)
+    if cls is None:
         raise _NoForm
-    return found
+    return cls
 
 
-class _Told(Exception):
-    """Reports the operator and arguments that a probe reached."""
+class _DispatchedCall(Exception):
+    """Carries the operator and arguments of a call that reached a probe."""
 
 
 class _Probe(torch.Tensor):
-    """A tensor that reports the operator it reaches."""
+    """A tensor whose operators raise, with the call that was dispatched."""
 
     __torch_function__ = _disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -284,7 +284,7 @@ class _Probe(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise _Told(func, args, kwargs or {})
+        raise _DispatchedCall(func, args, kwargs or {})
 
 
 def _probe(like: torch.Tensor) -> torch.Tensor:
@@ -306,31 +306,35 @@ def _replaced(value: Any, numbers: Any) -> Any:
     return value
 
 
-def _alike(mine: Any, told: Any) -> bool:
-    if isinstance(told, torch.Tensor) or isinstance(mine, torch.Tensor):
-        return mine is told
-    if type(mine) is not type(told):
+def _same(given: Any, dispatched: Any) -> bool:
+    if isinstance(dispatched, torch.Tensor) or isinstance(given, torch.Tensor):
+        return given is dispatched
+    if type(given) is not type(dispatched):
         return False
-    if isinstance(told, list | tuple):
-        return len(mine) == len(told) and all(map(_alike, mine, told))
-    if isinstance(told, dict):
-        return mine.keys() == told.keys() and all(_alike(mine[name], told[name]) for name in told)
-    return bool(mine == told)
+    if isinstance(dispatched, list | tuple):
+        return len(given) == len(dispatched) and all(map(_same, given, dispatched))
+    if isinstance(dispatched, dict):
+        return given.keys() == dispatched.keys() and all(
+            _same(given[name], dispatched[name]) for name in dispatched
+        )
+    return bool(given == dispatched)
 
 
 # Factories get these arguments of torch.empty even if they are not set.
-_SAYS_NOTHING: Final = {"dtype": None, "layout": None, "device": None, "pin_memory": False}
+_UNSET: Final = {"dtype": None, "layout": None, "device": None, "pin_memory": False}
 
 
-def _tell(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+def _dispatched_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any]:
     """Return the operator and the arguments that a call dispatches."""
     try:
         with without_autograd(), without_factory_keys(), without_autocast():
             function(*args, **kwargs)
-    except _Told as told:
-        overload, args, kwargs = told.args
-        said = {n: x for n, x in kwargs.items() if _SAYS_NOTHING.get(n, _NO_DEFAULT) is not x}
-        return overload, args, said
+    except _DispatchedCall as dispatched:
+        overload, args, kwargs = dispatched.args
+        given = {n: x for n, x in kwargs.items() if _UNSET.get(n, _NO_DEFAULT) is not x}
+        return overload, args, given
     except Exception:
         raise _NoForm from None  # torch refuses the call; the real call raises the user's error
     raise _NoForm
@@ -356,7 +360,7 @@ def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         for numbers in (None, itertools.count(1001)):
             given = [_replaced(arg, numbers) for arg in args]
             named = {name: _replaced(arg, numbers) for name, arg in kwargs.items()}
-            overload, *told = _tell(function, given, named)
+            overload, *dispatched = _dispatched_call(function, given, named)
             op = operator_of(overload)
             if form is None:
                 if op.overload._schema.name != f"aten::{function.__name__}":
@@ -364,8 +368,10 @@ def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 form = _form_of(op, function, given, named)
             if form.op is not op:
                 return None
-            mine = form.arguments(given, named)
-            if mine is None or not _alike(tuple(mine[0]), told[0]) or not _alike(mine[1], told[1]):
+            parsed = form.arguments(given, named)
+            if parsed is None:
+                return None
+            if not _same(tuple(parsed[0]), dispatched[0]) or not _same(parsed[1], dispatched[1]):
                 return None
     except _NoForm:
         return None

@@ -84,9 +84,9 @@ def caller_of_handlers() -> FrameType:
             at = at.f_back
         if at is None or at.f_code not in _passed_on:
             break
-    found = at or own
-    assert found is not None, "Python has frames"
-    return found
+    frame = at or own
+    assert frame is not None, "Python has frames"
+    return frame
 
 
 def passes_call_on(method: F) -> F:
@@ -177,32 +177,32 @@ def suppress_guards_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def defer_guards(env: Any) -> Iterator[list[Any]]:
-    """Answer a block's questions about sizes with the hints, without guards, and list them."""
-    asked: list[Any] = []
+    """Decide a block's conditions on sizes by the hints, without guards; yield these conditions."""
+    deferred: list[Any] = []
     answered: set[Any] = env.__dict__.setdefault("tsfunc_answered", set())
     evaluate = env.evaluate_expr
-    asking: list[Any] = []
+    evaluated: list[Any] = []
 
     def evaluate_expr(expr: Any, *args: Any, **kwargs: Any) -> Any:
-        asking.append(expr)
+        evaluated.append(expr)
         try:
             with env.suppress_guards():
-                found = evaluate(expr, *args, **kwargs)
+                value = evaluate(expr, *args, **kwargs)
         finally:
-            asking.pop()
+            evaluated.pop()
         if expr in answered:
-            asked.append(expr)
-        return found
+            deferred.append(expr)
+        return value
 
     def log_guard(*args: Any, **kwargs: Any) -> None:
-        # ShapeEnv calls this once for each question that does not follow from the bounds.
-        if asking:
-            answered.add(asking[-1])
+        # ShapeEnv calls this once for each condition that does not follow from the bounds.
+        if evaluated:
+            answered.add(evaluated[-1])
 
     outer = {name: env.__dict__.get(name) for name in ("evaluate_expr", "_log_guard")}
     env.evaluate_expr, env._log_guard = evaluate_expr, log_guard
     try:
-        yield asked
+        yield deferred
     finally:
         for name, before in outer.items():
             delattr(env, name) if before is None else setattr(env, name, before)

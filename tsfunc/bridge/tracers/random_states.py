@@ -12,8 +12,8 @@ _WITHOUT = ("cpu", "meta")  # without a generator for each device
 
 def devices_of(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     """Return the devices other than the CPU whose generators a function of tensors may use."""
-    found = {tensor.device for tensor in tensors}
-    return sorted((x for x in found if x.type not in _WITHOUT), key=str)
+    devices = {tensor.device for tensor in tensors}
+    return sorted((x for x in devices if x.type not in _WITHOUT), key=str)
 
 
 def states_of(devices: Sequence[torch.device]) -> list[torch.Tensor]:

@@ -153,9 +153,9 @@ def _out_variants() -> Iterator[Any]:
     for name in sorted(_RANDOM_NAMES):
         packet = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
-            found = getattr(packet, overload)
-            if any(argument.is_out for argument in found._schema.arguments):
-                yield found
+            form = getattr(packet, overload)
+            if any(argument.is_out for argument in form._schema.arguments):
+                yield form
 
 
 def _into(overload: Any, key: str) -> Callable[..., Any]:

@@ -40,9 +40,9 @@ def signature_of(name: str) -> OperatorSignature | None:
 def overloads_of(packet: str) -> Iterator[OperatorSignature]:
     """Yield the schemas of all overloads of an operator such as ``aten::add``."""
     space, _, base = packet.partition("::")
-    found = getattr(getattr(torch.ops, space), base, None)
-    if isinstance(found, OpOverloadPacket):
-        for overload in (getattr(found, name) for name in found.overloads()):
+    operators = getattr(getattr(torch.ops, space), base, None)
+    if isinstance(operators, OpOverloadPacket):
+        for overload in (getattr(operators, name) for name in operators.overloads()):
             if _is_registered(overload):
                 yield _signature(overload)
 

@@ -201,12 +201,12 @@ def _captured_key_sets() -> _KeySets:
     """Return the sets of this thread; equal sets are one object."""
     include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
     key = include.raw_repr(), exclude.raw_repr()
-    found = _key_sets.get(key)
-    if found is None:
+    sets = _key_sets.get(key)
+    if sets is None:
         if len(_key_sets) >= _MOST_KEY_SETS:
             _key_sets.clear()
-        found = _key_sets[key] = _KeySets(include, exclude)
-    return found
+        sets = _key_sets[key] = _KeySets(include, exclude)
+    return sets
 
 
 class TorchState:
@@ -438,12 +438,12 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
-        found = pending.pop()
-        if found is None or id(found) in seen:
+        exception = pending.pop()
+        if exception is None or id(exception) in seen:
             continue
-        seen.add(id(found))
-        pending += (found.__cause__, found.__context__)
-        step = found.__traceback__
+        seen.add(id(exception))
+        pending += (exception.__cause__, exception.__context__)
+        step = exception.__traceback__
         while step is not None:
             code = step.tb_frame.f_code
             if code.co_filename.startswith(roots) and not code.co_flags & _SUSPENDABLE:
@@ -509,9 +509,9 @@ def autocast() -> tuple[Any, ...]:
     """Return the dtype of each device type with autocast on, and whether casts are cached."""
     if not _is_any_autocast_enabled():
         return ()
-    found = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
+    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
              if torch.is_autocast_enabled(kind)]  # fmt: skip
-    return (*found, torch.is_autocast_cache_enabled())
+    return (*dtypes, torch.is_autocast_cache_enabled())
 
 
 @functools.cache

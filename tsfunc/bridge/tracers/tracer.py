@@ -191,8 +191,8 @@ class _Substitutions(threading.local):
         self.values: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        found = self.values.get(id(value))
-        return value if found is None else found[1]
+        replacement = self.values.get(id(value))
+        return value if replacement is None else replacement[1]
 
 
 substitutions: Final = _Substitutions()
@@ -413,7 +413,7 @@ def written(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     """Return the innermost level of the tracers in nested lists, tuples and dicts, or None."""
-    found: TracerLevel | None = None
+    innermost: TracerLevel | None = None
     for value in values:
         if isinstance(value, Tracer):
             level: TracerLevel | None = value.dispatch_level
@@ -423,11 +423,16 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
             level = innermost_level(list(value.values()))
         else:
             continue
-        if level is None or level is found:
+        if level is None or level is innermost:
             continue
-        if found is None or level.depth > found.depth or not level.alive or level.within(found):
-            found = level
-    return found
+        if (
+            innermost is None
+            or level.depth > innermost.depth
+            or not level.alive
+            or level.within(innermost)
+        ):
+            innermost = level
+    return innermost
 
 
 # torch's annotation has only tuples and dicts; callers pass nothing else.
@@ -528,10 +533,10 @@ def _prepare_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     elif "out" in kwargs:
         prepare = WRITERS["out"]
     else:
-        found = WRITERS.get(func)
-        if found is None:
+        writer = WRITERS.get(func)
+        if writer is None:
             return
-        prepare = found
+        prepare = writer
     prepare(func, args, kwargs)
 
 

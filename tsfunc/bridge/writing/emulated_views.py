@@ -77,7 +77,7 @@ class EmulatedView(TracerHook):
             self.whole.copy_(self.copied())
         self.seen = now
 
-    def as_it_lay(self) -> torch.Tensor:
+    def original_base(self) -> torch.Tensor:
         """Return the base with the shape and strides it had when the view was taken."""
         base = self.base
         if base.shape == self.shape and base.stride() == self.stride:

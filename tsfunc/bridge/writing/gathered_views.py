@@ -38,11 +38,11 @@ class GatheredView(EmulatedView):
     places: torch.Tensor
 
     def copied(self) -> torch.Tensor:
-        return _picked(self.as_it_lay(), self.dim, self.places)
+        return _picked(self.original_base(), self.dim, self.places)
 
     def put_back(self) -> None:
         places = [*[None] * self.dim, self.places]
-        torch.ops.aten.index_put_.default(self.as_it_lay(), places, self.whole)
+        torch.ops.aten.index_put_.default(self.original_base(), places, self.whole)
 
 
 def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:

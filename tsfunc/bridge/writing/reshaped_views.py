@@ -135,10 +135,10 @@ class ReshapedView(EmulatedView):
     untake: Callable[[torch.Tensor], torch.Tensor]
 
     def copied(self) -> torch.Tensor:
-        return self.take(self.as_it_lay())
+        return self.take(self.original_base())
 
     def put_back(self) -> None:
-        self.as_it_lay().copy_(self.untake(self.whole))
+        self.original_base().copy_(self.untake(self.whole))
 
 
 def _viewing(

@@ -57,9 +57,9 @@ def leads_to(
         if packet.startswith(prefix) and packet.endswith(suffix):
             base = packet[len(prefix) : len(packet) - len(suffix)]
             if base != packet and decisions.of(packet) is None:
-                found = _target(signature, base, overloads)
-                if found is not None:
-                    return found
+                target = _target(signature, base, overloads)
+                if target is not None:
+                    return target
     return None
 
 
@@ -70,8 +70,8 @@ def _target(signature: OperatorSignature, target: str, overloads: Overloads) -> 
     if overload:
         return f"{space}::{target}"
     forms = [o for o in overloads(f"{space}::{packet}") if o.form in ("functional", "view")]
-    found = matching(signature, forms)
-    return found.name if found is not None else None
+    form = matching(signature, forms)
+    return form.name if form is not None else None
 
 
 def by_decision(signature: OperatorSignature, decisions: Decisions) -> Verdict | None:
@@ -152,7 +152,7 @@ def verdict(
         category = followed(target)
         if category is not None:
             return Verdict(category, f"follows {target}")
-    found = by_decision(signature, decisions) or by_schema(signature)
-    if found is None and evidence is not None:
-        found = by_trial(signature, evidence)
-    return found or Verdict(Category.OTHER, UNKNOWN)
+    decided = by_decision(signature, decisions) or by_schema(signature)
+    if decided is None and evidence is not None:
+        decided = by_trial(signature, evidence)
+    return decided or Verdict(Category.OTHER, UNKNOWN)

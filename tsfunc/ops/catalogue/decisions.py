@@ -60,8 +60,10 @@ class Decisions:
         """Return the decision for an overload (``add.Tensor``), its packet, or a pattern."""
         packet, dot, _ = name.partition(".")
         full = name if dot else f"{name}.default"
-        found = self.exact.get(full) or self.exact.get(packet)
-        return found or next((d for p, d in self.patterns if fnmatch.fnmatchcase(packet, p)), None)
+        decision = self.exact.get(full) or self.exact.get(packet)
+        return decision or next(
+            (d for p, d in self.patterns if fnmatch.fnmatchcase(packet, p)), None
+        )
 
     def reads_values(self, name: str) -> bool:
         """True if a dispatcher name, or its packet, is marked as data-dependent."""

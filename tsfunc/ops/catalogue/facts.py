@@ -51,7 +51,7 @@ _OF_CATEGORY = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about an operator beside its category.
+    """Facts about an operator besides its category.
 
     Attributes:
         carriers: the arguments whose dims determine the dims of the results.

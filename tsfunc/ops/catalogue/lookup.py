@@ -65,7 +65,7 @@ def lookup(operator: Any) -> OperatorEntry:
         Traceback (most recent call last):
         ...
         tsfunc.errors.UnknownOperatorError: lookup('aten::add.Tensr'): torch has no operator of this
-        name. Alike are: aten::add.Tensor, aten::add_.Tensor, aten::div.Tensor.
+        name. Similar names are: aten::add.Tensor, aten::add_.Tensor, aten::div.Tensor.
 
     Source:
         The categories are those of E. Z. Yang's "A brief taxonomy of PyTorch operators by shape
@@ -117,11 +117,10 @@ def _unknown(operator: Any, name: str) -> str:
     every = reader().names("")
     if "::" not in name and (f"aten::{name}" in every or any(reader().overloads(f"aten::{name}"))):
         return f"{start} Names begin with a namespace: aten::{name}."
-    alike = difflib.get_close_matches(name, every, n=3, cutoff=0.5)
-    hint = (
-        f"Alike are: {', '.join(alike)}." if alike else "A custom operator must be defined first."
-    )
-    return f"{start} {hint}"
+    similar = difflib.get_close_matches(name, every, n=3, cutoff=0.5)
+    if similar:
+        return f"{start} Similar names are: {', '.join(similar)}."
+    return f"{start} A custom operator must be defined first."
 
 
 def _place(rule: Rule | None) -> tuple[str, int]:

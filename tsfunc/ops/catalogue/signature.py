@@ -149,13 +149,13 @@ def functional_form(
         The schema of the overload, or None.
     """
     space = signature.name.partition("::")[0]
-    found = [
+    candidates = [
         other
         for packet in _packets(signature)
         for other in overloads(f"{space}::{packet}")
         if other.name != signature.name and other.form in ("functional", "view", "writing")
     ]
-    return matching(signature, found)
+    return matching(signature, candidates)
 
 
 def _packets(signature: OperatorSignature) -> Iterable[str]:
@@ -185,11 +185,11 @@ def matching(
         return [(a.name, a.type) for a in signature.inputs if a.name not in _OPTIONS]
 
     def likeness(form: OperatorSignature) -> tuple[bool, bool, int, bool]:
-        found = inputs(form)
+        given = inputs(form)
         return (
-            found == wanted,
-            [kind for _, kind in found] == [kind for _, kind in wanted],
-            len(set(found) & set(wanted)),
+            given == wanted,
+            [kind for _, kind in given] == [kind for _, kind in wanted],
+            len(set(given) & set(wanted)),
             form.name.rpartition(".")[2] == variant.name.rpartition(".")[2],
         )
 

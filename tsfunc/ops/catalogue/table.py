@@ -102,29 +102,29 @@ class Classifier:
 
     def _line(self, signature: OperatorSignature) -> Line:
         evidence = self.evidence.get(signature.name, Evidence())
-        found = verdict(signature, self.decisions, self.overloads, self._category, evidence)
-        target = self._followed(found)
+        decided = verdict(signature, self.decisions, self.overloads, self._category, evidence)
+        target = self._followed(decided)
         facts = facts_of(
             signature,
-            found.category,
+            decided.category,
             evidence if evidence.tried or target is None else target.evidence,
             target.facts if target is not None else None,
             self.decisions.reads_values(signature.name),
         )
-        return Line(signature.name, found.category, found.source, facts, evidence)
+        return Line(signature.name, decided.category, decided.source, facts, evidence)
 
     def _category(self, name: str) -> Category | None:
         line = self.line(name)
         return line.category if line is not None else None
 
-    def _followed(self, found: Verdict) -> Line | None:
-        if not found.source.startswith(_FOLLOWS):
+    def _followed(self, decided: Verdict) -> Line | None:
+        if not decided.source.startswith(_FOLLOWS):
             return None
-        return self.line(found.source.removeprefix(_FOLLOWS))
+        return self.line(decided.source.removeprefix(_FOLLOWS))
 
 
 def tabulate(names: Sequence[str], evidence: Mapping[str, Evidence]) -> list[Line]:
     """Return the lines of the named operators."""
     classifier = Classifier(evidence)
-    found = [classifier.line(name) for name in names]
-    return [line for line in found if line is not None]
+    lines = [classifier.line(name) for name in names]
+    return [line for line in lines if line is not None]

@@ -92,11 +92,11 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def _ranks(spans: str) -> list[int]:
-    found: list[int] = []
+    ranks: list[int] = []
     for span in spans.split():
         first, _, last = span.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        ranks += range(int(first), int(last or first) + 1)
+    return ranks
 
 
 def tensors(results: Any) -> list[torch.Tensor]:
@@ -193,15 +193,15 @@ class Trial:
     def keeps(self, names: Sequence[str], rank: int, setting: TrialParameters) -> bool:
         """True if arguments of one shape, its sizes all different, give results of that shape."""
         shape = [2, 3, 4, 5, 6, 7][:rank]
-        found = self.on(dict.fromkeys(names, shape), setting)
-        return bool(found) and all(list(t.shape) == shape for t in found)
+        results = self.on(dict.fromkeys(names, shape), setting)
+        return bool(results) and all(list(t.shape) == shape for t in results)
 
     def broadcasts(self, names: Sequence[str], setting: TrialParameters) -> bool:
         """True if a row and columns give a matrix, for a row in each of the arguments."""
         for i in range(len(names)):
             shapes = {name: [1, 3] if j == i else [2, 1] for j, name in enumerate(names)}
-            found = self.on(shapes, setting)
-            if not found or any(list(t.shape) != [2, 3] for t in found):
+            results = self.on(shapes, setting)
+            if not results or any(list(t.shape) != [2, 3] for t in results):
                 return False
         return True
 
@@ -220,10 +220,10 @@ class Trial:
             torch.manual_seed(0)
             try:
                 args = arguments(self.signature, dict.fromkeys(names, 2), setting, make)
-                found = tensors(self.run(*args))
+                results = tensors(self.run(*args))
             except Exception:
                 return None
-            return found[0] if found and found[0].shape == base.shape else None
+            return results[0] if results and results[0].shape == base.shape else None
 
         before = result(base)
         if before is None or before.layout is not torch.strided:

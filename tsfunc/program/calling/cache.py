@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import optree
 import torch
@@ -37,7 +37,7 @@ from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
-from tsfunc.types import Bindings, CompiledDescriptors, Descriptors
+from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
 from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
 from tsfunc.types.signatures import takes_any_keyword
 from tsfunc.types.values import describe, same_value
@@ -232,18 +232,19 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     return "; ".join(shown)
 
 
-UNSEEN = "something has changed that the function reads beside its arguments"
+_LONGEST: Final = 200  # characters
+UNSEEN = "something has changed that the function reads besides its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
 
 def differing(facts: Facts, others: Facts) -> list[str]:
     """Return the names of the facts in which two calls differ."""
-    found = []
+    names = []
     for name in dict.fromkeys((*facts, *others)):
         now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
         if now is not before and before is not ANY and not same_value(now, before):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _difference(name: str, facts: Facts, others: Facts) -> str:
@@ -257,6 +258,12 @@ def _text(value: Any) -> str:
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
     return str(value) if type(value) in (int, bool, float, tuple, Word) else describe(value)
+
+
+def _brief(descriptor: Any) -> str:
+    """Return the text of a descriptor; that of many tensors is cut."""
+    text = str(as_descriptor(descriptor))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 # --- the programs that a specialized function keeps, and the calls that each of them answers
@@ -301,7 +308,7 @@ class CacheInfo(NamedTuple):
             f"{self.hits} calls found one, {self.misses} were traced"
         ]
         for entry in self.entries:
-            described = ", ".join(f"{k}: {v}" for k, v in entry.descriptors.items())
+            described = ", ".join(f"{k}: {_brief(v)}" for k, v in entry.descriptors.items())
             lines.append(
                 f"  ({described}): {entry.hits} hits, {entry.seconds:.3f} s, {entry.reason}"
             )
@@ -320,7 +327,7 @@ class CachedProgram:
         closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         signature: the part of the call that does not depend on sizes.
-        form: the assumptions about the arguments.
+        call_spec: the assumptions about the arguments.
         given: the same as ``accepts`` for arguments that are not flattened; returns all values
             that the program runs on, or None.
         refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
@@ -335,7 +342,7 @@ class CachedProgram:
     closure_guard: ClosureGuard
     reason: str
     signature: Any
-    form: CallSpec
+    call_spec: CallSpec
     given: Enter | None = None
     refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
     seconds: float = 0.0
@@ -353,30 +360,30 @@ class CachedProgram:
             self.run = _outside_traces(self.program.run)
 
     @classmethod
-    def of_form(
+    def of_call_spec(
         cls,
         program: Program,
-        form: CallSpec,
+        call_spec: CallSpec,
         reason: str,
         refuses: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None,
     ) -> CachedProgram:
-        """Return a program for calls of a form, with a guard that is generated from the form."""
+        """Return a program for calls, with a guard that is generated from their description."""
         reads = program.read_guards or ReadGuards()
-        lines, scope = guard_lines(form.guards(), form.bounds, len(form.leaves))
-        opening = opening_lines(form.tree, scope, form.of_keywords)
+        lines, scope = guard_lines(call_spec.guards(), call_spec.bounds, len(call_spec.leaves))
+        opening = opening_lines(call_spec.tree, scope, call_spec.of_keywords)
         return cls(
-            program, form.tree, reads.function(form.ambient, lines, scope),
-            reads.function(form.ambient), reason, None, form,
+            program, call_spec.tree, reads.function(call_spec.ambient, lines, scope),
+            reads.function(call_spec.ambient), reason, None, call_spec,
             None
             if opening is None
-            else reads.entry_code(form.ambient, opening, lines, scope),
+            else reads.entry_code(call_spec.ambient, opening, lines, scope),
             refuses,
         )  # fmt: skip
 
     @property
     def text(self) -> str:
         """The tensors of the calls that it answers, on one line."""
-        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.form.inputs)
+        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.call_spec.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""
@@ -385,8 +392,8 @@ class CachedProgram:
         )
         if tree != self.tree:
             return None
-        orders = self.form.orders
-        if orders and key_orders(tree, self.form.of_keywords) != orders:
+        orders = self.call_spec.orders
+        if orders and key_orders(tree, self.call_spec.of_keywords) != orders:
             return None
         reached = self.accepts(flat)
         return None if reached is None else [*flat, *reached]
@@ -440,7 +447,7 @@ class Cache:
         needed: the numbers that the function needs themselves.
         records: whether the function runs backward passes itself, as its last trace found out:
             NOTE [retracing].
-        told: the sizes and numbers that a warning has named: NOTE [retraces].
+        warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
     """
 
     def __init__(self, limit: int, auto_widen: bool = True) -> None:
@@ -453,7 +460,7 @@ class Cache:
         self.fixed: set[frozenset[str]] = set()
         self.needed: frozenset[str] = frozenset()
         self.records = False
-        self.told: set[str] = set()
+        self.warned_about: set[str] = set()
         self.misses = self._former_hits = 0
 
     @property
@@ -481,7 +488,11 @@ class Cache:
         for entry in self.entries:
             # A program with guards on values of its own call can't be shared.
             held = entry.program.property_guards or entry.program.groups
-            if entry.signature in signatures and not held and not entry.form.unmet(flat, sizes):
+            if (
+                entry.signature in signatures
+                and not held
+                and not entry.call_spec.unmet(flat, sizes)
+            ):
                 reached = entry.closure_guard(flat)
                 if reached is not None:
                     return entry, reached

@@ -58,8 +58,8 @@ from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.guarding.call_spec import (
+    call_spec_of,
     described,
-    form_of_call,
     guard_lines,
     guards_on_arguments,
     places_of,
@@ -186,7 +186,7 @@ class FirstCall:
         ``program/dims/constraints``.
         """
         small = [name for name, size in self.sizes.items() if _is_small(entry, name, size)]
-        if not small and entry.form.unmet(self.flat, self.sizes):
+        if not small and entry.call_spec.unmet(self.flat, self.sizes):
             # It was traced with other sizes: with its own sizes, the function raises its error.
             return [name for name in self.sizes if name in bounds]
         return small
@@ -209,12 +209,12 @@ class FirstCall:
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
-        found: dict[str, list[Read]] = {}
+        values: dict[str, list[Read]] = {}
         if self.target.backend is None:  # backends make numbers constants
             for entry in cache.entries:
                 for text, value in entry.program.numbers.items():
-                    found.setdefault(text, []).append(value)
-        return found
+                    values.setdefault(text, []).append(value)
+        return values
 
     def after(self, held: Assumptions, error: Exception) -> Assumptions | None:
         """Return the next weaker assumptions after a trace that has failed, or None.
@@ -303,16 +303,16 @@ class FirstCall:
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
         inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
-        form = form_of_call(
+        call_spec = call_spec_of(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
         )  # fmt: skip
-        guards = form.guards(guards_on_arguments(self.flat, inputs, scalars))
+        guards = call_spec.guards(guards_on_arguments(self.flat, inputs, scalars))
         reads = instances.builder.read_guards
         everything = [*guards, *reads.guards, SettingsAre(self.ambient)]
         program = dataclasses.replace(
             program,
-            form=form,
+            call_spec=call_spec,
             read_guards=reads,
             places=self.places,
             descriptors=self.descriptors(inputs, scalars),
@@ -339,12 +339,14 @@ class FirstCall:
             reads.function(self.ambient, late=True),
             self._reason(held),
             signature,
-            form,
+            call_spec,
             None if opening is None else reads.entry_code(self.ambient, opening, lines, scope),
             self.target.refused_by(self.contract),
             time.perf_counter() - start,
         )
-        if any(not scalar.by_itself for scalar in scalars) and form.unmet(self.flat, self.sizes):
+        if any(not scalar.by_itself for scalar in scalars) and call_spec.unmet(
+            self.flat, self.sizes
+        ):
             # A condition on the number and the sizes in general fails for those of the call.
             raise Retrace(held.moved(described_numbers=False))
         self.variation.check(entry, held)
@@ -359,18 +361,18 @@ class FirstCall:
     def _one_of(self, general: Made, fixed: Made) -> Made:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
         (one, reached), (other, same_reached) = general, fixed
-        alike = list(map(id, reached)) == list(map(id, same_reached))
-        if alike and self._does_the_same(one, other):
+        same_reads = list(map(id, reached)) == list(map(id, same_reached))
+        if same_reads and self._does_the_same(one, other):
             other = dataclasses.replace(other, program=one.program)
         return other, same_reached
 
     def _does_the_same(self, general: CachedProgram, exact: CachedProgram) -> bool:
         """Return True if a program does the same as one in which some of its inputs are fixed."""
         values = _ValuesByName(self.sizes)
-        values.update({spec.name: spec.value for spec in general.form.scalars})
-        values.update({name: any_size(dim) for name, dim in exact.form.bounds.items()})
-        values.update({x.name: any_number(type(x.value)) for x in exact.form.scalars})
-        for spec, other in zip(general.form.inputs, exact.form.inputs, strict=True):
+        values.update({spec.name: spec.value for spec in general.call_spec.scalars})
+        values.update({name: any_size(dim) for name, dim in exact.call_spec.bounds.items()})
+        values.update({x.name: any_number(type(x.value)) for x in exact.call_spec.scalars})
+        for spec, other in zip(general.call_spec.inputs, exact.call_spec.inputs, strict=True):
             for dim, size in zip(spec.dims, other.dims, strict=True):
                 if isinstance(dim, Dim) and isinstance(size, int):
                     values[dim.name] = size
@@ -433,7 +435,7 @@ class FirstCall:
 
 def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
     """Return True if a program for any size of a named dim does not serve a size this small."""
-    bounds = entry.form.bounds
+    bounds = entry.call_spec.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
 
 

@@ -170,8 +170,8 @@ def _made(trace: _Trace) -> Program:
         raise
     except BaseException as error:
         level: TraceLevel | None = getattr(trace, "level", None)  # the error may come before it
-        for told in [] if level is None else level.failing:
-            told(error)
+        for on_failure in [] if level is None else level.failing:
+            on_failure(error)
         raise
 
 
@@ -472,12 +472,12 @@ class _Trace:
         positions += [spec.position for spec in request.scalars]
         positions += [len(request.flat) + index for index in self._numbers]
         outside = {str(tracer.node.target): tensor for tensor, tracer in level.lifted.values()}
-        burnt_in = {
+        frozen_values = {
             target: tensor.detach().clone()
             for target, tensor in outside.items()
             if frozen and id(tensor) not in reached
         }
-        folded = simplify(request.name, graph, outside, burnt_in)
+        folded = simplify(request.name, graph, outside, frozen_values)
         read = {str(node.target) for node in every_node(graph) if node.op == "get_attr"}
         # A constant that is only used by folded nodes is no longer in the graph.
         constants = {name: tensor for name, tensor in folded.items() if name in read}
@@ -491,7 +491,7 @@ class _Trace:
                 positions.append(reached[id(tensor)])
             else:
                 target = str(tracer.node.target)
-                lifted[target] = burnt_in.get(target, tensor)
+                lifted[target] = frozen_values.get(target, tensor)
         for node in every_node(graph):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):

@@ -36,7 +36,7 @@ def answer_of_counters(level: TraceLevel, builder: GuardBuilder, node: torch.fx.
     Args:
         level: the trace.
         builder: the values that it has read.
-        node: the node whose value is asked for.
+        node: the node whose value the function reads.
 
     Returns:
         The value of the node as a Python number, which is guarded; None if it is not known.

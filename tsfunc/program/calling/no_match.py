@@ -15,7 +15,7 @@ from tsfunc.program.calling.cache import (
     reason_for,
 )
 from tsfunc.program.calling.calls import FirstCall
-from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_of_form
+from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_in_call
 from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 
 _MOST_LISTED = 12
@@ -25,14 +25,14 @@ def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     """Return the difference of a call from the nearest program's calls, and a list of programs."""
     inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
     facts = call.facts(inputs)
-    forms = [entry.form for entry in entries]
-    known = [_facts(form, call, facts) for form in forms]
+    call_specs = [entry.call_spec for entry in entries]
+    known = [_facts(call_spec, call, facts) for call_spec in call_specs]
     sizes = sizes_of_call(inputs)
     broken = [
         fact
-        for form, others in zip(forms, known, strict=True)
+        for call_spec, others in zip(call_specs, known, strict=True)
         if not differing(facts, others)
-        for fact in form.unmet(call.flat, sizes)
+        for fact in call_spec.unmet(call.flat, sizes)
     ]
     if broken:
         unlike = " and ".join(f"{fact} does not hold" for fact in dict.fromkeys(broken))
@@ -45,24 +45,27 @@ def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     return f"{unlike}. It has programs for:\n{listed}"
 
 
-def _facts(form: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+def _facts(call_spec: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the facts of a program's calls; a fact that may vary is taken from the call.
 
     Args:
-        form: the form of the program's calls.
+        call_spec: the description of the program's calls.
         call: the call.
         facts: the facts of the call.
     """
-    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
-    leaves = list(form.leaves)
-    for spec in form.scalars if form.tree == call.tree else ():
+    args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
+    leaves = list(call_spec.leaves)
+    for spec in call_spec.scalars if call_spec.tree == call.tree else ():
         if spec.admits(call.flat[spec.position]):
             leaves[spec.position] = call.flat[spec.position]
-    found = facts_of_call(
-        guards_on_arguments(leaves, form.inputs), names_of_form(form, call.target.signature),
-        form.ambient, form.orders, passed_text(len(args), kwargs),
-    )  # fmt: skip
-    if not any(spec.any_grad for spec in form.inputs):
-        return found
+    own = facts_of_call(
+        guards_on_arguments(leaves, call_spec.inputs),
+        names_in_call(call_spec, call.target.signature),
+        call_spec.ambient,
+        call_spec.orders,
+        passed_text(len(args), kwargs),
+    )
+    if not any(spec.any_grad for spec in call_spec.inputs):
+        return own
     return {name: facts.get(name, value) if name.endswith(".requires_grad") else value
-            for name, value in found.items()}  # fmt: skip
+            for name, value in own.items()}  # fmt: skip

@@ -40,28 +40,30 @@ def also_answered(
     """Return entries for variations of an entry's call that no other entry answers."""
     if tracing_here():
         return []
-    found = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
-    arguments = _tensors_of_arguments(entry.form)
+    entries = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
+    arguments = _tensors_of_arguments(entry.call_spec)
     everything = frozenset().union(*arguments)
     for sizes, grad, requires_grad in itertools.chain(
         itertools.product(
-            ({}, *_small_sizes(entry.form)), (True, False), (None, everything, frozenset[int]())
+            ({}, *_small_sizes(entry.call_spec)),
+            (True, False),
+            (None, everything, frozenset[int]()),
         ),
         (({}, True, some) for some in _some(arguments)),
     ):
-        flat = example_call(entry.form, sizes, requires_grad)
-        found += _traced(target, entry, flat, grad, [*others, *found])
-    return found
+        flat = example_call(entry.call_spec, sizes, requires_grad)
+        entries += _traced(target, entry, flat, grad, [*others, *entries])
+    return entries
 
 
-def _tensors_of_arguments(form: CallSpec) -> list[frozenset[int]]:
+def _tensors_of_arguments(call_spec: CallSpec) -> list[frozenset[int]]:
     """Return the positions of the differentiable tensors of each argument."""
-    paths = form.tree.paths()
-    found: dict[Any, set[int]] = {}
-    for spec in form.inputs:
-        if _is_smooth(spec):
-            found.setdefault(paths[spec.position][:2], set()).add(spec.position)
-    return [frozenset(places) for places in found.values()]
+    paths = call_spec.tree.paths()
+    positions: dict[Any, set[int]] = {}
+    for spec in call_spec.inputs:
+        if _may_require_grad(spec):
+            positions.setdefault(paths[spec.position][:2], set()).add(spec.position)
+    return [frozenset(places) for places in positions.values()]
 
 
 def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
@@ -76,12 +78,12 @@ def _traced(
     target: Target, entry: CachedProgram, flat: list[Any], grad: bool, known: list[CachedProgram]
 ) -> list[CachedProgram]:
     """Return the new entries for a call."""
-    tree = entry.form.tree
+    tree = entry.call_spec.tree
     cache = Cache(len(known) + 2, auto_widen=False)
     cache.entries = tuple(known)
     args, kwargs = arguments = optree.tree_unflatten(tree, flat)
     with torch.set_grad_enabled(grad):
-        if settings()[1:] != entry.form.ambient[1:]:  # all settings except the grad mode
+        if settings()[1:] != entry.call_spec.ambient[1:]:  # all settings except the grad mode
             return []
         try:
             if cache.find(args, kwargs) is None:
@@ -97,20 +99,22 @@ def _traced(
 
 def _for_any_grad(entry: CachedProgram) -> CachedProgram:
     """Return an entry that accepts any ``requires_grad`` of its differentiable tensors."""
-    form = entry.form
-    inputs = tuple(dataclasses.replace(spec, any_grad=_is_smooth(spec)) for spec in form.inputs)
-    return CachedProgram.of_form(
-        entry.program, dataclasses.replace(form, inputs=inputs), entry.reason
+    call_spec = entry.call_spec
+    inputs = tuple(
+        dataclasses.replace(spec, any_grad=_may_require_grad(spec)) for spec in call_spec.inputs
+    )
+    return CachedProgram.of_call_spec(
+        entry.program, dataclasses.replace(call_spec, inputs=inputs), entry.reason
     )
 
 
-def _is_smooth(spec: InputSpec) -> bool:
+def _may_require_grad(spec: InputSpec) -> bool:
     return spec.example.is_floating_point() or spec.example.is_complex()
 
 
-def _small_sizes(form: CallSpec) -> Iterator[Mapping[str, int]]:
+def _small_sizes(call_spec: CallSpec) -> Iterator[Mapping[str, int]]:
     """Yield sizes of 0 and 1: for each named dim alone, and 1 for all."""
-    dims = form.bounds.values()
+    dims = call_spec.bounds.values()
     for dim, size in itertools.product(dims, (0, 1)):
         if dim.admits(size):
             yield {dim.name: size}
@@ -151,7 +155,7 @@ def function_to_save(
     current = [entry for entry in chosen if is_current(entry.program)]
     if not current:
         raise ValueError(
-            f"save({target.name}): what the function reads beside its arguments is not as it was "
+            f"save({target.name}): what the function reads besides its arguments is not as it was "
             f"for any of the calls that there are programs for. Call it as it is now, then save it."
         )
     chosen = current
@@ -159,7 +163,7 @@ def function_to_save(
         for entry in tuple(chosen):
             chosen += also_answered(target, entry, chosen)
     answers = tuple(
-        SavedProgram(entry.program, storable(entry.form), entry.text) for entry in chosen
+        SavedProgram(entry.program, storable(entry.call_spec), entry.text) for entry in chosen
     )
     described = tuple(contract.descriptors for contract in target.contracts)
     return SavedFunction(target.name, target.signature, described, cache.limit, answers)

@@ -8,21 +8,20 @@ size of 2 or more, bounds restrict the program to the sizes for which the same f
 other sizes have programs of their own. If no bounds express the facts (the function needs the
 number), each size keeps a program of its own.
 
-Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. The
-user has not asked for symbols, and ``isinstance(k, int)`` is false for a symbol. The program is
-therefore compared with the program for the numbers of the call, and kept only if it does the same
-with them; numbers of 0 and 1 wait for others, since ``x * 1`` has no operator. A text of such a
-symbol is the text of the number, and makes it a constant. If the function needs a number itself,
-the other numbers become inputs without it.
+Numbers that vary become inputs in the same way: NOTE [numbers by their types] in ``inputs``. Such a
+symbol is not an ``int``, although the user's code may expect one. The program is therefore compared
+with the program for the numbers of the call, and kept only if it does the same with them. The
+numbers 0 and 1 are not compared, since ``x * 1`` has no operator: the next other number is. The
+``repr`` of a symbol is that of the number, and makes the number a constant. If the function needs
+one number itself, the other numbers become inputs without it.
 
 A value that keeps a program for each of its values is reported by a ``RetraceWarning``
 (``retraces``).
 
 NOTE [retraces]
 The second new program for a value that varies either serves all its values (NOTE [automatic
-dynamic sizes]), or the user is told once which value varies,
-and which descriptors make its programs one. Nothing is said of the sizes and numbers 0 and 1, for
-which the next settles it.
+dynamic sizes]), or a warning names, once, the value and the descriptors that make its programs one.
+The sizes and numbers 0 and 1 give no warning: the next value decides.
 """
 
 from __future__ import annotations
@@ -183,12 +182,12 @@ def with_dim(
     dim: Dim,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
     """Return inputs with a named dim in place of some sizes."""
-    found = list(inputs)
+    specs = list(inputs)
     for i, k in at:
-        dims = list(found[i].dims)
+        dims = list(specs[i].dims)
         dims[k] = dim
-        found[i] = dataclasses.replace(found[i], dims=tuple(dims))
-    return found, {**bounds, dim.name: dim}
+        specs[i] = dataclasses.replace(specs[i], dims=tuple(dims))
+    return specs, {**bounds, dim.name: dim}
 
 
 # --- descriptors that are offered to the user for values that vary, as Python code
@@ -204,7 +203,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else beside what the function's descriptors promise already.
+    They promise nothing else besides what the function's descriptors promise already.
 
     Args:
         flat: the flattened arguments.
@@ -221,21 +220,21 @@ def descriptors_text(
     args, kwargs = optree.tree_unflatten(tree, leaves)
     given = signature.bind(*args, **kwargs).arguments
     concerned = {places[i][0] for i in vary}
-    found = dict(described)
+    descriptors = dict(described)
     for name in given:
         if name in concerned:
-            found[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in found.items())}}}"
+            descriptors[name] = as_descriptor(given[name], name)
+    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in descriptors.items())}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
-    found = described.get(path[0])
+    descriptor = described.get(path[0])
     for i in range(1, len(path)):
-        if not isinstance(found, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        if not isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
             return None
-        found = child_at(found, tuple(path[i:]))
-    return found
+        descriptor = child_at(descriptor, tuple(path[i:]))
+    return descriptor
 
 
 def _leaf(value: Any, given: Descriptor | None, vary: Mapping[int, str] | None) -> Any:
@@ -361,7 +360,8 @@ class Variation:
             self._tried = names = names - needed
             names = frozenset() if names in self.cache.fixed else names
         elif any(condition.dims for condition in entry.program.conditions) or (
-            not names.isdisjoint(self.positions) and entry.form.unmet(self.call.flat, self.sizes)
+            not names.isdisjoint(self.positions)
+            and entry.call_spec.unmet(self.call.flat, self.sizes)
         ):
             names = frozenset()
         if names != assumptions.varying:
@@ -373,7 +373,7 @@ class Variation:
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
             place_text(self.call.places[spec.position], self.call.arguments)
-            for spec in entry.form.scalars
+            for spec in entry.call_spec.scalars
             if spec.by_itself and spec.name in needed
         )
 
@@ -415,17 +415,17 @@ class Variation:
         names = [
             name
             for name in seen
-            if name not in served and name not in self.cache.told
+            if name not in served and name not in self.cache.warned_about
             and not (waits and name not in settled and is_special(self.facts[name]))
         ]  # fmt: skip
         if not names:
             return None
-        self.cache.told.update(names)
+        self.cache.warned_about.update(names)
         listed = "; ".join(f"{name}: {self._values(name, seen[name])}" for name in names)
         verb = "vary" if len(names) > 1 else "varies"
         return (
             f"specialize({self.call.target.name}): {' and '.join(names)} {verb}, and each value is "
-            f"traced anew ({listed}).{self._advice(names, seen)}"
+            f"traced again ({listed}).{self._advice(names, seen)}"
         )
 
     def _values(self, name: str, earlier: Sequence[Any]) -> str:
@@ -491,5 +491,6 @@ class Variation:
 def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
     """Return True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
-        name not in known and dim != Dim(name, min=2) for name, dim in entry.form.bounds.items()
+        name not in known and dim != Dim(name, min=2)
+        for name, dim in entry.call_spec.bounds.items()
     )

@@ -340,7 +340,7 @@ def _of_numpy(*names: str) -> list[Any]:
 
 @functools.cache
 def _changing() -> frozenset[Any]:
-    found = [
+    functions = [
         getattr(time, name)
         for name in (
             "time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns",
@@ -356,7 +356,7 @@ def _changing() -> frozenset[Any]:
                threading.current_thread, threading.active_count,
                *_of_numpy("geterr", "get_printoptions")]  # fmt: skip
     return frozenset([
-        *found, *files, *process, *numpy, os.urandom, builtins.open, builtins.input,
+        *functions, *files, *process, *numpy, os.urandom, builtins.open, builtins.input,
     ])  # fmt: skip
 
 
@@ -474,12 +474,14 @@ class LibraryReads:
         above = reached(owner, way[:-1])
         if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
             return
-        found = vars(above).get(way[-1], MISSING)
-        if isinstance(found, (*CODE, *_PLAIN, types.NoneType)):
-            self.guards.add(MemberIs(above, way[-1], found))
-            if isinstance(found, type):
-                self._met(found)
-        elif isinstance(found, list) or (found is MISSING and isinstance(above, types.ModuleType)):
+        member = vars(above).get(way[-1], MISSING)
+        if isinstance(member, (*CODE, *_PLAIN, types.NoneType)):
+            self.guards.add(MemberIs(above, way[-1], member))
+            if isinstance(member, type):
+                self._met(member)
+        elif isinstance(member, list) or (
+            member is MISSING and isinstance(above, types.ModuleType)
+        ):
             # A list may be filled; a module's __getattr__ may make a flag at each read.
             value = reached(above, way[-1:])
             if isinstance(value, (list, *_PLAIN, types.NoneType)) and hasattr(above, way[-1]):

@@ -4,7 +4,7 @@ The function's own code is scanned, and so are the functions, methods and classe
 to, except those of libraries: NOTE [code of libraries] in ``dispatch/places.py``. Further code is
 scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
 and strings are guarded by value, containers by their elements, tensors and all other objects by
-identity. The program reads a tensor's data anew at every call, so later writes to the tensor have
+identity. The program reads a tensor's data at every call, so later writes to the tensor have
 effect. NOTE [attributes] in ``guard_builder.py`` describes the guards on attributes of objects.
 """
 
@@ -128,30 +128,30 @@ class FreeVariables:
             return
         self.guards.add(SameObject(Source.of_object(func).attribute("__code__"), func.__code__))
         self._defaults(func)
-        found = code_reads(func.__code__)
+        scanned = code_reads(func.__code__)
         # NOTE [counters] in ``code_reads.py``: a variable that is only changed counts if read too.
         looked_at = {
             (each.kind, each.name)
-            for each in found.reads
+            for each in scanned.reads
             if self.every or not each.only_changes or self._has_methods(func, each)
         }
-        for access in found.writes:
+        for access in scanned.writes:
             if not access.only_changes or (access.kind, access.name) in looked_at:
                 self._follow(func, access, writes=True)
-        for access in found.reads:
+        for access in scanned.reads:
             if (access.kind, access.name) in looked_at:
                 self._follow(func, access)
                 way = access.attributes  # a name in `__dict__` is an attribute of its owner
                 way = way[: way.index("__dict__")] if "__dict__" in way else way
-                for text in found.texts - {*way}:
+                for text in scanned.texts - {*way}:
                     self._follow(func, replace(access, attributes=(*way, text)))
             else:
                 self._count(func, access)
-        if any(self._may_be_tensor(func, access) for access in found.compared):
+        if any(self._may_be_tensor(func, access) for access in scanned.compared):
             self.instances.compares_identity = True
-        for text in found.texts & func.__globals__.keys():
+        for text in scanned.texts & func.__globals__.keys():
             self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
-        for name in found.names - self._names:
+        for name in scanned.names - self._names:
             self._names.add(name)
             for look in self._waiting.pop(name, ()):
                 look()
@@ -242,12 +242,12 @@ class FreeVariables:
     def _follow(self, func: types.FunctionType, access: Access, writes: bool = False) -> None:
         """Read a variable, and the attributes that the code reads from it."""
         line = f"{func.__code__.co_filename}:{access.line}, in {func.__code__.co_name}"
-        found = _root(func, access)
-        if found is None:
+        root = _root(func, access)
+        if root is None:
             if access.kind == "module":
                 self._libraries.hold_member(_imported(func, access), access.attributes)
             return
-        owner, name, text, attributes = found
+        owner, name, text, attributes = root
         for i, attribute in enumerate((*attributes, None)):
             variable = self._variable(owner, name, text, line)
             if writes and attribute is None:
@@ -265,10 +265,10 @@ class FreeVariables:
 
     def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
         """Return True if the object of an identity comparison may be a tensor."""
-        found = None if access is None else _root(func, access)
-        if found is None:
+        root = None if access is None else _root(func, access)
+        if root is None:
             return True
-        owner, name, text, attributes = found
+        owner, name, text, attributes = root
         value = Variable(owner, name, text, "").before
         if value is MISSING:
             value = vars(builtins).get(str(name))
@@ -278,10 +278,10 @@ class FreeVariables:
 
     def _has_methods(self, func: types.FunctionType, access: Access) -> bool:
         """Return True if a variable holds an object of a class with methods of its own."""
-        found = _root(func, access)
-        if found is None:
+        root = _root(func, access)
+        if root is None:
             return False
-        owner, name, text, attributes = found
+        owner, name, text, attributes = root
         value = Variable(owner, name, text, "").before
         for attribute in attributes:
             value = inspect.getattr_static(value, attribute, None)
@@ -289,9 +289,9 @@ class FreeVariables:
 
     def _count(self, func: types.FunctionType, access: Access) -> None:
         """Keep the value of a variable that the function only changes."""
-        found = _root(func, access)
-        if found is not None and not found[-1]:
-            variable = Variable(*found[:3], line="")
+        root = _root(func, access)
+        if root is not None and not root[-1]:
+            variable = Variable(*root[:3], line="")
             value = variable.before
             self._counters.append(
                 (variable, copy.copy(value) if isinstance(value, _FILLED) else None)
@@ -327,9 +327,9 @@ class FreeVariables:
         key = id(owner), name
         if key not in self._variables:
             self._variables[key] = Variable(owner, name, text, line)
-        found = self._variables[key]
-        found.line = found.line or line
-        return found
+        variable = self._variables[key]
+        variable.line = variable.line or line
+        return variable
 
     def _hold_unchanged(self) -> None:
         """Guard the variables that may have been assigned the values that they had."""

@@ -6,7 +6,7 @@ reads, each at the place where it reads it. The single traced run is watched (``
 each attribute of a known object that is read becomes a guard (``read_guards.py``) that later calls
 check:
 
-- a tensor of an argument is an input of the program, read anew at every call; a tensor of an
+- a tensor of an argument is an input of the program, read at every call; a tensor of an
   object that belongs to the function (its module, an object in its closure) must be the same
   tensor, unless the function itself replaces it (NOTE [updates] in ``results.py``);
 - a number, string, dtype, enum member or other object with a value must be equal; a function, a
@@ -135,8 +135,8 @@ class Numbers:
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
         """Return True if one of the elements of a tuple is an input of the program."""
-        found = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
-        return any(found)
+        inputs = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
+        return any(inputs)
 
     def add(self, value: Any, source: Source, guards: ReadGuards) -> None:
         """Make a number an input: guard its type only."""
@@ -271,7 +271,7 @@ class GuardBuilder:
     Attributes:
         read_guards: the guards of later calls.
         numbers: the numbers in containers and objects: NOTE [numbers that vary].
-        inputs: the tensors that are read anew at every call.
+        inputs: the tensors that are read at every call.
         containers: the containers whose elements the function may change.
         read: the guarded values, keyed by the user's spelling of their places.
     """
@@ -370,11 +370,11 @@ class GuardBuilder:
 
     def grad_of(self, value: torch.Tensor, source: Source) -> torch.Tensor | None:
         """Return the ``.grad`` of a tensor from outside, and guard it; a tensor is an input."""
-        found = value.grad
-        self.guard(found, source.attribute("grad", f"{source.text}.grad"))
-        if found is not None:
-            self.loosen(found)
-        return found
+        grad = value.grad
+        self.guard(grad, source.attribute("grad", f"{source.text}.grad"))
+        if grad is not None:
+            self.loosen(grad)
+        return grad
 
     def refuse_own(self, text: str, at: str) -> None:
         """Raise an error if ``closure`` forbids values that are not arguments.
@@ -442,7 +442,7 @@ class GuardBuilder:
         """
         raise TypeCheckError(
             f"specialize({self.name}): {text} is {how}, and is a {type(value).__name__}, which "
-            f"changes by being read: a program can neither compare it nor read it anew. Read it "
+            f"changes by being read: a program can neither compare it nor read it again. Read it "
             f"before the call, and pass what it gives."
         )
 
@@ -491,10 +491,10 @@ class GuardBuilder:
 
     def _tuple_of_numbers(self, container: Any, key: Any, source: Source) -> None:
         """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""
-        guards, numbers, found = self.guards_of(source.own), self.numbers, container[key]
-        guards.add(TypeOf(source, tuple), LengthIs(source, len(found)))
+        guards, numbers, items = self.guards_of(source.own), self.numbers, container[key]
+        guards.add(TypeOf(source, tuple), LengthIs(source, len(items)))
         texts: list[str | None] = []
-        for i, item in enumerate(found):
+        for i, item in enumerate(items):
             at = source.item(i, f"{source.text}[{i}]", f"{source.owner}[{i}]")
             varies = numbers.is_input(item, at.text)
             texts.append(at.text if varies else None)
@@ -504,7 +504,7 @@ class GuardBuilder:
                 self.guard(item, at)
 
         def replaced() -> tuple[Any, ...]:
-            pairs = zip(found, texts, strict=True)
+            pairs = zip(items, texts, strict=True)
             return tuple(item if text is None else numbers.of(text) for item, text in pairs)
 
         numbers.put_into(container, key, replaced)
@@ -512,8 +512,8 @@ class GuardBuilder:
 
 def _items(value: Any) -> dict[Any, Any]:
     """Return the elements of a container by their keys."""
-    found: dict[Any, Any] = vars(value) if is_namespace(value) else value
-    return found if isinstance(found, dict) else dict(enumerate(found))
+    items: dict[Any, Any] = vars(value) if is_namespace(value) else value
+    return items if isinstance(items, dict) else dict(enumerate(items))
 
 
 def is_container(value: Any) -> bool:

@@ -47,15 +47,15 @@ def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
         of_keywords: whether the function sees the order of ``kwargs``.
     """
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
-    found: list[Any] = []
+    orders: list[Any] = []
 
     def look(value: Any) -> bool:
         if isinstance(value, dict) and (value is not kwargs or (of_keywords and len(value) > 1)):
-            found.append(tuple(map(_exact, value)))
+            orders.append(tuple(map(_exact, value)))
         return False
 
     optree.tree_flatten((args, kwargs), look, none_is_leaf=True, namespace=pytrees.NAMESPACE)
-    return tuple(found)
+    return tuple(orders)
 
 
 def _exact(key: Any) -> Any:
@@ -283,7 +283,7 @@ class Source:
 
     @staticmethod
     def of_object(value: Any, text: str = "", owner: str = "", own: bool = True) -> Source:
-        """Return the source of an object that the code knows itself."""
+        """Return the source of an object that is a constant of the code."""
         return Source(None, "", value, text, owner or text, own)
 
     @staticmethod
@@ -302,8 +302,8 @@ class Source:
 
     def item(self, key: Any, text: str, owner: str | None = None) -> Source:
         """Return the source of an element."""
-        found = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
-        return found if type(key) in (int, str) else replace(found, key=key)
+        source = self.at("{}" if type(key) not in (int, str) else f"{{}}[{key!r}]", text, owner)
+        return source if type(key) in (int, str) else replace(source, key=key)
 
     @cached_property
     def path(self) -> tuple[Any, ...]:

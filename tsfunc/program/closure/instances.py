@@ -61,7 +61,7 @@ _TORCH_LOOKUPS = {
 
 
 class Instances:
-    """The objects that a trace knows; a context manager in which they are watched.
+    """The objects that a trace has met; a context manager in which they are watched.
 
     Args:
         name: the name of the specialized function, for errors.
@@ -124,7 +124,7 @@ class Instances:
         if isinstance(value, torch.nn.Module):
             self._hooks_of_all_modules()
         self._instances[id(value)] = WatchedObject(
-            value, source, self.builder, self.paused, lambda found: self.met(found)
+            value, source, self.builder, self.paused, lambda method: self.met(method)
         )
         self._watching.add(type(value))
         self.met(type(value))
@@ -208,9 +208,9 @@ class Instances:
         for own in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(own)
             known = [i.source for i in self._instances.values()]
-            alike = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
-            if len(alike) > 1:
-                guards.add(Distinct(alike))
+            guarded = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
+            if len(guarded) > 1:
+                guards.add(Distinct(guarded))
         changes = self.put_back()
         if self._counted_tensors:
             raise Retrace(assumptions.moved(guards_changed=True))
@@ -305,9 +305,9 @@ def _plain(cls: type, name: str) -> Any:
     """Return the class's own function, skipping ours in the class and its bases."""
     for base in cls.__mro__:
         own = _watched[base][1].get(name, _ABSENT) if base in _watched else _ABSENT
-        found = own if base in _watched else vars(base).get(name, _ABSENT)
-        if found is not _ABSENT:
-            return found
+        function = own if base in _watched else vars(base).get(name, _ABSENT)
+        if function is not _ABSENT:
+            return function
     raise AssertionError(f"object has {name}")
 
 
@@ -393,10 +393,10 @@ class Gradients:
                 ("Remove them, or do in the function what they do"),
             )
         if problem is not None:
-            why, mend = problem
+            why, remedy = problem
             raise TypeCheckError(
                 f"{self._level.name}: backward() at {users_place()} would add to "
-                f"{source.text}.grad, but {source.text} {why}. {mend}."
+                f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
         self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
 

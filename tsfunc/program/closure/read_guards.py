@@ -1,4 +1,4 @@
-"""The guards on the values that a function reads beside its arguments, as frozen data.
+"""The guards on the values that a function reads besides its arguments, as frozen data.
 
 A guard is one object with all forms of its fact: the Python that checks it (``lines``) and its
 text for people (``texts``). Each is over a :class:`Source`, the path on which the function found

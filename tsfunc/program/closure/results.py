@@ -21,7 +21,7 @@ the program. There are three kinds of other leaves:
   ``Outside``: its index in the list of values that the program is called with. Each call returns
   its own object. A list or dict from outside is such a leaf as well: the list itself is returned,
   and its elements may change;
-- an object that the function has made from traced values is made anew at every call: an instance
+- an object that the function has made from traced values is made at every call: an instance
   of a class gets its attributes without a call of ``__init__``, and a set or a container of a
   user's class gets its elements. ``Made`` stands for the object while the results are flattened;
 - any other leaf is a constant of the program.
@@ -164,7 +164,7 @@ def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
 
 
 class NotKept(Exception):
-    """A value that a program can't make anew at every call; the message describes the value."""
+    """A value that a program can't make at every call; the message describes the value."""
 
 
 class UpdateValues:
@@ -266,7 +266,7 @@ class Updates(NamedTuple):
     tensors: tuple[Any, ...] = ()
 
 
-# --- the results of a traced function, which its program makes anew at every call
+# --- the results of a traced function, which its program makes at every call
 
 
 Known = Callable[[Any], Any]
@@ -388,9 +388,9 @@ class _Results:
         self._above.pop()
         return Made(kind, tuple(items), tuple(attributes), children)
 
-    def _refuse(self, found: str, instead: str) -> None:
+    def _refuse(self, result: str, instead: str) -> None:
         raise TypeCheckError(
-            f"{self.what}: the function returns {found}. A program gives values alone. {instead}."
+            f"{self.what}: the function returns {result}. A program gives values alone. {instead}."
         )
 
 
@@ -430,13 +430,13 @@ def _items(value: Any) -> dict[Any, Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes in the ``__dict__`` and the slots of an object."""
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
             is_slot = isinstance(slot, types.MemberDescriptorType) and not name.startswith("__")
             if is_slot and hasattr(value, name):
-                found.setdefault(name, slot.__get__(value))
-    return found
+                attributes.setdefault(name, slot.__get__(value))
+    return attributes
 
 
 def _reaches(value: Any, seen: set[int]) -> bool:
@@ -564,7 +564,7 @@ def names_in_source(
     """
     state = state_of(func, lifted, (), 0, (), read)
     used = {*taken, *lifted, *keyword.kwlist}
-    found = {}
+    names = {}
     for name, text in {**state.attributes, **state.names}.items():
         plain = re.sub(r"\._(modules|parameters|buffers)\b", "", text)
         base = re.sub(r"\W+", "_", plain)
@@ -574,8 +574,8 @@ def names_in_source(
             i += 1
             chosen = f"{base}_{i}"
         used.add(chosen)
-        found[name] = chosen
-    return found
+        names[name] = chosen
+    return names
 
 
 def _state(module: torch.nn.Module) -> Iterator[tuple[int, str]]:

@@ -3,7 +3,7 @@
 See NOTE [updates] in ``results.py``.
 
 NOTE [random numbers from outside]
-A draw of ``torch.rand`` is an operator of the program, which draws anew at every call. Numbers of
+A draw of ``torch.rand`` is an operator of the program, which draws at every call. Numbers of
 ``random`` and ``numpy.random`` are Python values, which the trace would record as constants. A
 generator that is seeded while the function is traced is not seeded when its program runs. Both
 cases are detected by comparing the states of the generators before and after the trace: the trace
@@ -128,7 +128,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         at = f" at {change.line}" if change.line else ""
         problem = change.problem
         if problem is None and change.source.own and builder.closure == "freeze":
-            problem = 'is burnt in by closure="freeze"'
+            problem = 'is a constant, by closure="freeze"'
         kept = None
         if problem is None and change.after is not MISSING:
             try:
@@ -152,11 +152,11 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         )  # fmt: skip
     if problems:
         raise TypeCheckError(
-            f"specialize({builder.name}): the function assigns to what lives on after the call, "
-            f"and a program can't do that for:\n{''.join(problems)}"
-            f"Return the new value instead, or write it into a tensor that is there "
-            f"(x.copy_(value)). Where only the first call assigns, to set something up, call the "
-            f"function once before it is specialized."
+            f"specialize({builder.name}): the function assigns to objects that outlive the call, "
+            f"and a program can't repeat these assignments:\n{''.join(problems)}"
+            f"Return the new value instead, or write it into an existing tensor (x.copy_(value)). "
+            f"If only the first call assigns, as for a setup, call the function once before it is "
+            f"specialized."
         )
     return Updates(tuple(updates), tuple(values.tensors))
 
@@ -338,8 +338,9 @@ class TracedGenerators:
             where = f"Random numbers are used at {'; '.join(places)}. " if places else ""
             raise TypeCheckError(
                 f"{self._what}: the function draws from {' and '.join(self._moved)}, or seeds it, "
-                f"and a program would keep what its first call got. {where}Draw numbers before the "
-                f"call and pass them, draw tensors (torch.rand), or seed before the call."
+                f"and a program would repeat the numbers of its first call. {where}Draw numbers "
+                f"before the call and pass them, draw tensors (torch.rand), or seed before the "
+                f"call."
             )
 
     def _watch(self, text: str, value: Any, state: _State) -> None:
@@ -377,9 +378,9 @@ def check_texts(
         if spelled is not None:
             raise DataDependentError(
                 f"{what}: the function returns the text {symbols.in_users_names(text)!r}, in which "
-                f"{spelled} is spelled as the trace has it, and not as this call does. Return the "
-                f"number or the tensor itself, and write the text outside of the function; or make "
-                f"it one number with int(...), where the descriptors leave it open or fix it."
+                f"{spelled} is a symbol of the trace, not the value of a call. Return the number "
+                f"or the tensor itself, and write the text outside of the function; or make it one "
+                f"number with int(...), if the descriptors leave it open or fix it."
             )
 
 
@@ -399,8 +400,8 @@ def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: Trac
             at = "" if place is None else f" (at {place}{source_of(place, ': ')})"
             raise TypeCheckError(
                 f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
-                f"of which a program has the body's results alone. Return it from the body, and "
-                f"assign or return what comes back."
+                f"and a program has only the body's results. Return it from the body, and assign "
+                f"or return the result of the call."
             )
 
 
@@ -424,19 +425,20 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
     text, about_data = symbols.explained(error)
     if about_data:
         place = place_of(error)
-        asked = condition_of(place)
+        condition = condition_of(place)
         raise DataDependentError(
-            f"{what}: {asked or text} depends on data, which a trace does not have, and is asked "
-            f"at {place}{source_of(place, ': ')}\nIf it always holds say so before, with "
-            f"torch._check({asked or '...'}): the program then checks it when it runs. {ways_out()}"
+            f"{what}: {condition or text} depends on data, which a trace does not have, and is "
+            f"needed at {place}{source_of(place, ': ')}\nIf it always holds, state it before with "
+            f"torch._check({condition or '...'}): the program then checks it when it runs. "
+            f"{ways_out()}"
         ) from None
     for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
         if theirs in text:
             place = place_of(error)
             text = (
                 f"{what}: a named dim, or a number that stays open, {ours} "
-                f"(at {place}{source_of(place, ': ')})\nint(...) of it does, and ties the program "
-                f"to one number: describe the size as None, or the number by its value."
+                f"(at {place}{source_of(place, ': ')})\nUse int(...) of it, which fixes the "
+                f"program to one number: describe the size as None, or the number by its value."
             )
     # The text of a KeyError is the repr of its key; the key stays unchanged.
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
@@ -469,9 +471,9 @@ def check_containers(
             at = int(name) if name.isdigit() else -1
             name = names[at] if 0 <= at < len(names) else name
             raise TypeCheckError(
-                f"{what}: the function changes the {type(after).__name__} that it is given as "
-                f"`{name}`, or one inside of it. A program is given its elements alone, and can't "
-                f"change the caller's: return what is new, or change a copy."
+                f"{what}: the function changes the {type(after).__name__} that it gets as "
+                f"`{name}`, or one inside of it. A program gets only its elements, and can't "
+                f"change the caller's container: return the new values, or change a copy."
             )
 
 

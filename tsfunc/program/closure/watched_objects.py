@@ -66,30 +66,30 @@ class WatchedObject:
 
     def read(self, name: str, plain: Any) -> Any:
         """Return the value of an attribute; guard it if it is data."""
-        found = inspect.getattr_static(type(self.value), name, MISSING)
-        if _is_data_descriptor(found):
-            if _is_slot(found):
+        member = inspect.getattr_static(type(self.value), name, MISSING)
+        if _is_data_descriptor(member):
+            if _is_slot(member):
                 return self._hold(name, plain(self.value, name), f".{name}")
-            self._descriptor(name, found)
+            self._descriptor(name, member)
             return plain(self.value, name)  # a property runs, and the values it reads are guarded
-        self._watch_descriptor(name, found)
+        self._watch_descriptor(name, member)
         home, value = _find(self.value, name)
         if home is not None:
             # A value that was assigned during the trace is not guarded.
             assigned = self._before.get((home, name), MISSING) is not value
             return value if assigned else self._hold(name, value, *_steps(home, name))
-        if isinstance(found, functools.cached_property):
+        if isinstance(member, functools.cached_property):
             self._require_none_of_its_own(name)
-            return found.func(self.value)  # the result is not cached: the object stays unchanged
+            return member.func(self.value)  # the result is not cached: the object stays unchanged
         try:
             value = plain(self.value, name)
         except AttributeError:
             self._absent(name)
             raise
-        if found is not MISSING and hasattr(type(found), "__get__"):
-            self._method(name, found)
-            if isinstance(found, types.FunctionType) and found in REPLACED:
-                return types.MethodType(REPLACED[found], self.value)
+        if member is not MISSING and hasattr(type(member), "__get__"):
+            self._method(name, member)
+            if isinstance(member, types.FunctionType) and member in REPLACED:
+                return types.MethodType(REPLACED[member], self.value)
             return value
         # An attribute of the class, or one made by a user's __getattribute__.
         return self._hold(name, value, f".{name}")
@@ -172,8 +172,8 @@ class WatchedObject:
         cls = type(self.value)
         if value is None or is_traced(value) or is_installed(cls) or not says_any(cls, name):
             return value
-        mend = f"{cls.__name__} declares it so: annotate it there with a concrete type."
-        return OpaqueValue(value, f"{self.source.text}.{name}", mend)
+        remedy = f"{cls.__name__} declares it so: annotate it there with a concrete type."
+        return OpaqueValue(value, f"{self.source.text}.{name}", remedy)
 
     def check(self, name: str, value: Any, use: str) -> None:
         """Check an attribute against the annotation in the user's class.
@@ -197,43 +197,49 @@ class WatchedObject:
                 f"declares:\n{listed}Assign what is declared, or declare what is assigned."
             )
 
-    def _method(self, name: str, found: Any) -> None:
+    def _method(self, name: str, member: Any) -> None:
         """Guard a method: its class still has it, and the object has no attribute of that name."""
         if name in self._held:
             return
         self._require_none_of_its_own(name)
         cls = type(self.value)
-        if isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch."):
+        if isinstance(member, types.FunctionType) and (member.__module__ or "").startswith(
+            "torch."
+        ):
             base = next(base for base in cls.__mro__ if name in vars(base))
-            self._guards.add(MemberIs(base, name, found))
-        elif isinstance(found, types.FunctionType):
-            self._guards.add(SameObject(Source.of_object(cls).attribute(name), found))
-        elif not isinstance(found, _OF_C):
-            self._require_in_class(name, found)
-        self._met(found)
+            self._guards.add(MemberIs(base, name, member))
+        elif isinstance(member, types.FunctionType):
+            self._guards.add(SameObject(Source.of_object(cls).attribute(name), member))
+        elif not isinstance(member, _OF_C):
+            self._require_in_class(name, member)
+        self._met(member)
 
-    def _descriptor(self, name: str, found: Any) -> None:
+    def _descriptor(self, name: str, descriptor: Any) -> None:
         """Guard a property: its class still has it."""
         if name not in self._held:
             self._held.add(name)
-            self._require_in_class(name, found)
-        self._watch_descriptor(name, found)
+            self._require_in_class(name, descriptor)
+        self._watch_descriptor(name, descriptor)
 
-    def _watch_descriptor(self, name: str, found: Any) -> None:
+    def _watch_descriptor(self, name: str, descriptor: Any) -> None:
         """Watch a descriptor of a user's class: its methods may read its attributes."""
         builder = self._builder
-        if not hasattr(type(found), "__get__") or not is_instance(found) or builder.is_known(found):
+        if (
+            not hasattr(type(descriptor), "__get__")
+            or not is_instance(descriptor)
+            or builder.is_known(descriptor)
+        ):
             return
         base = next(base for base in type(self.value).__mro__ if name in vars(base))
         source = Source.of_object(base, f"{base.__name__}.__dict__[{name!r}]", own=self.source.own)
-        builder.guard(found, source.at(f"{{}}.__dict__[{name!r}]"))
+        builder.guard(descriptor, source.at(f"{{}}.__dict__[{name!r}]"))
 
-    def _require_in_class(self, name: str, found: Any) -> None:
+    def _require_in_class(self, name: str, descriptor: Any) -> None:
         """Guard the descriptor of an attribute in its class, unless it is in a class of torch."""
         base = next((base for base in type(self.value).__mro__ if name in vars(base)), None)
         if base is not None and not base.__module__.startswith("torch."):
             source = Source.of_object(base).at(f"{{}}.__dict__[{name!r}]")
-            self._guards.add(SameObject(source, found))
+            self._guards.add(SameObject(source, descriptor))
 
     def _require_none_of_its_own(self, name: str) -> None:
         """Guard that the object has no attribute of this name, which would hide the class's."""
@@ -265,17 +271,17 @@ _DICT, _SLOT = "__dict__", "slot"
 def _contents(value: Any) -> dict[tuple[str, str], Any]:
     """Return all attributes of an object, by their location and name."""
     own = _dict_of(value)
-    found = {(_DICT, name): each for name, each in own.items()}
+    attributes = {(_DICT, name): each for name, each in own.items()}
     for kind in STATE if isinstance(value, torch.nn.Module) else ():
-        found.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
+        attributes.update({(kind, name): each for name, each in (own.get(kind) or {}).items()})
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
             if isinstance(slot, types.MemberDescriptorType):
                 try:
-                    found[_SLOT, name] = slot.__get__(value)
+                    attributes[_SLOT, name] = slot.__get__(value)
                 except AttributeError:  # not assigned
                     continue
-    return found
+    return attributes
 
 
 def _dict_of(value: Any) -> dict[str, Any]:
@@ -336,10 +342,10 @@ def _problem(owner: Any, home: str, before: Any, after: Any) -> str | None:
     return None
 
 
-def _is_data_descriptor(found: Any) -> bool:
-    return hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+def _is_data_descriptor(member: Any) -> bool:
+    return hasattr(type(member), "__set__") or hasattr(type(member), "__delete__")
 
 
-def _is_slot(found: Any) -> bool:
+def _is_slot(member: Any) -> bool:
     """Return True if a descriptor reads a field of the object itself."""
-    return isinstance(found, types.MemberDescriptorType | types.GetSetDescriptorType)
+    return isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)

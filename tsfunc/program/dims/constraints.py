@@ -43,25 +43,25 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
     Returns:
         The dims with a new minimum, and the needs that no minimum satisfies.
     """
-    found: dict[str, Dim] = {}
+    raised_dims: dict[str, Dim] = {}
     rest = []
     for need in sorted(needs, key=lambda need: len(need.expr.free_symbols)):
         names = sorted(str(symbol) for symbol in need.expr.free_symbols)
-        about = {name: found.get(name, dims[name]) for name in names}
+        about = {name: raised_dims.get(name, dims[name]) for name in names}
         raised = (
             with_larger(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
         )
         if raised is None:
             rest.append(need)
         else:
-            found.update(raised)
-    return found, rest
+            raised_dims.update(raised)
+    return raised_dims, rest
 
 
 def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
     """Return the named dims for which torch, or this package, relies on an unpromised fact."""
-    asked = [need.expr.free_symbols for need in needs if not need.by_user]
-    return frozenset(str(symbol) for symbol in set().union(*asked))
+    symbols = [need.expr.free_symbols for need in needs if not need.by_user]
+    return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
 def _is_of_edges(fact: Any) -> bool:
@@ -102,14 +102,14 @@ def rewrites_of(lines: Iterable[str]) -> str:
         A function for every size has torch.sym_min(a, b) for min(a, b).
     """
     text = "\n".join(lines)
-    found = [
+    rewrites = [
         rewrite
         for call, rewrite in _REWRITES.items()
         if re.search(rf"(?<![\w.]){re.escape(call)}\(", text)
     ]
     if _SHAPES.search(text) and ".dim()" not in text:
-        found.append(_OF_SHAPES)
-    return f"A function for every size has {'; '.join(found)}." if found else ""
+        rewrites.append(_OF_SHAPES)
+    return f"A function for every size has {'; '.join(rewrites)}." if rewrites else ""
 
 
 # --- the facts about named dims that a trace relies on, checked against the descriptors
@@ -197,7 +197,7 @@ def _refusal(
     suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
-        f"because the function asks for more than they promise:\n{lines}"
+        f"because the function needs more than they promise:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
         f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}",
         suggested,

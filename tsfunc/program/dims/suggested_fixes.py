@@ -141,14 +141,14 @@ def stepped(
     Returns:
         The dims; None if the fact does not hold for them, or they do not admit the call's sizes.
     """
-    found = {name: dims[name] for name in names}
+    stepped_dims = {name: dims[name] for name in names}
     for name, step in divisions(fact):
         try:
-            found[name] = found[name].meet(Dim(name, multiple_of=step))
+            stepped_dims[name] = stepped_dims[name].meet(Dim(name, multiple_of=step))
         except DescriptorError:
             return None
-    fits = all(dim.admits(sizes[name]) for name, dim in found.items())
-    return list(found.values()) if fits and holds(fact, found) else None
+    fits = all(dim.admits(sizes[name]) for name, dim in stepped_dims.items())
+    return list(stepped_dims.values()) if fits and holds(fact, stepped_dims) else None
 
 
 def leaving_remainder(fact: Any, dim: Dim, size: int, taken: Container[str]) -> Solution | None:
@@ -282,8 +282,8 @@ def _solved_for(fact: Any, name: str) -> Any:
         return None
     free = Symbol(name)
     difference = (fact.lhs - fact.rhs).xreplace({symbols[name]: free})
-    found = solve(difference, free) if difference.is_polynomial(free) else []
-    return found[0] if len(found) == 1 and spelled(found[0]) is not None else None
+    solutions = solve(difference, free) if difference.is_polynomial(free) else []
+    return solutions[0] if len(solutions) == 1 and spelled(solutions[0]) is not None else None
 
 
 def spelled(value: Any) -> DimSpec:
@@ -461,9 +461,9 @@ class _Suggestion:
         return expr.xreplace({Symbol(name): value for name, value in self.solved.items()})
 
     def _bound(self, *suggested: Dim) -> None:
-        found = {dim.name: dim for dim in suggested}
-        self.dims.update(found)
-        self.bounded.update(found)
+        dims = {dim.name: dim for dim in suggested}
+        self.dims.update(dims)
+        self.bounded.update(dims)
 
     def _solve(self, name: str, value: Any) -> None:
         from sympy import Symbol
@@ -479,8 +479,8 @@ class _Suggestion:
 
     def result(self) -> dict[str, DimSpec]:
         opened = [name for name in self.opened if name in self.given]
-        found: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(opened)}
+        sizes: dict[str, DimSpec] = {**self.bounded, **dict.fromkeys(opened)}
         for name, value in self.solved.items():
             names = map(str, value.free_symbols)
-            found[name] = spelled(value) if self.opened.isdisjoint(names) else None
-        return found
+            sizes[name] = spelled(value) if self.opened.isdisjoint(names) else None
+        return sizes

@@ -142,13 +142,13 @@ class Archive:
 
     def _checked(self, file: BinaryIO, infos: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
         """Return the entries by name; see NOTE [unambiguous files]."""
-        found: dict[str, zipfile.ZipInfo] = {}
+        entries: dict[str, zipfile.ZipInfo] = {}
         end = 0
         for info in sorted(infos, key=lambda info: info.header_offset):
             name = info.filename
             if not _NAME.fullmatch(name):
                 raise self._error(name, "is not the name of an entry")
-            if name in found:
+            if name in entries:
                 raise self._error(name, "is there twice")
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise self._error(name, "is compressed, which entries never are")
@@ -161,12 +161,12 @@ class Archive:
             end = self._end(file, info)
             if end > self._zip.start_dir:
                 raise self._error(name, "goes on beyond the end of the entries")
-            found[name] = info
+            entries[name] = info
         if end != self._zip.start_dir:
             raise FileFormatError(
                 f"{self.what}: there is something between its last entry and the directory."
             )
-        return found
+        return entries
 
     def _end(self, file: BinaryIO, info: zipfile.ZipInfo) -> int:
         """Return the end of an entry; check that its header agrees with the directory."""

@@ -59,8 +59,8 @@ class CalleeGraph:
     def results(self) -> Sequence[Any]:
         """The results of its graph: nodes, and None for a zero result."""
         *_, last = self.graph.nodes
-        found: Sequence[Any] = last.args[0]
-        return found
+        returned: Sequence[Any] = last.args[0]
+        return returned
 
     def make(self) -> None:
         """Generate the Python function of the graph."""
@@ -291,8 +291,8 @@ class CalleeReader:
         callee.refusal = None if refusal.value is None else refusal.line()
         indices = field.at("indices").record(*callee.index_names)
         for name, given in zip(callee.index_names, indices, strict=True):
-            found = [at.integer(0, 2 * _MOST_OPERANDS) for at in given.items()]
-            setattr(callee, name, found)
+            numbers = [at.integer(0, 2 * _MOST_OPERANDS) for at in given.items()]
+            setattr(callee, name, numbers)
         parts = field.at("parts").record(*callee.part_names)
         for name, given in zip(callee.part_names, parts, strict=True):
             setattr(callee, name, self._part(given, callee, name))
@@ -325,7 +325,7 @@ def _depth(callee: TracedCallee, known: dict[TracedCallee, int], around: int = 0
         known[callee] = _DEEPEST + 1  # the depth of a function that calls itself
         if around <= _DEEPEST:
             targets = (node.target for node in every_node(callee.parts[0].graph))
-            called = [found for x in targets if (found := getattr(x, "callee", None)) is not None]
+            called = [inner for x in targets if (inner := getattr(x, "callee", None)) is not None]
             inside = (_depth(each, known, around + 1) for each in called)
             known[callee] = 1 + max(inside, default=0)
     return known[callee]

@@ -27,9 +27,9 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.archive import Archive, json_bytes, write_archive
 from tsfunc.program.files.operators import NUMBER
 from tsfunc.program.files.programs import (
-    FormReader,
+    CallSpecReader,
     decode_program,
-    encode_form,
+    encode_call_spec,
     encode_program,
     storable,
     what_it_does,
@@ -38,7 +38,7 @@ from tsfunc.program.files.state import CellState, FileContext, StateWriter, read
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.guarding.call_spec import CallSpec, described, guards_of_form, places_of
+from tsfunc.program.guarding.call_spec import CallSpec, described, guards_of_call_spec, places_of
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.values import class_name
@@ -62,7 +62,7 @@ class SavedProgram:
     """A program of a function, and a kind of call that it answers."""
 
     program: ProgramData
-    form: CallSpec
+    call_spec: CallSpec
     reason: str
 
 
@@ -102,7 +102,7 @@ def program_to_save(program: ProgramData) -> SavedFunction:
     Raises:
         ValueError: the program was made from a graph, and not for calls.
     """
-    if program.form is None:
+    if program.call_spec is None:
         raise ValueError(
             f"save({program.name}): the program was made by make_graph, and not for calls. Save "
             f"the program of a specialized function."
@@ -110,7 +110,7 @@ def program_to_save(program: ProgramData) -> SavedFunction:
     kinds = (("args", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
     signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds])
     refuse_attributes(program.name, [program])
-    answer = SavedProgram(program, storable(program.form), "the program itself")
+    answer = SavedProgram(program, storable(program.call_spec), "the program itself")
     return SavedFunction(program.name, signature, (), 1, (answer,))
 
 
@@ -128,7 +128,7 @@ def refuse_attributes(name: str, programs: Sequence[ProgramData]) -> None:
 def pickled(function: SavedFunction) -> tuple[bytes, dict[str, type]]:
     """Return the bytes of a file, and the classes that it names."""
     trees = [answer.program.out_tree for answer in function.answers]
-    trees += [answer.form.tree for answer in function.answers]
+    trees += [answer.call_spec.tree for answer in function.answers]
     classes = {class_name(cls): cls for tree in trees for cls in _classes_of(tree)}
     return function_bytes(function), classes
 
@@ -158,7 +158,7 @@ def function_bytes(function: SavedFunction) -> bytes:
             {
                 "program": numbers[answer.program],
                 "reason": printable(answer.reason),
-                "form": encode_form(answer.form, _places(answer.form)),
+                "form": encode_call_spec(answer.call_spec, _places(answer.call_spec)),
             }
             for answer in function.answers
         ]
@@ -216,9 +216,9 @@ def _version() -> str:
         return "unknown"
 
 
-def _places(form: CallSpec) -> Callable[[int], str]:
+def _places(call_spec: CallSpec) -> Callable[[int], str]:
     """Return a function from the index of a flattened argument to its name in errors."""
-    paths = form.tree.paths()
+    paths = call_spec.tree.paths()
 
     def place(i: int) -> str:
         (which, first, *rest) = paths[i]
@@ -239,13 +239,13 @@ def _text(name: str, descriptor: Descriptor) -> str:
 
 
 def _encode_parameter(parameter: inspect.Parameter) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": parameter.name, "kind": str(parameter.kind).lower()}
+    record: dict[str, Any] = {"name": parameter.name, "kind": str(parameter.kind).lower()}
     if parameter.default is not parameter.empty:
         try:
-            found["default"] = encode(parameter.default)
+            record["default"] = encode(parameter.default)
         except NoFileForm:
-            found["default"] = {"unknown": True}
-    return found
+            record["default"] = {"unknown": True}
+    return record
 
 
 # --- reading
@@ -317,16 +317,16 @@ class _CallKind:
     field: Field
     program: int
     reason: str
-    form: CallSpec
+    call_spec: CallSpec
 
 
-def _read_calls(field: Field, count: int, forms: FormReader) -> list[_CallKind]:
-    found = []
+def _read_calls(field: Field, count: int, call_specs: CallSpecReader) -> list[_CallKind]:
+    kinds = []
     for call in field.items():
-        number, reason, form = call.record("program", "reason", "form")
+        number, reason, call_spec = call.record("program", "reason", "form")
         program = number.integer(0, count - 1)
-        found.append(_CallKind(call, program, reason.line(), forms.decode(form)))
-    return found
+        kinds.append(_CallKind(call, program, reason.line(), call_specs.decode(call_spec)))
+    return kinds
 
 
 def _count_of_programs(archive: Archive) -> int:
@@ -345,15 +345,15 @@ def _read_answers(
 ) -> tuple[SavedProgram, ...]:
     """Return the programs with the calls that they answer."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
-    forms = FormReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
+    call_specs = CallSpecReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
-    found = _read_calls(calls, count, forms)
+    calls_read = _read_calls(calls, count, call_specs)
     made_for: dict[int, _CallKind] = {}
-    for call in found:
+    for call in calls_read:
         # A program was made for its call with the most named dims; its other calls are special
         # cases.
         own = made_for.setdefault(call.program, call)
-        if len(call.form.bounds) > len(own.form.bounds):
+        if len(call.call_spec.bounds) > len(own.call_spec.bounds):
             made_for[call.program] = call
     if len(made_for) < count:
         calls.fail("there are programs that answer no call")
@@ -361,53 +361,54 @@ def _read_answers(
     for i in range(count):
         archive.read(f"programs/{i}.py")  # checks the checksum; the entry is not used
         own = made_for[i]
-        program = decode_program(archive.json(f"programs/{i}.json"), context, own.form)
-        programs.append(_of_form(own.field, program, own.form, signature))
+        program = decode_program(archive.json(f"programs/{i}.json"), context, own.call_spec)
+        programs.append(_of_call_spec(own.field, program, own.call_spec, signature))
     return tuple(
-        _answer(call.field, programs[call.program], call.form, call.reason) for call in found
+        _answer(call.field, programs[call.program], call.call_spec, call.reason)
+        for call in calls_read
     )
 
 
-def _of_form(
-    field: Field, program: ProgramData, form: CallSpec, signature: inspect.Signature
+def _of_call_spec(
+    field: Field, program: ProgramData, call_spec: CallSpec, signature: inspect.Signature
 ) -> ProgramData:
     try:
         return dataclasses.replace(
             program,
-            form=form,
-            places=places_of(signature, len(form.leaves), form.tree),
-            descriptors=described(_open(form), form.inputs, form.tree, signature),
-            guards=guards_of_form(form, signature),
-            property_guards=form.property_guards,
-            groups=form.groups,
+            call_spec=call_spec,
+            places=places_of(signature, len(call_spec.leaves), call_spec.tree),
+            descriptors=described(_open(call_spec), call_spec.inputs, call_spec.tree, signature),
+            guards=guards_of_call_spec(call_spec, signature),
+            property_guards=call_spec.property_guards,
+            groups=call_spec.groups,
         )
     except (TypeError, ValueError) as error:
         field.fail(f"not a call of the function: {error}")
 
 
-def _open(form: CallSpec) -> list[Any]:
-    """Return the leaves of a form, with types in the places of the numbers that may vary."""
-    leaves = list(form.leaves)
-    for spec in form.scalars:
+def _open(call_spec: CallSpec) -> list[Any]:
+    """Return the flattened arguments, with types in the places of the numbers that may vary."""
+    leaves = list(call_spec.leaves)
+    for spec in call_spec.scalars:
         leaves[spec.position] = type(spec.value)
     return leaves
 
 
-def _answer(field: Field, program: ProgramData, form: CallSpec, reason: str) -> SavedProgram:
-    count = len(form.leaves)
+def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str) -> SavedProgram:
+    count = len(call_spec.leaves)
     given = [at for at in program.inputs if at < count]
     last = count + _reads(program)
     read = list(program.inputs[len(given) :])
     if read != list(range(count, last)) or any(each.owner != last for each in program.updates):
         field.fail("its program has inputs that the call does not have")
-    tensors = {spec.position for spec in form.inputs}
+    tensors = {spec.position for spec in call_spec.inputs}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, at in zip(placeholders, given, strict=False):
         # A number is an input if its descriptor is its type; the call is guarded on its value.
-        number = node.meta.get("kind") == NUMBER and type(form.leaves[at]) in (int, float)
+        number = node.meta.get("kind") == NUMBER and type(call_spec.leaves[at]) in (int, float)
         if at not in tensors and not number:
             field.fail("its program has inputs that the call does not have")
-    return SavedProgram(program, form, reason)
+    return SavedProgram(program, call_spec, reason)
 
 
 def _reads(program: ProgramData) -> int:
@@ -450,14 +451,14 @@ def _default(field: Field | None) -> Any:
 def _read_descriptors(
     field: Field, signature: inspect.Signature, classes: Mapping[str, type]
 ) -> dict[str, Descriptor]:
-    found = {}
+    descriptors = {}
     for name, text in field.mapping().items():
         if name not in signature.parameters:
             text.fail("there is no such parameter")
         if len(text.line()) > _LONGEST_TEXT:
             text.fail("the descriptor is too long")
         try:
-            found[name] = parse_descriptor(text.value, classes)
+            descriptors[name] = parse_descriptor(text.value, classes)
         except (DescriptorError, ValueError, TypeError, RecursionError) as error:
             text.fail(f"not a descriptor: {error}")
-    return found
+    return descriptors

@@ -150,8 +150,8 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
     """
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
-    found: ControlFlow = kind.decode(field, name, graph, kinds)
-    return found
+    operator: ControlFlow = kind.decode(field, name, graph, kinds)
+    return operator
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
@@ -282,8 +282,8 @@ def _type_facts(node: torch.fx.Node, names: Mapping[Any, Any]) -> dict[str, Any]
     number = form_of_size(node.meta["number"], names) if "number" in node.meta else None
     if number is not None:
         facts["number"] = number
-    told = None if facts else encode_display_meta(node)
-    return facts if told is None else {"told": told}
+    display = None if facts else encode_display_meta(node)
+    return facts if display is None else {"told": display}
 
 
 def _kind_of_input(node: torch.fx.Node) -> str:
@@ -379,10 +379,10 @@ class GraphReader:
 
     def _result(self, field: Field) -> Any:
         value = self._values.decode(field)
-        found: list[torch.fx.Node] = []
+        nodes: list[torch.fx.Node] = []
         if isinstance(value, list | dict):  # a constant, which contains no node
-            torch.fx.map_arg(value, found.append)
-        if found or type(value) is tuple:
+            torch.fx.map_arg(value, nodes.append)
+        if nodes or type(value) is tuple:
             field.expected("the value of a leaf")
         return value
 
@@ -421,9 +421,9 @@ class GraphReader:
         number = field.get("number")
         if number is not None:
             self._types.read_number(number, node)
-        told = field.get("told")
-        if told is not None:
-            self._types.read_display_meta(told, node)
+        display = field.get("told")
+        if display is not None:
+            self._types.read_display_meta(display, node)
         for key, name in _FLAGS.items():
             flag = field.get(key)
             if flag is not None:

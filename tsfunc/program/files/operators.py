@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.schemas import signature_of
 from tsfunc.ops.catalogue.signature import OperatorSignature
 from tsfunc.program.fields import LONGEST_INT, Field
-from tsfunc.program.files.values import ValueReader, dtype_of, printable
+from tsfunc.program.files.values import ValueReader, printable
 from tsfunc.program.graphs.properties import Properties, properties_of_node
 
 # --- operators of a file: looked up by name, with their arguments checked against their schemas
@@ -84,8 +84,8 @@ def operator_named(field: Field, made_with: str) -> tuple[TorchOperator, Operato
 
 def function_named(field: Field) -> Callable[..., Any]:
     """Return the Python function on numbers of a name."""
-    found: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
-    return found
+    function: Callable[..., Any] = field.one_of(FUNCTIONS, "a function on sizes")
+    return function
 
 
 def kind_of_results(signature: OperatorSignature) -> Kind:
@@ -262,7 +262,11 @@ class NodeTypes:
         strides = [self._size(step) for step in stride_field.items(len(shape))]
         try:
             return new_fake_input(
-                self._symbols.fake, shape, strides, dtype_of(dtype), self._values.device(device)
+                self._symbols.fake,
+                shape,
+                strides,
+                self._values.dtype(dtype),
+                self._values.device(device),
             )
         except (RuntimeError, OverflowError, ValueError, TypeError) as error:
             field.fail(f"there is no such tensor: {str(error).splitlines()[0]}")
@@ -279,7 +283,7 @@ class NodeTypes:
             dim.integer(0) if isinstance(dim.value, int) else dim.line() for dim in shape.items()
         ]
         node.meta["display_meta"] = Properties(
-            dtype_of(dtype), tuple(dims), self._values.device(device), torch.strided
+            self._values.dtype(dtype), tuple(dims), self._values.device(device), torch.strided
         )
 
     def read_number(self, field: Field, node: torch.fx.Node) -> None:

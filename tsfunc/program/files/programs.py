@@ -1,7 +1,7 @@
 """Complete programs in files, and the calls that they answer.
 
 For each kind of call, ``function.json`` has the assumptions about it, and the number of its
-program. The guard of the program is generated anew from the assumptions.
+program. The guard of the program is generated again from the assumptions.
 
 ``programs/0.json`` is a program: its graph, the indices of its inputs among the flattened
 arguments, and the structure of its results.
@@ -53,59 +53,59 @@ from tsfunc.program.guarding.guards import (
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
-from tsfunc.types.sizes import fact_code
+from tsfunc.types.size_facts import fact_code
 
 # --- the kinds of calls that programs answer, as JSON and back
 
 
-def encode_form(form: CallSpec, where: Callable[[int], str]) -> Any:
+def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
     """Return the assumptions about a kind of call as JSON.
 
     Args:
-        form: the kind of call.
+        call_spec: the kind of call.
         where: returns the name of an argument in errors, by its index.
 
     Raises:
         NoFileForm: a file can't hold an argument.
     """
     leaves = []
-    for guard in guards_on_arguments(form.leaves, form.inputs, form.scalars):
+    for guard in guards_on_arguments(call_spec.leaves, call_spec.inputs, call_spec.scalars):
         try:
             leaves.append(guard.json(encode))
         except NoFileForm as error:
             leaf = _named(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
-    conditions = [Holds(each).json() for each in form.conditions]
-    asked = [Property(each).json() for each in form.property_guards]
-    one = Aliasing(form.groups).json()
+    conditions = [Holds(each).json() for each in call_spec.conditions]
+    properties = [Property(each).json() for each in call_spec.property_guards]
+    one = Aliasing(call_spec.groups).json()
     return {
-        "arguments": encode_tree(form.tree),
+        "arguments": encode_tree(call_spec.tree),
         "leaves": leaves,
-        "dims": {name: DimIs(dim).json() for name, dim in form.bounds.items()},
+        "dims": {name: DimIs(dim).json() for name, dim in call_spec.bounds.items()},
         "settings": {
             setting.name: encode(value)
-            for setting, value in zip(SETTINGS, form.ambient, strict=True)
+            for setting, value in zip(SETTINGS, call_spec.ambient, strict=True)
         },
         **({"conditions": conditions} if conditions else {}),
-        **({"asked": asked} if asked else {}),
+        **({"properties": properties} if properties else {}),
         **({"one": one} if one else {}),
     }
 
 
-def storable(form: CallSpec) -> CallSpec:
-    """Return a form that a file can hold.
+def storable(call_spec: CallSpec) -> CallSpec:
+    """Return a description of calls that a file can hold.
 
-    If a condition of the form can't be written, the numbers are fixed to those of the call.
+    If a condition can't be written, the numbers are fixed to those of the call.
     """
-    names = {name: name for name in (*form.bounds, *(spec.name for spec in form.scalars))}
+    names = {name: name for name in (*call_spec.bounds, *(spec.name for spec in call_spec.scalars))}
     try:
-        for condition in form.conditions:
+        for condition in call_spec.conditions:
             fact_code(condition.fact, names)
     except DescriptorError:
-        held = [each for each in form.conditions if each.dims]
+        held = [each for each in call_spec.conditions if each.dims]
         fixed = tuple(each._replace(fact=each.fixed) for each in held)
-        return dataclasses.replace(form, conditions=fixed, scalars=())
-    return form
+        return dataclasses.replace(call_spec, conditions=fixed, scalars=())
+    return call_spec
 
 
 def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
@@ -115,8 +115,8 @@ def _named(guard: ArgumentGuard, error: NoFileForm) -> str:
 _SETTINGS = frozenset(setting.name for setting in SETTINGS)
 
 
-class FormReader:
-    """Reads the forms of calls.
+class CallSpecReader:
+    """Reads the descriptions of calls.
 
     Args:
         context: the context of the file.
@@ -130,9 +130,9 @@ class FormReader:
         self._fake = Symbols({}).fake
 
     def decode(self, field: Field) -> CallSpec:
-        """Return the form that `encode_form` wrote."""
+        """Return the description that `encode_call_spec` wrote."""
         keys = ("arguments", "leaves", "dims", "settings")
-        field.require_keys(keys, ("conditions", "asked", "one"))
+        field.require_keys(keys, ("conditions", "properties", "one"))
         arguments, leaves_field, dims, ambient_field = map(field.at, keys)
         tree = self._trees.decode(arguments)
         if tree.type is not tuple or [x.type for x in tree.children()] != [tuple, dict]:
@@ -157,12 +157,14 @@ class FormReader:
             Holds.read(each, bounds, scalars).condition for each in _items(field.get("conditions"))
         )
         positions = frozenset(spec.position for spec in inputs)
-        asked = tuple(Property.read(x, positions).asks for x in _items(field.get("asked")))
+        properties = tuple(
+            Property.read(x, positions).guard for x in _items(field.get("properties"))
+        )
         one = field.get("one")
         groups = () if one is None else Aliasing.read(one, positions).groups
         return CallSpec(
             tree, tuple(leaves), tuple(inputs), bounds, ambient, self._of_keywords, conditions,
-            asked, groups, tuple(scalars),
+            properties, groups, tuple(scalars),
         )  # fmt: skip
 
     def _settings(self, field: Field) -> tuple[Any, ...]:
@@ -228,15 +230,17 @@ def encode_program(
     names = _names_of_symbols(program.graph)
     # A number that equals the size of an input has the name of that size.
     numbers = [each for each in _numbers_of(program.graph) if each[0] not in names]
-    form = program.form
-    assert form is not None
+    call_spec = program.call_spec
+    assert call_spec is not None
     callees = CalleeWriter(
-        form.bounds, lambda part: _encode_part(part, tensors, state, callees),
-        sizes_of_call(form.inputs), described if described is not None else program.descriptors,
-    )  # fmt: skip
+        call_spec.bounds,
+        lambda part: _encode_part(part, tensors, state, callees),
+        sizes_of_call(call_spec.inputs),
+        program.descriptors if described is None else described,
+    )
 
     def container(value: Any) -> Any:
-        at = value.index - len(form.leaves) if isinstance(value, FromOutside) else -1
+        at = value.index - len(call_spec.leaves) if isinstance(value, FromOutside) else -1
         reads = program.read_guards
         return encode(reads.values[at]) if at >= 0 and reads is not None else None
 
@@ -244,11 +248,13 @@ def encode_program(
     named = {**names, **{symbol: name for symbol, name, _ in numbers}}
     graph = encode_graph(program.graph, outside, named, callees, in_cells)
     if callees.entries:
-        _require_settings(form)
+        _require_settings(call_spec)
     return {
         "name": printable(program.name),
-        "dims": {name: DimIs(form.bounds.get(name, Dim(name))).json() for name in _dims_in(names)},
-        "inputs": [at for at in program.inputs if at < len(form.leaves)],
+        "dims": {
+            name: DimIs(call_spec.bounds.get(name, Dim(name))).json() for name in _dims_in(names)
+        },
+        "inputs": [at for at in program.inputs if at < len(call_spec.leaves)],
         "constants": sorted(program.constants),
         "graph": graph,
         **({"numbers": {name: encode(value) for _, name, value in numbers}} if numbers else {}),
@@ -258,9 +264,9 @@ def encode_program(
     }
 
 
-def _require_settings(form: CallSpec) -> None:
+def _require_settings(call_spec: CallSpec) -> None:
     """Refuse to trace functions with rules under settings that differ from those of their calls."""
-    for setting, then, now in zip(SETTINGS[1:], form.ambient[1:], settings()[1:], strict=True):
+    for setting, then, now in zip(SETTINGS[1:], call_spec.ambient[1:], settings()[1:], strict=True):
         if then != now:
             raise NoFileForm(
                 f"a function with rules that was called under another {setting.name} than that of "
@@ -319,22 +325,24 @@ def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:
 
 
 def _dims_in(names: Mapping[Any, Any]) -> list[str]:
-    return [form if isinstance(form, str) else form[1] for form in names.values()]
+    return [
+        call_spec if isinstance(call_spec, str) else call_spec[1] for call_spec in names.values()
+    ]
 
 
-def decode_program(field: Field, context: FileContext, form: CallSpec) -> ProgramData:
+def decode_program(field: Field, context: FileContext, call_spec: CallSpec) -> ProgramData:
     """Return the program that `encode_program` wrote; its code is generated from the graph.
 
     Args:
         field: the JSON of the program.
         context: the context of the file.
-        form: the form of the calls that it was made for.
+        call_spec: the description of the calls that it was made for.
     """
     keys = ("name", "dims", "inputs", "constants", "graph", "results")
     field.require_keys(keys, ("state", "functions", "numbers"))
     name_field, dims_field, inputs_field, constants, graph_field, results = map(field.at, keys)
     values = ValueReader(device=context.device)
-    symbols = _symbols(dims_field, field.get("numbers"), form)
+    symbols = _symbols(dims_field, field.get("numbers"), call_spec)
     plain = NodeTypes(Symbols({}), values)
     callees = CalleeReader(
         field.get("functions"),
@@ -391,19 +399,19 @@ def _decode_part(
 
 def _numbers_of(graph: torch.fx.Graph) -> list[tuple[Any, str, int | float]]:
     """Return the numbers among a graph's inputs: their symbols, names, and values in the trace."""
-    found = []
+    numbers = []
     for node in graph.nodes:
         symbol = symbol_of(node.meta.get("number"))
         if node.op == "placeholder" and symbol is not None:
             value = node.meta["number"].node.hint
-            found.append((symbol, node.meta["expr"], type(value)(value)))
-    return found
+            numbers.append((symbol, node.meta["expr"], type(value)(value)))
+    return numbers
 
 
-def _symbols(field: Field, numbers: Field | None, form: CallSpec) -> Symbols:
+def _symbols(field: Field, numbers: Field | None, call_spec: CallSpec) -> Symbols:
     """Return the symbols of a program, with the sizes of its own call as hints."""
     dims = {name: DimIs.read(text, name).dim for name, text in field.mapping().items()}
-    called = sizes_of_call(form.inputs)
+    called = sizes_of_call(call_spec.inputs)
     sizes = {
         name: size for name, size in called.items() if name in dims and dims[name].admits(size)
     }

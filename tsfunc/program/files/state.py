@@ -41,15 +41,17 @@ def reached(program: ProgramData) -> tuple[Any, ...] | None:
     Returns:
         The values; None if a guard on one of them fails.
     """
-    if program.read_guards is None or program.form is None:
+    if program.read_guards is None or program.call_spec is None:
         return ()
-    return program.read_guards.function(settings())(program.form.leaves)
+    return program.read_guards.function(settings())(program.call_spec.leaves)
 
 
 def is_current(program: ProgramData) -> bool:
     """Return True if the guards on the values that a program read from outside still hold."""
-    form = program.form
-    of_objects = form is not None and any(isinstance(leaf, Watched) for leaf in form.leaves)
+    call_spec = program.call_spec
+    of_objects = call_spec is not None and any(
+        isinstance(leaf, Watched) for leaf in call_spec.leaves
+    )
     return of_objects or reached(program) is not None
 
 
@@ -71,9 +73,9 @@ class StateWriter:
         return len(self._values)
 
     def _collect(self, program: ProgramData) -> None:
-        found = reached(program)
+        objects = reached(program)
         for update in program.updates:
-            if found is None:
+            if objects is None:
                 raise NoFileForm(f"{update.text}, which is not as it was when the program was made")
             if update.deletes:
                 raise NoFileForm(f"a program that deletes {update.text}")
@@ -82,7 +84,7 @@ class StateWriter:
                     f"a program that assigns to {update.text}, whose value it also looks at. Keep "
                     f"it in a buffer, which it can read and assign"
                 )
-            owner = found[update.owner - _count(program)]
+            owner = objects[update.owner - _count(program)]
             key = id(owner), update.target
             if key not in self._cells:
                 self._cells[key] = len(self._cells)
@@ -95,14 +97,14 @@ class StateWriter:
         Raises:
             NoFileForm: a file can't hold the value of a cell.
         """
-        found = []
+        encoded_cells = []
         for text, value in self._values:
             try:
                 encoded = encode(value, other=lambda x: _named_tensor(x, tensors))
             except NoFileForm as error:
                 raise NoFileForm(f"{text}, {error}") from None
-            found.append({"name": printable(text), "value": encoded})
-        return found
+            encoded_cells.append({"name": printable(text), "value": encoded})
+        return encoded_cells
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is in a cell."""
@@ -120,8 +122,8 @@ class StateWriter:
         """
         count = _count(program)
         read = [at - count for at in program.inputs if at >= count]
-        found = (reached(program) or ()) if read or program.updates else ()
-        tensors = [*(found[at] for at in read), *(program.tensor(node) for node in lifted)]
+        objects = (reached(program) or ()) if read or program.updates else ()
+        tensors = [*(objects[at] for at in read), *(program.tensor(node) for node in lifted)]
         reads = []
         for tensor in tensors:
             if id(tensor) not in self._places:
@@ -130,7 +132,7 @@ class StateWriter:
             reads.append({"cell": cell, "path": [encode(key) for key in path]})
         updates = []
         for update in program.updates:
-            owner = found[update.owner - count]
+            owner = objects[update.owner - count]
             value = encode(update.value, other=_slot)
             updates.append({"cell": self._cells[id(owner), update.target], "value": value})
         if not reads and not updates:
@@ -140,7 +142,7 @@ class StateWriter:
 
 def _count(program: ProgramData) -> int:
     """Return the number of flattened arguments of a program."""
-    return len(program.form.leaves) if program.form is not None else 0
+    return len(program.call_spec.leaves) if program.call_spec is not None else 0
 
 
 def _named_tensor(value: Any, tensors: TensorWriter) -> Any:
@@ -184,13 +186,13 @@ class CellState:
 
 def read_state(field: Field | None, tensors: TensorReader, values: ValueReader) -> CellState:
     """Return the cells of a file."""
-    names, found = [], []
+    names, contents = [], []
     reader = values.with_other({"tensor": tensors.tensor})
     for each in field.items() if field is not None else ():
         name, value = each.record("name", "value")
         names.append(name.line())
-        found.append(reader.decode(value))
-    return CellState(names, found)
+        contents.append(reader.decode(value))
+    return CellState(names, contents)
 
 
 class ProgramState:
@@ -233,17 +235,17 @@ class ProgramState:
 
         owner = self.arguments + len(self.inputs)
         reader = values.with_other({"result": slot})
-        found = []
+        assigned = []
         for each in updates.items():
             cell_field, value = each.record("cell", "value")
             cell = cell_field.integer(0, len(state) - 1)
             target = f"{{}}[{cell}]"
-            found.append(Update(state.names[cell], owner, target, reader.decode(value)))
+            assigned.append(Update(state.names[cell], owner, target, reader.decode(value)))
         if sorted(slots) != list(range(results)):
             updates.fail(f"the graph has {results} results for them")
-        if found:
+        if assigned:
             self.read_guards.result(cells, state.values)
-        self.updates = tuple(found)
+        self.updates = tuple(assigned)
 
     def _read(self, field: Field, state: CellState, cells: Source) -> None:
         cell_field, path = field.record("cell", "path")
@@ -257,7 +259,7 @@ class ProgramState:
                 key_field.fail("there is nothing there")
             source = source.item(key, f"{source.text}[{key!r}]")
         if not isinstance(value, torch.Tensor):
-            field.fail("there is no tensor there")
+            field.fail("not the path of a tensor")
         self.read_guards.input(source, value)
 
 

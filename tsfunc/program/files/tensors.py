@@ -21,7 +21,6 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.values import (
     NoFileForm,
     ValueReader,
-    dtype_of,
 )
 
 # The dtypes that every version of safetensors has.
@@ -204,23 +203,23 @@ class TensorReader:
             ("dtype", "shape", "device", "requires_grad", "parameter", "memory"),
             ("strides", "first"),
         )
-        dtype = dtype_of(record.at("dtype"))
+        dtype = self._values.dtype(record.at("dtype"))
         shape = [size.integer(0) for size in record.at("shape").items()]
         memory = self._placed(record.at("memory").text(), record.at("device"))
         if record.get("strides") is None:
             if memory.dtype is not dtype or list(memory.shape) != shape:
                 record.fail(f"its data is {memory.dtype} of shape {list(memory.shape)}")
-            found = memory
+            tensor = memory
         else:
-            found = self._view(record, memory, dtype, shape)
-        if dtype is torch.bool and found.numel() and _largest_byte(found) > 1:
+            tensor = self._view(record, memory, dtype, shape)
+        if dtype is torch.bool and tensor.numel() and _largest_byte(tensor) > 1:
             record.fail("its memory has other bytes than those of false and true")
         wants_grad = record.at("requires_grad").flag()
         if wants_grad and not (dtype.is_floating_point or dtype.is_complex):
             record.fail(f"a tensor of {dtype} can't require grad")
         if record.at("parameter").flag():
-            return torch.nn.Parameter(found, wants_grad)
-        return found.requires_grad_(wants_grad)
+            return torch.nn.Parameter(tensor, wants_grad)
+        return tensor.requires_grad_(wants_grad)
 
     def _view(
         self, record: Field, memory: torch.Tensor, dtype: torch.dtype, shape: list[int]

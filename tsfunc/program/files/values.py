@@ -92,9 +92,9 @@ def encode(
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"float": _float_text(value)}
-    found = other(value) if other is not None else None
-    if found is not None:
-        return found
+    encoded = other(value) if other is not None else None
+    if encoded is not None:
+        return encoded
     if isinstance(value, torch.fx.Node) and node is not None:
         return {"node": node(value)}
     if isinstance(value, list) and type(value).__module__ in (
@@ -156,9 +156,9 @@ class ValueReader:
 
     def with_other(self, kinds: Mapping[str, Callable[[Field], Any]]) -> ValueReader:
         """Return a reader of more kinds of values, given a reader for each kind."""
-        found = ValueReader(self._node, self._device)
-        found._other = kinds
-        return found
+        reader = ValueReader(self._node, self._device)
+        reader._other = kinds
+        return reader
 
     def decode(self, field: Field) -> Any:
         """Return the value that `encode` wrote."""
@@ -199,20 +199,20 @@ class ValueReader:
         return torch.Size([item.integer() for item in field.items()])
 
     def _read_dict(self, field: Field) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        items: dict[Any, Any] = {}
         for pair in field.items():
             key, value = pair.items(2)
             decoded = self.decode(key)
-            if type(decoded) not in (str, int, bool, float, type(None)) or decoded in found:
+            if type(decoded) not in (str, int, bool, float, type(None)) or decoded in items:
                 key.expected("another key, a text or a number")
-            found[decoded] = self.decode(value)
-        return found
+            items[decoded] = self.decode(value)
+        return items
 
     def _read_slice(self, field: Field) -> slice:
         return slice(*(self.decode(part) for part in field.items(3)))
 
     def _read_dtype(self, field: Field) -> torch.dtype:
-        return dtype_of(field)
+        return self.dtype(field)
 
     def _read_layout(self, field: Field) -> Any:
         return field.one_of(_LAYOUTS, "a layout of torch")
@@ -224,26 +224,22 @@ class ValueReader:
         return self.device(field)
 
     def dtype(self, field: Field) -> torch.dtype:
-        return dtype_of(field)
+        """Return the dtype of a name."""
+        named: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
+        return named
 
     def device(self, field: Field) -> torch.device:
         """Return the device of a name, or the device that replaces it."""
         try:
-            found = torch.device(field.text(_DEVICE, "a device"))
+            named = torch.device(field.text(_DEVICE, "a device"))
         except RuntimeError:
-            field.expected("a device that torch knows")
-        return found if self._device is None else self._device
+            field.expected("a device of torch")
+        return named if self._device is None else self._device
 
 
 _KINDS = frozenset(
     name.removeprefix("_read_") for name in vars(ValueReader) if name.startswith("_read_")
 )
-
-
-def dtype_of(field: Field) -> torch.dtype:
-    """Return the dtype of a name."""
-    found: torch.dtype = field.one_of(DTYPES, "a dtype of torch")
-    return found
 
 
 # --- structures of pytrees as JSON, and back
@@ -337,18 +333,18 @@ class Trees:
         return field.expected("a structure")
 
     def _pairs(self, field: Field) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        children: dict[Any, Any] = {}
         for pair in field.items():
             key_field, child = pair.items(2)
             key = self._values.decode(key_field)
             try:
-                known = key in found
+                known = key in children
             except TypeError:
                 known = True
             if known:
                 key_field.expected("another key")
-            found[key] = self._decode(child)
-        return found
+            children[key] = self._decode(child)
+        return children
 
     def _instance(self, field: Field) -> Any:
         cls = self.class_of(Field(field.value["class"], field, "class"))
@@ -374,13 +370,13 @@ class Trees:
     def class_of(self, field: Field) -> Any:
         """Return the class of a name."""
         name = field.text()
-        found = self._classes.get(name) or (find(name, {}) if len(name) < 300 else None)
-        if not isinstance(found, type):
+        cls = self._classes.get(name) or (find(name, {}) if len(name) < 300 else None)
+        if not isinstance(cls, type):
             field.fail(
                 f"the class {name[:80]!r} is not known here: import the module that has it, or "
                 f"give it by its name: load(path, classes={{{name[:80]!r}: ...}})"
             )
-        return found
+        return cls
 
 
 def _attribute(field: Field) -> str:

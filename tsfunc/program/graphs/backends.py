@@ -81,15 +81,15 @@ def resolve(backend: object) -> Backend:
             f"specialize(backend=...): expected a name, or a function of a torch.fx module and "
             f"example inputs, got {type(backend).__name__}."
         )
-    found: Backend = backend
-    return found
+    named: Backend = backend
+    return named
 
 
 class Compiled:
     """The ``run`` of a program that a backend compiles; the constructor compiles one variant.
 
     Args:
-        program: a traced program with its form; it also runs as Python if necessary.
+        program: a traced program with its ``call_spec``; it also runs as Python if necessary.
         backend: compiles the graph.
         name: the user's name of the backend, for errors.
         values: the values that the program is about to run on.
@@ -104,7 +104,7 @@ class Compiled:
     ) -> None:
         self._program, self._backend, self._name = program, backend, name
         self._lifted = [program.tensor(node) for node in _outside(program.graph)]
-        self._sizes = _named_sizes(program.form)
+        self._sizes = _named_sizes(program.call_spec)
         self._separate = _writes_outside(program.graph)
         self._repeatable = not self._separate and not any(map(is_random, program.graph.nodes))
         self._lock = threading.Lock()
@@ -163,7 +163,7 @@ class Compiled:
         return {name: values[i].shape[k] for name, (i, k) in self._sizes.items()}
 
     def _results(self, tensors: Sequence[Any], values: Sequence[Any]) -> Sequence[Any]:
-        found = tuple(
+        results = tuple(
             tensors[out.at]
             if type(out) is _ResultIndex
             else values[out.index]
@@ -172,14 +172,14 @@ class Compiled:
             for out in self._outputs
         )
         if self._assign is None:
-            return found
-        self._assign([*values, *found[self._count :]])
-        return found[: self._count]
+            return results
+        self._assign([*values, *results[self._count :]])
+        return results[: self._count]
 
     def _compile(self, values: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph for sizes like those of a call."""
-        form = self._program.form
-        bounds = form.bounds if form is not None else {}
+        call_spec = self._program.call_spec
+        bounds = call_spec.bounds if call_spec is not None else {}
         sizes = self._sizes_of(values)
         symbols = Symbols({dim.name: dim for dim in bounds.values()}, sizes)
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
@@ -227,10 +227,10 @@ def _check(
         )
     devices = {x.device.type for x in tensors}
     if name == "cudagraphs" and devices != {"cuda"}:
-        found = ", ".join(sorted(devices)) or "no device"
+        kinds = ", ".join(sorted(devices)) or "no device"
         raise ValueError(
             f"{program.name}: backend 'cudagraphs' records what a CUDA device does, and the "
-            f"program's tensors are on {found}; move them to 'cuda', or use 'inductor'."
+            f"program's tensors are on {kinds}; move them to 'cuda', or use 'inductor'."
         )
 
 
@@ -277,24 +277,24 @@ def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], 
     return generate(f"assign_{program.name}", graph, places, {}, program.updates)[1]
 
 
-def _named_sizes(form: CallSpec | None) -> dict[str, tuple[int, int]]:
+def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
     """Return the place of the size of each named dim that is a dim itself."""
-    found: dict[str, tuple[int, int]] = {}
-    for spec in form.inputs if form is not None else ():
+    places: dict[str, tuple[int, int]] = {}
+    for spec in call_spec.inputs if call_spec is not None else ():
         for k, dim in enumerate(spec.dims):
             if isinstance(dim, Dim):
-                found.setdefault(dim.name, (spec.position, k))
-    return found
+                places.setdefault(dim.name, (spec.position, k))
+    return places
 
 
 def _examples(
     program: ProgramData, given: Sequence[torch.Tensor], symbols: Symbols
 ) -> list[torch.Tensor]:
     """Return example inputs, with symbols as the sizes of named dims."""
-    form = program.form
-    if form is None or not form.bounds:
+    call_spec = program.call_spec
+    if call_spec is None or not call_spec.bounds:
         return list(given)
-    shapes = {spec.position: spec.shape(symbols.sizes) for spec in form.inputs}
+    shapes = {spec.position: spec.shape(symbols.sizes) for spec in call_spec.inputs}
     return [
         _fake(x, shapes.get(position, list(x.shape)), symbols)
         for position, x in zip(program.inputs, given, strict=True)

@@ -225,13 +225,13 @@ def generate(
             _write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
-    found = list(statements(graph, inputs, names, updates))
-    lines = [f"    {each.text}\n" for each in found]
+    written = list(statements(graph, inputs, names, updates))
+    lines = [f"    {each.text}\n" for each in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
     places = {
         line: each.node.meta["place"]
-        for line, each in enumerate(found, start=2)
+        for line, each in enumerate(written, start=2)
         if each.node is not None and each.node.meta.get("place") is not None
     }
     scope = {**names.scope, PLACES: places}
@@ -258,8 +258,8 @@ def _ending(
 
     for each in updates:
         if each.buffer is not None and each.slots():
-            told = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({told})")
+            arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
+            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({arguments})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)

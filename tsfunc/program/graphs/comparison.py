@@ -46,7 +46,7 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
 
 def _tensors(program: ProgramData) -> Sequence[int]:
     """Return the positions of the inputs without those that are numbers."""
-    scalars = () if program.form is None else program.form.scalars
+    scalars = () if program.call_spec is None else program.call_spec.scalars
     numbers = {spec.position for spec in scalars}
     return [position for position in program.inputs if position not in numbers]
 

@@ -37,7 +37,7 @@ class ProgramData:
     run: Callable[[Sequence[Any]], Sequence[Any]]
     constants: frozenset[str] = frozenset()
     updates: tuple[Update, ...] = ()
-    form: CallSpec | None = None
+    call_spec: CallSpec | None = None
     descriptors: Mapping[str, Any] = field(default_factory=dict)
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)

@@ -95,11 +95,13 @@ def dependence(graph: torch.fx.Graph, inputs: Sequence[torch.Tensor]) -> torch.T
             known[node] = _Value(value, _identity(value) if first else None, first)
         elif node.op == "output":
             (out,) = node.args[0]
-            found = known.get(out)
-            if writes and found is not None:  # the pattern of a written value is unknown
-                return _all(found.value.numel(), torch.arange(inputs[0].numel()))
+            known_value = known.get(out)
+            if writes and known_value is not None:  # the pattern of a written value is unknown
+                return _all(known_value.value.numel(), torch.arange(inputs[0].numel()))
             none = torch.zeros(2, 0, dtype=torch.long)
-            return none if found is None or found.pattern is None else found.pattern
+            return (
+                none if known_value is None or known_value.pattern is None else known_value.pattern
+            )
         elif node.target is operator.getitem:
             known[node] = known[node.args[0]][node.args[1]]
         else:
@@ -136,11 +138,11 @@ def _called(node: torch.fx.Node, known: Mapping[torch.fx.Node, Any]) -> Any:
     call = _OperatorCall(node.target, tree, values)
     outs = call.run([x.value for x in values])
     varies = any(x.varies for x in values)
-    found = [
-        _Value(out, call.pattern(i, out) if _smooth(out) else None, varies)
+    results = [
+        _Value(out, call.pattern(i, out) if _is_differentiable(out) else None, varies)
         for i, out in enumerate(outs if isinstance(outs, list | tuple) else [outs])
     ]
-    return found if isinstance(outs, list | tuple) else found[0]
+    return results if isinstance(outs, list | tuple) else results[0]
 
 
 class _OperatorCall:
@@ -179,8 +181,8 @@ class _OperatorCall:
                 if own is None
                 else _joined(own, pattern, self.values[i].value.numel())
             )
-        found: torch.Tensor = torch.cat(parts, 1).unique(dim=1)
-        return found
+        pairs: torch.Tensor = torch.cat(parts, 1).unique(dim=1)
+        return pairs
 
     def local(self, i: int, place: int, out: torch.Tensor) -> torch.Tensor | None:
         """Return pairs of entries of a result and of an argument; None if all pairs depend."""
@@ -209,7 +211,7 @@ class _OperatorCall:
             return None  # the destinations depend on the inputs
 
         def numbers(j: int, x: _Value) -> Any:
-            if not _smooth(x.value):
+            if not _is_differentiable(x.value):
                 return x.value
             here = _numbers(x.value).double()
             return here + 1 if j == i else torch.zeros_like(here)
@@ -223,7 +225,7 @@ class _OperatorCall:
 
         def of_entries(entries: torch.Tensor) -> Any:
             def made(j: int, v: _Value) -> Any:
-                if not _smooth(v.value):
+                if not _is_differentiable(v.value):
                     return v.value
                 if j == i:
                     return entries
@@ -232,31 +234,31 @@ class _OperatorCall:
             return self.with_tensors(made, place)
 
         zero = of_entries(torch.zeros(x.shape, dtype=torch.double))
-        found = []
+        parts = []
         for start in range(0, x.numel(), _CHUNK):
             stop = min(start + _CHUNK, x.numel())
             units = torch.zeros(stop - start, x.numel(), dtype=torch.double)
             units.diagonal(start).fill_(1)
             outs = TORCH_FUNC["vmap"](of_entries)(units.view(-1, *x.shape))
             at = (outs != zero).reshape(stop - start, -1).nonzero()
-            found.append(torch.stack([at[:, 1], at[:, 0] + start]))
-        return torch.cat(found, 1)
+            parts.append(torch.stack([at[:, 1], at[:, 0] + start]))
+        return torch.cat(parts, 1)
 
     def _spoiled(self, i: int, place: int, at: tuple[Any, ...]) -> torch.Tensor:
         """Return the entries of a result that become NaN if some entries of an argument are NaN."""
         spoiled = torch.ones(self.values[i].value.shape, dtype=torch.double)
         spoiled[at] = torch.nan
-        found: torch.Tensor = self.with_tensors(lambda j, x: spoiled if j == i else x.value, place)
-        return found.isnan()
+        result: torch.Tensor = self.with_tensors(lambda j, x: spoiled if j == i else x.value, place)
+        return result.isnan()
 
     def along(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the pairs of an operator along dims: each result depends on its whole lane."""
+        """Return the pairs of an operator along dims: each result depends on its whole slice."""
         if not x.numel():
             return None
         reached = self._spoiled(i, place, (0,) * x.dim()).nonzero()
         mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
-        lanes = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
-        return _within(lanes.expand(x.shape), lanes.expand(x.shape))
+        slices = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
+        return _within(slices.expand(x.shape))
 
     def reduced(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
@@ -273,11 +275,10 @@ class _OperatorCall:
         return torch.stack([rows, torch.arange(x.numel())])
 
 
-def _within(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Return all pairs of entries of the same lane."""
-    order = torch.argsort(columns.reshape(-1), stable=True)
-    lanes = columns.reshape(-1)[order]
-    size = int((lanes == lanes[0]).sum())
+def _within(slices: torch.Tensor) -> torch.Tensor:
+    """Return all pairs of entries with the same slice number; all slices have the same size."""
+    order = torch.argsort(slices.reshape(-1), stable=True)
+    size = int((slices == slices.reshape(-1)[0]).sum())
     groups = order.view(-1, size)
     first = groups[:, :, None].expand(-1, -1, size).reshape(-1)
     return torch.stack([first, groups[:, None, :].expand(-1, size, -1).reshape(-1)])
@@ -291,7 +292,7 @@ def _numbers(x: torch.Tensor) -> torch.Tensor:
     return _numbers_of(x.shape)
 
 
-def _smooth(x: Any) -> bool:
+def _is_differentiable(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 

@@ -47,31 +47,31 @@ _PLAIN = (int, float, bool, str, type(None))
 
 def exported(program: ProgramData) -> torch.export.ExportedProgram:
     """Return the program as a torch.export program; see ``Program.to_exported_program``."""
-    form = program.form
-    if form is None:
+    call_spec = program.call_spec
+    if call_spec is None:
         raise ExportError(f"{program.name}: there is no record of what the program was made for.")
     graph = in_torch_operators(
         graph_module(program.name, program.graph, program.lifted, as_inputs=True), exact=False
     )
-    problem = next(_problems(program, form, graph), None)
+    problem = next(_problems(program, call_spec, graph), None)
     if problem is not None:
         raise ExportError(
             f"{program.name}: an ExportedProgram has no place for {problem}. "
             f"`.graph_module` is the program for torch's other tools."
         )
-    sizes = sizes_for(form.bounds, _PRIMES)
-    leaves = list(form.leaves)
-    for spec in form.inputs:
+    sizes = sizes_for(call_spec.bounds, _PRIMES)
+    leaves = list(call_spec.leaves)
+    for spec in call_spec.inputs:
         leaves[spec.position] = _example(spec, sizes)
-    args, kwargs = pytrees.unflatten(form.tree, leaves)
-    names = _parameters(program, form, len(args))
+    args, kwargs = pytrees.unflatten(call_spec.tree, leaves)
+    names = _parameters(program, call_spec, len(args))
     module = _module(program, graph, names, list(kwargs))
     # torch.export infers some relations only if they are not given.
     failed: Exception | None = None
-    least = {name: max(2, dim.min or 0) for name, dim in form.bounds.items()}
+    least = {name: max(2, dim.min or 0) for name, dim in call_spec.bounds.items()}
     for given in (True, True, False):
         try:
-            shapes = _shapes(program, form, names, given, least)
+            shapes = _shapes(program, call_spec, names, given, least)
             return exported_by_torch(module, args, kwargs, shapes)
         except Exception as error:
             failed = failed or error
@@ -81,14 +81,16 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     ) from failed
 
 
-def _problems(program: ProgramData, form: CallSpec, graph: torch.fx.GraphModule) -> Iterator[str]:
+def _problems(
+    program: ProgramData, call_spec: CallSpec, graph: torch.fx.GraphModule
+) -> Iterator[str]:
     inputs = set(program.inputs)
-    for i, leaf in enumerate(form.leaves):
+    for i, leaf in enumerate(call_spec.leaves):
         if i not in inputs and not isinstance(leaf, _PLAIN):
             cls = leaf.cls if isinstance(leaf, Watched) else type(leaf)
             yield f"an argument of type {cls.__name__}"
     for position in program.inputs:
-        if position >= len(form.leaves) and position not in program.state.inputs:
+        if position >= len(call_spec.leaves) and position not in program.state.inputs:
             yield "tensors that are attributes of arguments"
     for i, each in enumerate(program.updates):
         if each.slots() and i not in program.state.assigned:
@@ -122,7 +124,7 @@ def _least_of(error: str, least: Mapping[str, int]) -> dict[str, int]:
 
 def _shapes(
     program: ProgramData,
-    form: CallSpec,
+    call_spec: CallSpec,
     names: Sequence[str],
     given: bool,
     least: Mapping[str, int],
@@ -131,19 +133,19 @@ def _shapes(
 
     Args:
         program: the program.
-        form: the assumptions about its arguments.
+        call_spec: the assumptions about its arguments.
         names: the positional parameters.
         given: whether expressions are passed to torch.export, or inferred by it.
         least: the minimum size of each named dim.
     """
-    dims = {name: _named(dim, least[name]) for name, dim in form.bounds.items()}
-    shapes: list[Any] = [None] * len(form.leaves)
+    dims = {name: _named(dim, least[name]) for name, dim in call_spec.bounds.items()}
+    shapes: list[Any] = [None] * len(call_spec.leaves)
     for position in program.inputs:
-        if position < len(shapes) and type(form.leaves[position]) is int:
+        if position < len(shapes) and type(call_spec.leaves[position]) is int:
             shapes[position] = torch.export.Dim.DYNAMIC
-    for spec in form.inputs:
+    for spec in call_spec.inputs:
         shapes[spec.position] = {i: _dim(dim, dims, given) for i, dim in enumerate(spec.dims)}
-    args, kwargs = pytrees.unflatten(form.tree, [_ExportShape(each) for each in shapes])
+    args, kwargs = pytrees.unflatten(call_spec.tree, [_ExportShape(each) for each in shapes])
     return {
         **{name: _as_given(arg) for name, arg in zip(names, args, strict=True)},
         **{name: _as_given(arg) for name, arg in kwargs.items()},
@@ -206,14 +208,14 @@ def _line(dim: DimExpr) -> tuple[str, int, int] | None:
     return (name, factor, start) if straight and factor > 0 else None
 
 
-def _parameters(program: ProgramData, form: CallSpec, count: int) -> list[str]:
+def _parameters(program: ProgramData, call_spec: CallSpec, count: int) -> list[str]:
     """Return names for the positional arguments: the function's parameters if possible."""
-    numbered = pytrees.unflatten(form.tree, range(len(form.leaves)))[0]
+    numbered = pytrees.unflatten(call_spec.tree, range(len(call_spec.leaves)))[0]
     names = []
     for i, each in enumerate(numbered):
         leaves, _ = pytrees.flatten(each)
-        found = program.places.get(leaves[0], ()) if leaves else ()
-        name = str(found[0]) if found else ""
+        path = program.places.get(leaves[0], ()) if leaves else ()
+        name = str(path[0]) if path else ""
         names.append(name if name.isidentifier() and name not in names else f"arg_{i}")
     return names[:count]
 
@@ -231,9 +233,9 @@ def _module(
             flat, _ = pytrees.flatten((args, kwargs))
             given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
             given += [_at(self, p).clone() if p in copied else _at(self, p) for p in places]
-            found = graph.forward(*given)
+            outputs = graph.forward(*given)
             count = program.out_tree.num_leaves
-            results, values = list(found[:count]), found[count:]
+            results, values = list(outputs[:count]), outputs[count:]
             _assign(self, program, results, values)
             return pytrees.unflatten(program.out_tree, results)
 
@@ -325,8 +327,8 @@ def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
     value: Any = root
     for each in place.split("."):
         value = getattr(value, each)
-    found: torch.Tensor = value
-    return found
+    tensor: torch.Tensor = value
+    return tensor
 
 
 def _assign(

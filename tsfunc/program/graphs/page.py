@@ -80,7 +80,7 @@ def programs_page(
     body = ""
     for i, program in enumerate(programs):
         seconds = times.get(program, {})
-        head = f"ProgramData {i + 1} of {len(programs)}: " if len(programs) > 1 else ""
+        head = f"Program {i + 1} of {len(programs)}: " if len(programs) > 1 else ""
         descriptors = [[name, repr(each)] for name, each in program.descriptors.items()]
         body += (
             f"<section><h2>{escape(head + program.name)}</h2>"

@@ -173,14 +173,14 @@ def properties_of(
         graph: a traced graph.
         constants: the tensors of ``get_attr`` nodes whose data can't change.
     """
-    found = {}
+    properties = {}
     for node in graph.nodes:
         known = properties_of_node(node)
         if known is None:
             continue
         constant = (constants or {}).get(str(node.target)) if node.op == "get_attr" else None
-        found[node.name] = known if constant is None else replace(known, constant=constant)
-    return ProgramProperties(found, collectives_of(graph))
+        properties[node.name] = known if constant is None else replace(known, constant=constant)
+    return ProgramProperties(properties, collectives_of(graph))
 
 
 def properties_of_node(node: torch.fx.Node) -> Properties | None:

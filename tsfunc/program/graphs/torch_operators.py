@@ -168,9 +168,9 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
                 delattr(module, name)
             continue
         for user in list(node.users):
-            found = results[user.args[1]]
-            found.meta.setdefault("val", user.meta.get("val"))
-            user.replace_all_uses_with(found)
+            result = results[user.args[1]]
+            result.meta.setdefault("val", user.meta.get("val"))
+            user.replace_all_uses_with(result)
             graph.erase_node(user)
         graph.erase_node(node)
     _drop_states(graph)
@@ -244,8 +244,8 @@ def _keep_apart(module: torch.fx.GraphModule, is_body: bool = False) -> None:
                 torch.fx.node.map_arg(args, operands.append)
                 distinct = iter(writer.distinct(operands))
 
-            def own(_: Any, found: Iterator[Any] = distinct) -> Any:
-                return next(found)
+            def own(_: Any, nodes: Iterator[Any] = distinct) -> Any:
+                return next(nodes)
 
             node.args = torch.fx.node.map_arg(tuple(args), own)
     (*_, last) = graph.nodes
@@ -303,7 +303,7 @@ class Writer:
 
     def distinct(self, operands: Sequence[Any]) -> list[Any]:
         """Return the operands with copies of those that share memory, as torch requires."""
-        found: list[Any] = []
+        nodes: list[Any] = []
         roots: set[torch.fx.Node] = set()
         for node in operands:
             tensor = isinstance(node, torch.fx.Node) and isinstance(
@@ -311,13 +311,13 @@ class Writer:
             )
             root = _root(node) if tensor else None
             if root in roots:
-                found.append(self.call(torch.ops.aten.clone.default, node))
-                found[-1].meta["val"] = node.meta["val"]
+                nodes.append(self.call(torch.ops.aten.clone.default, node))
+                nodes[-1].meta["val"] = node.meta["val"]
                 continue
             if root is not None:
                 roots.add(root)
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def owned(self, node: Any) -> Any:
         """Return a contiguous copy of a tensor: NOTE [layouts of torch's loops]."""

@@ -1,4 +1,4 @@
-"""The form of a call: the assumptions of a program about the arguments it was made for."""
+"""The description of a program's calls: its assumptions about the arguments."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class CallSpec:
         """Return the guards on the arguments of such calls.
 
         Args:
-            given: those on single arguments, which know the classes of the call's tensors; None:
-                those that the form knows.
+            given: the guards on single arguments of a call, with the classes of its tensors; None
+                makes them from this description, which has no classes.
         """
         if given is None:
             given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
@@ -112,7 +112,7 @@ class CallSpec:
         ]
 
 
-def form_of_call(
+def call_spec_of(
     flat: Sequence[Any],
     tree: optree.PyTreeSpec,
     inputs: Sequence[InputSpec],
@@ -124,7 +124,7 @@ def form_of_call(
     groups: Groups = (),
     scalars: Sequence[ScalarSpec] = (),
 ) -> CallSpec:
-    """Return the form of a call that is being traced."""
+    """Return the description of a call that is being traced."""
     leaves = tuple(_leaf(x) for x in flat)
     fake = Symbols({}).fake
     specs = tuple(dataclasses.replace(s, example=without_data(s.example, fake)) for s in inputs)
@@ -135,19 +135,19 @@ def form_of_call(
 
 
 def example_call(
-    form: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
+    call_spec: CallSpec, sizes: Mapping[str, int], requires_grad: Collection[int] | None = None
 ) -> list[Any]:
-    """Return the flattened arguments of a call similar to those of a form, without data.
+    """Return the flattened arguments of a call like the described one, without data.
 
     Args:
-        form: the form.
-        sizes: sizes for some of the named dims; the others keep their sizes in the form's call.
-        requires_grad: the positions of the tensors that require grad; None: as in the form's call.
+        call_spec: the description.
+        sizes: sizes for some of the named dims; the others keep their sizes in the described call.
+        requires_grad: the positions of the tensors that require grad; None: as in that call.
     """
-    flat = list(form.leaves)
-    named = {**sizes_of_call(form.inputs), **sizes}
+    flat = list(call_spec.leaves)
+    named = {**sizes_of_call(call_spec.inputs), **sizes}
     fake = Symbols({}).fake
-    for spec in form.inputs:
+    for spec in call_spec.inputs:
         shape = spec.shape(named)
         own = spec.example.requires_grad
         wanted = own if requires_grad is None else spec.position in requires_grad
@@ -248,15 +248,17 @@ class _Place:
     index: int
 
 
-def guards_of_form(form: CallSpec, signature: inspect.Signature) -> Guards:
+def guards_of_call_spec(call_spec: CallSpec, signature: inspect.Signature) -> Guards:
     """Return the guards of a program that was read from a file, for people."""
-    return Guards.of([*form.guards(), SettingsAre(form.ambient)], names_of_form(form, signature))
+    return Guards.of(
+        [*call_spec.guards(), SettingsAre(call_spec.ambient)], names_in_call(call_spec, signature)
+    )
 
 
-def names_of_form(form: CallSpec, signature: inspect.Signature) -> Names:
-    """Return a function from the positions of a form's leaves to the user's spelling."""
-    args, kwargs = optree.tree_unflatten(form.tree, form.leaves)
-    places = places_of(signature, len(form.leaves), form.tree)
+def names_in_call(call_spec: CallSpec, signature: inspect.Signature) -> Names:
+    """Return a function from the positions of flattened arguments to the user's spelling."""
+    args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
+    places = places_of(signature, len(call_spec.leaves), call_spec.tree)
     arguments = signature.bind(*args, **kwargs).arguments
     return lambda position: place_text(places[position], arguments)
 
@@ -276,17 +278,17 @@ def guards_on_arguments(
     """
     specs = {spec.position: spec for spec in inputs}
     numbers = {spec.position: spec for spec in scalars}
-    found: list[ArgumentGuard] = []
+    guards: list[ArgumentGuard] = []
     for i, value in enumerate(flat):
         if i in specs:
-            found.append(TensorMeta(i, specs[i]))
+            guards.append(TensorMeta(i, specs[i]))
         elif i in numbers:
-            found.append(AnyNumber(i, numbers[i], value))
+            guards.append(AnyNumber(i, numbers[i], value))
         elif isinstance(value, Watched) or is_instance(value):
-            found.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+            guards.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
         else:
-            found.append(ValueIs(i, value))
-    return found
+            guards.append(ValueIs(i, value))
+    return guards
 
 
 def guard_lines(
@@ -324,7 +326,7 @@ def as_one(
 
 def groups_of(inputs: Sequence[InputSpec]) -> Groups:
     """Return the positions of the tensors among the arguments, grouped by identity."""
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for spec in inputs:
-        found.setdefault(id(spec.example), []).append(spec.position)
-    return tuple(tuple(group) for group in found.values())
+        groups.setdefault(id(spec.example), []).append(spec.position)
+    return tuple(tuple(group) for group in groups.values())

@@ -3,9 +3,9 @@
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
 key under which a program is found for other sizes (``key``), and its JSON in files (``json``, and
-``read`` for the way back). A new kind of guard is a class in
-this file, and a place in ``KINDS``. Guards on values that the function reads beside its arguments
-are in ``closure/read_guards.py``, with the base class.
+``read`` for the way back). A new kind of guard is a class in this file, and a place in ``KINDS``;
+``call_spec`` makes it for a call. Guards on values that the function reads besides its arguments
+are in ``closure/read_guards.py``; the base class of both is in ``closure/guard_codegen.py``.
 
 A guard that holds implies that the descriptors hold: it fixes everything that they describe except
 the sizes of named dims, and it checks these sizes itself.
@@ -49,7 +49,8 @@ from tsfunc.program.guarding.layouts import layout_of
 from tsfunc.types import Dim, DimExpr, DimForm, MetaTensorType, TSTensor, parse_descriptor
 from tsfunc.types.codegen import refused_sizes
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.sizes import fact_code, solved_for
+from tsfunc.types.size_facts import fact_code
+from tsfunc.types.sizes import solved_for
 from tsfunc.types.values import describe, same_value, tensor_text
 
 Facts = Mapping[str, Any]
@@ -286,10 +287,10 @@ class DimIs(Guard):
     def read(cls, field: Field, name: str) -> DimIs:
         try:
             described = parse_descriptor(field.line()[:200])
-            found = described.meta.dims if isinstance(described, TSTensor) else None
+            dims = described.meta.dims if isinstance(described, TSTensor) else None
         except DescriptorError as error:
             field.fail(str(error))
-        dim = found[0] if found is not None and len(found) == 1 else None
+        dim = dims[0] if dims is not None and len(dims) == 1 else None
         if not isinstance(dim, Dim) or dim.name != name:
             field.expected(f"a description of the dim {name[:40]!r}")
         return cls(dim)
@@ -348,21 +349,21 @@ class Holds(Guard):
 class Property(Guard):
     """A fact about a tensor argument that the function read, other than its type and sizes."""
 
-    asks: PropertyGuard
+    guard: PropertyGuard
 
     def lines(self, code: GuardCode) -> Iterable[str]:
-        asked = f"asked_{len(code.scope)}"
-        code.scope[asked] = self.asks.holds
-        return (f"if not {asked}(args[{self.asks.position}]): return None",)
+        holds = f"property_{len(code.scope)}"
+        code.scope[holds] = self.guard.holds
+        return (f"if not {holds}(args[{self.guard.position}]): return None",)
 
     def texts(self, name: Names) -> Iterable[str]:
-        return (f"{self.asks.fact.format(name(self.asks.position))} is {self.asks.answer}",)
+        return (f"{self.guard.fact.format(name(self.guard.position))} is {self.guard.answer}",)
 
     def json(self) -> Any:
-        answer = self.asks.answer
+        answer = self.guard.answer
         return {
-            "argument": self.asks.position,
-            "fact": self.asks.fact,
+            "argument": self.guard.position,
+            "fact": self.guard.fact,
             "answer": list(answer) if isinstance(answer, tuple) else answer,
         }
 
@@ -371,7 +372,7 @@ class Property(Guard):
         argument, fact, answer = field.record("argument", "fact", "answer")
         text = fact.line()
         if reader_of(text) is None:
-            fact.fail("there is no such question")
+            fact.fail("not a property of tensors that a guard can have")
         given = answer.value
         if isinstance(given, list):
             given = tuple(each.integer(0) for each in answer.items())
@@ -434,26 +435,26 @@ _NAME_OF_NUMBER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 def read_scalar(field: Field, position: int, value: Any, taken: Collection[str]) -> ScalarSpec:
     """Return a number among the arguments that may vary within its type."""
     name = field.text(_NAME_OF_NUMBER, "the name of a number")
-    found = ScalarSpec(position, name, value)
-    if type(value) not in (int, float) or not found.admits(value):
+    spec = ScalarSpec(position, name, value)
+    if type(value) not in (int, float) or not spec.admits(value):
         field.fail("only a number that is finite can be another one")
     if name in taken or keyword.iskeyword(name):
         field.expected("another name")
-    return found
+    return spec
 
 
 def _group(field: Field, positions: Collection[int]) -> tuple[int, ...]:
-    found = tuple(_position(each, positions) for each in field.items())
-    if not found:
+    group = tuple(_position(each, positions) for each in field.items())
+    if not group:
         field.expected("the places of arguments")
-    return found
+    return group
 
 
 def _position(field: Field, positions: Collection[int]) -> int:
-    found = field.integer(0)
-    if found not in positions:
+    position = field.integer(0)
+    if position not in positions:
         field.expected("the place of a tensor among the arguments")
-    return found
+    return position
 
 
 def _dim_name(dim: DimForm) -> str:
@@ -487,7 +488,7 @@ def variables_of(bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> di
 
 def _spelled(text: str) -> str:
     """Return an expression in the guard's variables."""
-    return re.sub(r"[^\W\d]\w*", lambda found: _size(found[0]), text)
+    return re.sub(r"[^\W\d]\w*", lambda match: _size(match[0]), text)
 
 
 def _solved(size: str, dim: DimExpr, name: str, limits: Dim) -> list[str]:

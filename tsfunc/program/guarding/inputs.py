@@ -143,16 +143,16 @@ def describe_scalars(
     """
     taken = {*(spec.name for spec in inputs), *bounds}
     described = {} if contract is None else contract.descriptors
-    found = []
+    specs = []
     for i, value in enumerate(flat):
         if not is_tame(value):
             continue
         name, *path = places[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            found.append(ScalarSpec(i, _input_name(places[i], taken), value))
+            specs.append(ScalarSpec(i, _input_name(places[i], taken), value))
         elif i in by_themselves:
-            found.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
-    return found
+            specs.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
+    return specs
 
 
 def is_tame(value: Any) -> bool:
@@ -221,16 +221,16 @@ def _dims(
     forms: Sequence[DimForm] | None,
     bounds: Mapping[str, Dim],
 ) -> tuple[DimForm, ...]:
-    found: list[DimForm] = []
+    dims: list[DimForm] = []
     forms = (*(None,) * (value.dim() - len(forms or ())), *(forms or ()))
     for size, form in zip(value.shape, forms, strict=True):
         if isinstance(form, Dim) and form.name in bounds:
-            found.append(bounds[form.name])
+            dims.append(bounds[form.name])
         elif isinstance(form, DimExpr) and all(name in bounds for name in form.names):
-            found.append(form)
+            dims.append(form)
         else:
-            found.append(size)
-    return tuple(found)
+            dims.append(size)
+    return tuple(dims)
 
 
 def names_in(dim: DimForm) -> tuple[str, ...]:
@@ -345,8 +345,8 @@ def opaque_arguments(
                 said, by = as_descriptor(annotated[parameter]), "annotation"
             else:
                 return value
-            mend = _mend(func, parameter, by)
-            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), mend))
+            remedy = _remedy(func, parameter, by)
+            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), remedy))
 
         positions = signature.bind(*range(len(args)), **{name: name for name in kwargs}).arguments
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -389,7 +389,7 @@ def _hidden(
     return value if unchanged else node.unflatten_func(node.metadata, children)
 
 
-def _mend(func: Callable[..., Any], parameter: str, by: str) -> str:
+def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
     code = getattr(inspect.unwrap(func), "__code__", None)
     at = f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     if by == "descriptor":

@@ -42,9 +42,9 @@ def layout_of(shape: Sequence[int], strides: Sequence[int]) -> MemoryLayout:
 
 def strides_with(layout: MemoryLayout, shape: Sequence[Any]) -> list[Any]:
     """Return strides that have the layout for all sizes; the sizes may be symbolic."""
-    found: list[Any] = [0 if k in layout.expanded else 1 for k in range(len(shape))]
+    strides: list[Any] = [0 if k in layout.expanded else 1 for k in range(len(shape))]
     step: Any = 1 if layout.unit else 2
     for k, adjacent in zip(layout.order, (*layout.adjacent, True), strict=False):
-        found[k] = step
+        strides[k] = step
         step = step * shape[k] * (1 if adjacent else 2)
-    return found
+    return strides

@@ -86,19 +86,19 @@ class Flow:
         for node in graph.nodes:
             if node.op == "output":
                 break
-            found = next(given, self._unknown) if node.op == "placeholder" else self._unknown
+            axes = next(given, self._unknown) if node.op == "placeholder" else self._unknown
             if aliases.is_written(node):
-                found = self._unknown
+                axes = self._unknown
             elif node.op == "call_function":
-                found = self._of_node(node, visit)
-            visit.axes[node] = found
+                axes = self._of_node(node, visit)
+            visit.axes[node] = axes
             if (
                 node.op == "call_function"
-                and not found
+                and not axes
                 and visit.constant.issuperset(node.all_input_nodes)
             ):
                 visit.constant.add(node)
-            self.axes[node] = self.axes.get(node, _NONE) | found
+            self.axes[node] = self.axes.get(node, _NONE) | axes
         return visit
 
     def _of_node(self, node: torch.fx.Node, visit: _Visit) -> Axes:
@@ -111,8 +111,8 @@ class Flow:
             visit.results[node] = results
             return _NONE.union(*results)
         if node.target is operator.getitem and node.args[0] in visit.results:
-            found: Axes = visit.results[node.args[0]][node.args[1]]  # type: ignore[index]
-            return found
+            axes: Axes = visit.results[node.args[0]][node.args[1]]  # type: ignore[index]
+            return axes
         return self.of_call(node, visit)
 
     def _through(self, body: Body, operands: Sequence[Axes]) -> list[Axes]:
@@ -153,22 +153,22 @@ class MayDiffer(Flow):
 
     def _parts(self, op: ControlFlow) -> Axes:
         """Return the axes along which bodies, or their transposes, make values that differ."""
-        found = _NONE
+        axes = _NONE
         for body in op.bodies:
             for node in every_node(body.graph):
                 if node.target is INDEX:
-                    found |= {str(node.args[0])}
+                    axes |= {str(node.args[0])}
                 elif node.target is MAP:
                     kind = str(node.args[1])
                     if not _IN_PULLBACKS.issuperset({kind, transposed(kind, ())[0]}):
-                        found |= {str(node.args[3])}
+                        axes |= {str(node.args[3])}
                 elif (
                     node.op == "get_attr"
                     or communicates(node)
                     or (node.op == "call_function" and not is_pure(node))
                 ):
                     return self._unknown
-        return found
+        return axes
 
 
 class FromParts(Flow):

@@ -385,11 +385,11 @@ def _computed(node: torch.fx.Node, values: Mapping[torch.fx.Node, torch.Tensor])
     kwargs = torch.fx.map_arg(node.kwargs, values.__getitem__)
     result = node.meta["op"].overload(*args, **kwargs)
     expected = node.meta["val"]
-    alike = isinstance(result, torch.Tensor) and (
+    as_traced = isinstance(result, torch.Tensor) and (
         (result.dtype, result.device, result.shape, result.stride())
         == (expected.dtype, expected.device, expected.shape, expected.stride())
     )
-    return result if alike else None
+    return result if as_traced else None
 
 
 def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch.fx.Node:
@@ -482,7 +482,7 @@ def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
 
 
 def verification_is_on() -> bool:
-    """Return True if the environment asks for the verification of every graph."""
+    """Return True if an environment variable enables the verification of every graph."""
     return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
 
 

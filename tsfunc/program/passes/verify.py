@@ -123,11 +123,11 @@ class _Check:
                 number = node.meta.get("number")
                 values[node] = number if said is None else rerun.like(said)
                 continue
-            values[node] = found = self._again(rerun, node, values)
+            values[node] = result = self._again(rerun, node, values)
             if isinstance(said, torch.Tensor):
-                if not isinstance(found, torch.Tensor):
-                    self._fail(node, f"it is a {type(found).__name__}, not a tensor.")
-                unlike = difference(found, said)
+                if not isinstance(result, torch.Tensor):
+                    self._fail(node, f"it is a {type(result).__name__}, not a tensor.")
+                unlike = difference(result, said)
                 if unlike is not None:
                     self._fail(node, f"{unlike}.")
 

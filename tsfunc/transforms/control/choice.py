@@ -118,8 +118,9 @@ def choice_of(value: Any, what: str) -> Choice:
     if differs_in_functorch(inner):
         raise DataDependentError(
             f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
-            f"all of them alike. Use tsfunc.vmap (and tsfunc's transforms around it), which runs "
-            f"those apart that differ; or compute both and choose by torch.where."
+            f"the same operators for all of them. Use tsfunc.vmap (and tsfunc's transforms around "
+            f"it), which runs each branch for its own examples; or compute both and choose by "
+            f"torch.where."
         )
     return bool(inner) if inner.dtype is torch.bool else int(inner)
 
@@ -164,7 +165,7 @@ def read(values: Any) -> torch.Tensor:
 class DiffersInside(BaseException):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 
-    ``by`` is the caller that asked for the predicate; it handles the choice at the inner level.
+    ``by`` is the caller that needs the predicate; it handles the choice at the inner level.
     """
 
     def __init__(self, by: object, level: BatchLevel) -> None:

@@ -142,7 +142,7 @@ class Tracing:
                 [*(each.fact for each in program.property_guards), *program.attributes]
             )
             raise self.refusal(
-                what, f"it asks for more of tensors than types and sizes: {property_guards}"
+                what, f"it depends on more of tensors than types and sizes: {property_guards}"
             )
         used = _without_unused(program.graph, program.inputs)
         return CalleeGraph(what, program.graph, used, program.lifted, names.used, program.run)

@@ -262,7 +262,7 @@ def associative_scan(
         reverse: True to combine from the right.
         axis: the dim to scan.
         combine_mode: torch's "pointwise" or "generic", which select torch's meaning of ``fn``, a
-            function of single slices; both modes run alike.
+            function of single slices; both modes run in the same way.
         dim: torch's name of ``axis``, which selects torch's meaning of ``fn``.
 
     Returns:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.sizes import fact_code
+from tsfunc.types.size_facts import fact_code
 
 NAMES = {"n": "size_n", "m": "size_m"}
 
