@@ -156,6 +156,11 @@ class TestOfData:
         with pytest.raises(DataDependentError, match="used as a Python number or bool"):
             specialize(f)(torch.ones(3))
 
+    def test_a_choice_in_torchs_own_code_is_named(self) -> None:
+        average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
+        with pytest.raises(DataDependentError, match=r"by .*swa_utils\.py:\d+, in update_param"):
+            specialize(lambda: average.update_parameters(torch.nn.Linear(2, 1)))()
+
     def test_what_is_caught_is_a_choice(self) -> None:
         def f(x: Tensor) -> Tensor:
             try:

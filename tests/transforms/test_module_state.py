@@ -200,7 +200,7 @@ class Counting(nn.Module):
 
 
 class TestAssignedBuffers:
-    """NOTE [buffer writes]."""
+    """NOTE [state of modules]."""
 
     @pytest.mark.parametrize(
         "wrap",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -248,3 +250,12 @@ def test_refusals() -> None:
     assert vmap(torch.sin, out_dims=(-3))(x).is_nested
     with pytest.raises(DataDependentError, match="you're attempting to use a Tensor in some"):
         vmap(lambda e: e if e.sum() > 0 else -e)(nested(examples_of([3, 3], 4)))
+
+
+def test_torch_logs_nothing_about_ragged_results() -> None:
+    code = (
+        "import torch, tsfunc\n"
+        "tsfunc.vmap(lambda x: x[x > 0], data_dependent='split')(torch.eye(3) - torch.ones(3))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -13,6 +13,7 @@ from torch import Tensor
 import tsfunc
 from tests.transforms.support import same
 from tsfunc import grad, jacobian_sparsity, jacrev, pytrees, sparse_jacobian
+from tsfunc.errors import DataDependentError
 from tsfunc.transforms.sparse_jacobian import colors
 
 X = torch.linspace(0.2, 1.7, 12, dtype=torch.float64)
@@ -214,3 +215,14 @@ def test_all_blocks_together_are_colored() -> None:
     torch.testing.assert_close(blocks[1][0].to_dense(), torch.eye(50).flip(0))
     grads = grad(lambda x: sparse_jacobian(f, (0, 1))(x, y)[0][1].values().sum())(x)
     assert grads.tolist() == [1.0] * 50
+
+
+@pytest.mark.parametrize("name", ["mask", "nonzero", "unique"])
+def test_results_whose_size_is_data_are_refused(name: str) -> None:
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "mask": lambda x: x[x > 0],
+        "nonzero": lambda x: x[(x > 0).nonzero()[:, 0]],
+        "unique": torch.unique,
+    }
+    with pytest.raises(DataDependentError, match="whose size depends on data"):
+        sparse_jacobian(functions[name])(torch.randn(6))

@@ -45,7 +45,7 @@ from tsfunc.bridge.tracers import (
     methods,
 )
 from tsfunc.bridge.tracers.function_registry import registry
-from tsfunc.bridge.writing import creation_tracking, reshaped_views, reshaping, writes
+from tsfunc.bridge.writing import outside, reshaped_views, reshaping, writes
 from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
@@ -59,8 +59,7 @@ _RULES = (
 _KERNELS = (anomaly, batching, grad_level, tracing)
 # The modules that declare what the first transform or level of a process prepares.
 _PREPARATIONS = (
-    checkpoints, checks, creation_tracking, custom_function, saved_tensors, second_order,
-    zero_tangents,
+    checkpoints, checks, custom_function, outside, saved_tensors, second_order, zero_tangents,
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Count:
     first: int
 
 
-class Kernel(Protocol):
+class KernelEntry(Protocol):
     """The attributes that a recorder reads of a kernel's entry in the table."""
 
     @property
@@ -60,15 +60,15 @@ class Kernel(Protocol):
     def site(self) -> str: ...
 
 
-class Called(Protocol):
+class CalledOperator(Protocol):
     """The attributes that a recorder reads of an operator."""
 
     @property
     def name(self) -> str: ...
-    def entry(self, key: DispatchKey) -> Kernel | None: ...
+    def entry(self, key: DispatchKey) -> KernelEntry | None: ...
 
 
-class Met(Protocol):
+class CallLevel(Protocol):
     """The attributes that a recorder reads of a level."""
 
     @property
@@ -106,9 +106,9 @@ class Recorder:
 
     def watched(
         self,
-        op: Called,
+        op: CalledOperator,
         bit: int,
-        level: Met | None,
+        level: CallLevel | None,
         kernel: Callable[..., Any],
         boxed: bool,
     ) -> Callable[..., Any]:
@@ -128,7 +128,7 @@ class Recorder:
             within,
         )  # fmt: skip
 
-        def recorded(op: Called, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        def recorded(op: CalledOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             if boxed:
                 return self.run(use, lambda: kernel(op, args, kwargs))
             return self.run(use, lambda: kernel(*args, **kwargs))
@@ -138,8 +138,8 @@ class Recorder:
     def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
         """Make a call and record it, together with the notes of its kernel.
 
-        A call that returns NotImplemented is not recorded. With ``alone=True``, the call is not
-        recorded either if it makes other calls: those say more.
+        A call that returns NotImplemented is not recorded. With ``alone=True``, a call that makes
+        other calls is not recorded either: its own calls are.
         """
         with self._lock:
             first = self.started

@@ -17,7 +17,7 @@ from tsfunc.dispatch.state import Level, tls, using
 
 
 def note(how: str, rule: str = "", source: str = "") -> None:
-    """Tell the recorder, if there is one, how the running kernel serves its call."""
+    """Record how the running kernel serves its call, if there is a recorder."""
     recorder = tls.state.recorder
     if recorder is not None:
         recorder.note(how, rule, source)

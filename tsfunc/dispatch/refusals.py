@@ -28,7 +28,7 @@ def refused_value(frame: FrameType, *, catchable: bool = False) -> bool | None:
     """Return the outcome for which the test of a frame raises; None if the test is not a check.
 
     Args:
-        frame: a frame whose last instruction asks for the truth of a value.
+        frame: a frame whose last instruction tests the truth of a value.
         catchable: also if an ``except`` clause may catch the error.
     """
     code = frame.f_code

@@ -111,8 +111,7 @@ class State:
         """Return the state that the kernel of ``op`` for the backend ``bit`` runs under.
 
         The state excludes the same keys as :meth:`below`, except BackendSelect, which factories
-        need.
-        The kernel may call other operators, and its own operator on other values.
+        need. The kernel may call other operators, and its own operator on other values.
         """
         known = self._ends
         if known is None:
@@ -139,7 +138,7 @@ class State:
     def _copy(self, include: int, mask: int, excluded: int) -> State:
         return State(include, mask, self.levels, None, excluded, self.recorder, self.remap_args)
 
-    def forgetful(self) -> State:
+    def with_fresh_remap_args(self) -> State:
         """Return this state with a fresh ``remap_args``, to run a function a second time."""
         if self.remap_args is None:
             return self

@@ -165,6 +165,16 @@ def randint_like(
     return drawn.to(kwargs.get("dtype") or x.dtype), 0
 
 
+def drawn_into_one(op: Any) -> RuntimeError:
+    """Return the error of a draw for each example into a tensor that all examples share."""
+    return RuntimeError(
+        f"vmap: Cannot ask for different inplace randomness on an unbatched tensor. This "
+        f"will appear like same randomness. {op_name(op)} writes a tensor that is not "
+        f"batched: use its out-of-place form, or make the tensor from a batched one (for "
+        f"instance x.new_empty)."
+    )
+
+
 def drawn_inplace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -180,12 +190,7 @@ def drawn_inplace(
     if at is None:
         if any(dim is not None for dim in dims):
             refuse_inplace(op)
-        raise RuntimeError(
-            f"vmap: Cannot ask for different inplace randomness on an unbatched tensor. This "
-            f"will appear like same randomness. {op_name(op)} writes a tensor that is not "
-            f"batched: use its out-of-place form, or make the tensor from a batched one (for "
-            f"instance x.new_empty)."
-        )
+        raise drawn_into_one(op)
     if level.randomness == "split":
         if any(isinstance(arg, Tensor) for arg in args[1:]):
             out = _split_bernoulli(level, dims, args, kwargs)

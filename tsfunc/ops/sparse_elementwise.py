@@ -94,11 +94,11 @@ def _of_both(
     """
     x, y = (batched_sparse(arg, dim, level.batch_size) for arg, dim in zip(args, dims, strict=True))
     if is_compressed(x) and is_compressed(y) and x.dim() == y.dim() == 3:
-        return _taken_apart(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
+        return _diagonal_blocks(op, op(diagonal(x), diagonal(y), **kwargs), x.shape), 0
     return op(x, y, **kwargs), 0
 
 
-def _taken_apart(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
+def _diagonal_blocks(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
     """Return the batch of the diagonal blocks, which must store equal numbers of elements."""
     compressed, plain, values = members(x)
     count = shape[0]

@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_as_seen_by_current_level
+from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.errors import MissingRuleError
 from tsfunc.transforms.arguments import (
     flatten_output,
@@ -195,8 +196,16 @@ def _jvp(
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)
     own = GradLevel("jvp")
-    with own, watching_random():
-        pushed = _push(func, flat, directions, spec, own, strict, has_aux)
+    own.roots = func, flat, directions
+    try:
+        with own, watching_random():
+            pushed = _push(func, flat, directions, spec, own, strict, has_aux)
+    except BaseException:
+        if STATE_WRITES:
+            restore_state(own)
+        raise
+    if STATE_WRITES:
+        refuse_state_writes(own)
     return pytrees.tree_map(
         lambda x: unwrapped(x, own) if isinstance(x, torch.Tensor) else x, pushed
     )

@@ -18,7 +18,9 @@ a result with out_dim None once. Otherwise a non-tensor result is returned once,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,9 +261,10 @@ class _Joined:
         if not self.sorted:
             places = torch.repeat_interleave(starts - offsets[:-1], lengths)
             rows = rows.index_select(0, (places + torch.arange(len(places))).to(device))
-        return torch.nested.nested_tensor_from_jagged(
-            rows.movedim(0, along), self._offsets(offsets, device), jagged_dim=along + 1
-        )
+        with _without_warnings_of("torch.fx._symbolic_trace"):  # torch's call of its own function
+            return torch.nested.nested_tensor_from_jagged(
+                rows.movedim(0, along), self._offsets(offsets, device), jagged_dim=along + 1
+            )
 
     def _offsets(self, offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return an input's offsets if the lengths are equal, so that the two combine."""
@@ -272,6 +275,18 @@ class _Joined:
                 if known.device == device and torch.equal(known.cpu(), offsets):
                     return known
         return offsets.to(device)
+
+
+@contextlib.contextmanager
+def _without_warnings_of(name: str) -> Iterator[None]:
+    """Context manager: a logger of torch logs errors only."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _without(value: torch.Tensor, dim: int) -> list[Any]:

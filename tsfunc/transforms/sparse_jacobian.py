@@ -19,6 +19,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.errors import DataDependentError
 from tsfunc.program.graphs.dependence import dependence
 from tsfunc.transforms.arguments import Argnums, like
 from tsfunc.transforms.closures import converted
@@ -162,6 +163,12 @@ def pattern_of(blocks: Blocks) -> torch.Tensor:
     """Return the rows and columns of the entries that may be nonzero."""
     x = blocks.vector
     graph = converted(API, blocks.function, [x])
+    (out,) = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    if type(x.shape[0]) is int and any(type(size) is not int for size in out.meta["val"].shape):
+        raise DataDependentError(
+            f"{API}: expected a function whose results have fixed sizes, got a result whose size "
+            f"depends on data. Keep all entries, and set some to zero with torch.where."
+        )
     any_values = torch.linspace(0.5, 1.5, x.numel(), dtype=x.dtype)
     with torch.no_grad():
         return dependence(graph.graph, [any_values, *graph.closed])

@@ -138,7 +138,8 @@ class Specialized(Generic[_Params, _Result]):
                         out = self._traced_again(args, kwargs)
                         return out
                     except RuntimeError as error:
-                        raise_user_assertion(self.func, args, kwargs, entry.program, error)
+                        if self._has_function:
+                            raise_user_assertion(self.func, args, kwargs, entry.program, error)
                         raise
             out = self._first_call(args, kwargs)
             return out
@@ -196,7 +197,8 @@ class Specialized(Generic[_Params, _Result]):
             result: Any = entry.build(entry.run([*flat, *reached]))
             return result
         except RuntimeError as error:
-            raise_user_assertion(self.func, args, kwargs, entry.program, error)
+            if self._has_function:
+                raise_user_assertion(self.func, args, kwargs, entry.program, error)
             raise
 
     def lower(self, *descriptors: object) -> Any:

@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
-from tsfunc.bridge.writing.buffer_writes import BUFFER_WRITES, refuse_buffer_writes, restore_buffers
+from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.dispatch.state import tls
 from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import is_nested
@@ -151,17 +151,7 @@ def vmap(
     Same as ``torch.func.vmap`` and ``jax.vmap``, except that torch.func refuses non-tensor outputs
     unless their out_dim is None.
     """
-    if randomness not in ("error", "different", "same", "split"):
-        raise RuntimeError(
-            f"Only allowed values for randomness are 'error', 'different', or 'same'. "
-            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
-        )
-    if data_dependent not in ("error", "split"):
-        raise ValueError(
-            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
-        )
-    if ragged not in ("nested", "list", "error"):
-        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
+    _check_modes(randomness, data_dependent, ragged)
     chunks = check_chunks(chunk_size, memory_budget)
     _check_axis_size(axis_size)
     spec = Spec(func, in_dims, out_dims, randomness, chunks, memory_budget, axis_size, strict,
@@ -235,6 +225,20 @@ def vmap(
 
     # ``wraps`` only for callables with a name: modules and partials have none.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
+
+
+def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
+    if randomness not in ("error", "different", "same", "split"):
+        raise RuntimeError(
+            f"Only allowed values for randomness are 'error', 'different', or 'same'. "
+            f"Got {randomness}. (Besides these 'split', by which each example draws as if alone.)"
+        )
+    if data_dependent not in ("error", "split"):
+        raise ValueError(
+            f"vmap: data_dependent should be 'error' or 'split'. (got {data_dependent!r})"
+        )
+    if ragged not in ("nested", "list", "error"):
+        raise ValueError(f"vmap: ragged should be 'nested', 'list' or 'error'. (got {ragged!r})")
 
 
 def _check_axis_size(axis_size: Any) -> None:
@@ -326,6 +330,7 @@ def _run(
                 for value, dim in zip(flat, at, strict=True)
             ]
             level.axis_name, level.arguments = spec.axis_name, flat
+            level.roots = spec.func, flat, kwargs
             if not isinstance(tree, int):
                 inputs = pytrees.unflatten(tree, inputs)
                 if spec.by_name:
@@ -337,13 +342,13 @@ def _run(
     except BaseException as error:
         if FAILED_CHECKS:
             note_failed_checks(error, level)
-        if BUFFER_WRITES:
-            restore_buffers(level)
+        if STATE_WRITES:
+            restore_state(level)
         raise
     if FAILED_CHECKS:
         refuse_caught_checks(level)
-    if BUFFER_WRITES:
-        refuse_buffer_writes(level)
+    if STATE_WRITES:
+        refuse_state_writes(level)
     if isinstance(out, torch.Tensor) and type(spec.out_dims) is int:
         return result_of(spec, out, spec.out_dims, level)
     dims: Sequence[int | None] | None = None

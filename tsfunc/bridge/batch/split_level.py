@@ -39,7 +39,6 @@ from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer,
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.creation_tracking import take_place
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
@@ -183,7 +182,6 @@ class SplitLevel(BatchLevel):
             self._picked[generation] = places
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
             taken = take_examples(value, at, places)
-        take_place(value, taken, self)
         self._moves.moved(value, taken, self)
         return taken
 

@@ -77,7 +77,6 @@ class SubsetLevel(BatchLevel, LevelProxy):
         self.single = single and _serves_plain(parent)
         self._composed = {id(parent): index}
         self.kind = SlottedBatchTracer
-        self.created_at = 0
         self.lifts_factories = 0
         self.splitter = self if self.whole.splitter is not None else None
 
@@ -246,9 +245,16 @@ def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
 
 
 @contextmanager
-def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
-    """Context manager: the block runs on the subset alone, and goes on from its examples' draws."""
+def in_subset(subset: SubsetLevel, what: str, roots: Sequence[Any]) -> Iterator[None]:
+    """Context manager: the block runs on the subset alone, and goes on from its examples' draws.
+
+    Args:
+        subset: the level of the subset.
+        what: the name of the call, for messages.
+        roots: the body that the block runs, and its arguments.
+    """
     state = tls.state
+    subset.roots = roots
 
     def seen(levels: Sequence[Level]) -> tuple[Level, ...]:
         return tuple(
@@ -270,7 +276,7 @@ def in_subset(subset: SubsetLevel, what: str) -> Iterator[None]:
 
 def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
     """Call a function on the subset's part of its arguments; its results belong to the subset."""
-    with in_subset(subset, what):
+    with in_subset(subset, what, (func, args)):
         taken = pytrees.tree_map(as_seen_by_current_level, args)
         return pytrees.tree_map(as_seen_by_current_level, func(*taken))
 

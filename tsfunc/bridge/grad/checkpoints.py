@@ -91,7 +91,7 @@ def _generator(
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
-            reenter(state.forgetful()),
+            reenter(state.with_fresh_remap_args()),
             rerunning(captured),
             _recording_at(recorded),
             differentiating() if inside else nullcontext(),
@@ -110,7 +110,7 @@ def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any
     try:
         with (
             duals.first(args) if duals.levels else nullcontext(),
-            using(tls.state.forgetful()),
+            using(tls.state.with_fresh_remap_args()),
             recording_objects(made),
         ):
             yield

@@ -202,6 +202,7 @@ class MappedFunction:
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
             level = outer.twin(f"vmap of {self.cls.__name__}")
+            level.roots = call, values
             with level, watching_random():
                 return call(level, _wrapped(values, at, level))
 

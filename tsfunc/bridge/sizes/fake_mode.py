@@ -47,7 +47,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -342,29 +342,38 @@ _logger = logging.getLogger(FakeTensorMode.__module__)
 # --- calls of operators on small tensors
 
 
-# The batching rules of operators whose result sizes are sizes of the arguments.
-_RULES: Final = frozenset(
-    (rule.__module__, rule.__qualname__)
-    for rule in (
-        attention.attention, attention.flash_cpu, attention.flash_cpu_backward,
-        contractions.einsum, embedding.embedding, embedding.embedding_dense_backward,
-        feature_batched.layer_norm, feature_batched.native_layer_norm,
-        feature_batched.native_layer_norm_backward, fixed.added_product,
-        fixed.added_product_inplace, fixed.addmm, fixed.addr, fixed.bmm, fixed.linear,
-        fixed.matmul, fixed.of_ranks, fixed.outer, indexing.gather, indexing.index_fill,
-        indexing.index_select, indexing.index_write, indexing.scatter,
-        losses.nll_loss_backward, losses.nll_loss_forward, losses.pointwise_loss,
-        losses.pointwise_loss_backward, n_dimensional.flip, n_dimensional.triangle,
-        n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along,
-        reductions.along_inplace, reductions.aminmax, reductions.arg_extreme,
-        reductions.count_nonzero, reductions.norm, reductions.over_all, reductions.prod,
-        reductions.reduction, reductions.variance, sorting.sort, tensor_iterator.clamp,
-        tensor_iterator.masked_fill, tensor_iterator.masked_fill_scalar_inplace,
-        tensor_iterator.masked_fill_tensor, tensor_iterator.masked_fill_tensor_inplace,
-        tensor_iterator.pointwise, tensor_iterator.pointwise_inplace,
-        tensor_iterator.pointwise_of_equal_shapes, tensor_iterator.where,
-    )
+# The batching rules of operators whose result sizes are sizes of the arguments, and the functions
+# that make such rules.
+_RULES: Final[tuple[Any, ...]] = (
+    attention.attention, attention.flash_cpu, attention.flash_cpu_backward,
+    contractions.einsum, embedding.embedding, embedding.embedding_dense_backward,
+    feature_batched.layer_norm, feature_batched.native_layer_norm,
+    feature_batched.native_layer_norm_backward, fixed.added_product,
+    fixed.added_product_inplace, fixed.addmm, fixed.addr, fixed.bmm, fixed.linear,
+    fixed.matmul, fixed.of_ranks, fixed.outer, indexing.gather, indexing.index_fill,
+    indexing.index_select, indexing.index_write, indexing.scatter,
+    losses.nll_loss_backward, losses.nll_loss_forward, losses.pointwise_loss,
+    losses.pointwise_loss_backward, n_dimensional.flip, n_dimensional.triangle,
+    n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along,
+    reductions.along_inplace, reductions.aminmax, reductions.arg_extreme,
+    reductions.count_nonzero, reductions.norm, reductions.over_all, reductions.prod,
+    reductions.reduction, reductions.variance, sorting.sort, tensor_iterator.clamp,
+    tensor_iterator.masked_fill, tensor_iterator.masked_fill_scalar_inplace,
+    tensor_iterator.masked_fill_tensor, tensor_iterator.masked_fill_tensor_inplace,
+    tensor_iterator.pointwise, tensor_iterator.pointwise_inplace,
+    tensor_iterator.pointwise_of_equal_shapes, tensor_iterator.where,
 )  # fmt: skip
+
+
+def _codes_of(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and of the functions that it makes."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes_of(each)
+
+
+_CODES: Final = frozenset(code for rule in _RULES for code in _codes_of(rule.__code__))
 
 # Composite operators without such a rule.
 _NAMES: Final = frozenset({
@@ -453,10 +462,7 @@ def _arguments(call: Any) -> Sequence[str] | None:
 
 def _has_rule(name: str) -> bool:
     row = find(name)
-    if row is None or row.rule is None:
-        return False
-    made_by = getattr(row.rule, "__qualname__", "").partition(".<locals>")[0]
-    return (row.rule.__module__, made_by) in _RULES
+    return row is not None and getattr(row.rule, "__code__", None) in _CODES
 
 
 def _is_int(type_: str) -> bool:

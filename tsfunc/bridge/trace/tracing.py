@@ -63,6 +63,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.questions import (
+    caller_of_handlers,
     defer_guards,
     has_symbols,
     suppress_guards,
@@ -88,6 +89,7 @@ from tsfunc.dispatch import (
 )
 from tsfunc.dispatch.places import source_of, users_place
 from tsfunc.errors import DataDependentError, MissingRuleError
+from tsfunc.tracebacks import LIBRARIES, Place
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 T = TypeVar("T")
@@ -478,10 +480,15 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _data_dependent(name: str, level: TraceLevel) -> str:
     place = users_place()
+    frame = caller_of_handlers()
+    asked = ""
+    if frame.f_code.co_filename.startswith(LIBRARIES[1]):
+        asker = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        asked = f", by {asker}{source_of(asker, ': ')}"
     return (
         f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{place}{source_of(place, ': ')}), but a trace has no data: `if`, `while`, int() and "
-        f"float() on it can't be served. {ways_out()}"
+        f"{place}{source_of(place, ': ')}{asked}), but a trace has no data: `if`, `while`, int() "
+        f"and float() on it can't be served. {ways_out()}"
     )
 
 

@@ -75,8 +75,8 @@ _libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
 
 
-# Called before a level draws into a tensor that is not its own (``writes``).
-before_drawing: list[Callable[[Any, TracerLevel], None]] = []
+# Called with the operator before a level draws into a tensor that is not its own (``writes``).
+before_drawing: list[Callable[[Any, Any, TracerLevel], None]] = []
 
 
 def _install(key: str, names: Sequence[str]) -> None:
@@ -123,7 +123,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
                     break  # the tracers lead to the level through their autograd
                 if inplace:
                     for prepare in before_drawing:
-                        prepare(args[0], level)
+                        prepare(operator_of(overload), args[0], level)
                 with without_factory_keys():
                     return level.from_factory(operator_of(overload).run_at(level, args, kwargs))
         if name == "scalar_tensor":  # it fills a tensor of another factory

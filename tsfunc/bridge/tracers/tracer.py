@@ -85,20 +85,21 @@ class TracerLevel(Level):
     Attributes:
         autograd: the number of transforms that record autograd on this level's own tracers; while
             it is 0, calls skip torch's autograd on their way in.
-        created_at: its position in the order of creation, 0 while unknown (``creation_tracking``).
         forward: the number of forward-mode transforms that attach tangents to this level's
             tracers.
+        roots: the function that runs at the level, and its arguments; a tensor that they reach is
+            from outside of the function.
         serial: a number that increases with each new level.
         functorch_depth: the number of torch.func transforms outside of it.
         torch_state: the captured part of torch's thread-local state.
     """
 
-    __slots__ = ("autograd", "created_at", "forward", "functorch_depth", "serial", "torch_state")
+    __slots__ = ("autograd", "forward", "functorch_depth", "roots", "serial", "torch_state")
 
     def __init__(self, key: DispatchKey, name: str | None = None, *, modal: bool = False) -> None:
         super().__init__(key, name, modal=modal)
         self.autograd = 0
-        self.created_at = 0
+        self.roots: Sequence[Any] = ()
         self.serial = next(serials)
         self.forward = 0
         self.torch_state = TorchState()

@@ -19,7 +19,7 @@ from tsfunc.bridge.sizes.write_counts import version_of
 from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
-from tsfunc.bridge.writing.promotion import memory_of, physical
+from tsfunc.bridge.writing.memory import memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, tensors_in, written_by
 
@@ -144,13 +144,8 @@ def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None
     results = [x for x in tensors_in(out) if isinstance(x, Tracer) and type(x) not in HOOKED]
     if not results:
         return
-    hooks = {_memory(view): hook for view, hook in held}
+    hooks = {memory_under(view): hook for view, hook in held}
     for result in results:
-        memory = _memory(result)
+        memory = memory_under(result)
         if memory is not None and memory in hooks:
             attach_hook(result, hooks[memory])
-
-
-def _memory(value: torch.Tensor) -> int | None:
-    plain = physical(value)
-    return None if plain is None else memory_of(plain)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.writing.promotion import memory_of, physical
+from tsfunc.bridge.writing.memory import memory_under
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<tsfunc ")
 
@@ -30,13 +30,13 @@ class Described:
         self.name: str | None = None
         self.module: str | None = None
         self._shape = f"shape {tuple(tensor.shape)}, {tensor.dtype}"
-        memory = _memory(tensor)
+        memory = memory_under(tensor)
 
         def itself(value: Any) -> bool:
             return value is tensor
 
         def its_base(value: Any) -> bool:
-            return isinstance(value, torch.Tensor) and _memory(value) == memory
+            return isinstance(value, torch.Tensor) and memory_under(value) == memory
 
         for same in (itself, its_base) if memory is not None else (itself,):
             for frame in _frames():
@@ -63,11 +63,6 @@ class Described:
 
     def __str__(self) -> str:
         return f"`{self.name}` ({self._shape})" if self.name else f"a tensor ({self._shape})"
-
-
-def _memory(tensor: torch.Tensor) -> int | None:
-    plain = physical(tensor)
-    return None if plain is None else memory_of(plain)
 
 
 def _frames() -> Iterator[FrameType]:

@@ -9,9 +9,9 @@ object another tensor, and the object gets another class.
 
 The tensors that share its memory, its aliases, must follow. The aliases are complete if each
 reference to the storage is accounted for: the storage counts its plain tensors, and each tensor
-that Python knows and that was created inside (NOTE [created inside]) is examined. If an alias is
-from outside, other code may read it, and the write is refused. A reference that no Python object
-explains belongs to an autograd graph, which keeps its saved values.
+that is not older than the level is examined. If the memory is reached from outside (NOTE [tensors
+from outside] in ``outside``), other code may read it, and the write is refused. A reference that no
+Python object explains belongs to an autograd graph, which keeps its saved values.
 
 The aliases become one tensor of the level, the base, and its views: ``_covering`` returns the
 tensor that covers all of the shared memory, and ``as_strided`` takes the others from it. If the
@@ -19,7 +19,7 @@ written values are not batched, the base is not copied but only wrapped, so that
 at the level.
 
 Private names used here (torch 2.13 and 2.14): ``_C._swap_tensor_impl`` as described above;
-``_C._storage_Use_Count`` and ``UntypedStorage._cdata`` give the number of tensors of a storage;
+``_C._storage_Use_Count`` gives the number of tensors of a storage;
 ``Tensor._use_count`` counts the C++ references to a tensor; ``Tensor._base`` is the base of a
 view; ``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
 """
@@ -28,61 +28,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import (
     DisableTorchFunction,
-    DisableTorchFunctionSubclass,
     _storage_Use_Count,
     _swap_tensor_impl,
 )
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.creation_tracking import created_in, live_objects, take_place
+from tsfunc.bridge.writing.memory import memory_of, physical
+from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
 
 
 class CreatedOutside(Exception):
-    """The transformed function does not own the tensor, or a tensor that shares its memory."""
+    """The tensor is from outside of the function, or one that shares its memory is."""
 
 
 class NoCommonBase(Exception):
     """No single tensor covers the memory that the tensors share."""
 
 
-def physical(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor with memory at the bottom of a stack of tracers, or None."""
-    while isinstance(tensor, Tracer):
-        value = getattr(tensor, "value", None)
-        if not isinstance(value, torch.Tensor):
-            return None
-        tensor = value
-    return tensor
-
-
 def _physical(tensor: torch.Tensor) -> torch.Tensor:
     plain = physical(tensor)
     assert plain is not None
     return plain
-
-
-def memory_of(tensor: torch.Tensor) -> int | None:
-    """Return an identifier of a tensor's storage, or None if the tensor has none."""
-    if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
-        return None
-    try:
-        with DisableTorchFunctionSubclass():
-            memory: int = tensor.untyped_storage()._cdata
-            return memory
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 @dataclass
@@ -92,10 +70,12 @@ class TensorAliases:
     Attributes:
         tensors: the tensor and those that share its memory, plain or tracers of one outer level.
         lifted: tracers of the level itself that wrap one of the tensors.
+        entries: the parameters and buffers of modules from outside that have the memory.
     """
 
     tensors: list[torch.Tensor]
     lifted: list[Any]
+    entries: list[ModuleEntry]
 
 
 def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
@@ -108,12 +88,12 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     memory = None if plain is None else memory_of(plain)
     if plain is None or memory is None:
         raise CreatedOutside
-    inside, relatives = relatives_of(plain, memory, level)
+    recent, relatives, entries = relatives_of(plain, memory, level)
     depth = _depth(subject)
     ids = {id(tensor) for tensor in relatives}
-    aliases = TensorAliases([], []) if depth else TensorAliases(relatives, [])
+    aliases = TensorAliases([] if depth else relatives, [], entries)
     others: list[Tracer] = []
-    for tensor in inside.values():
+    for tensor in recent.values():
         if not isinstance(tensor, Tracer) or id(physical(tensor)) not in ids:
             continue
         other = tensor.dispatch_level
@@ -127,7 +107,7 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
     if any(id(tensor) not in wrapped for tensor in others):
         raise CreatedOutside  # a transform between the two levels depends on the tensor
     outside = any(isinstance(t, Tracer) and t.from_outside() for t in aliases.tensors)
-    if outside or id(subject) not in inside:
+    if outside or id(subject) not in recent:
         raise CreatedOutside
     aliases.tensors = _connected(subject, aliases.tensors)
     return aliases
@@ -159,29 +139,39 @@ def _depth(tensor: torch.Tensor) -> int:
 
 def relatives_of(
     plain: torch.Tensor, memory: int, level: TracerLevel
-) -> tuple[dict[int, torch.Tensor], list[torch.Tensor]]:
-    """Return the live tensors created inside the level, by id, and those with the given memory.
+) -> tuple[dict[int, torch.Tensor], list[torch.Tensor], list[ModuleEntry]]:
+    """Return the live tensors that may be made inside the level, by id, and those with a memory.
+
+    The third result are the entries of modules from outside with the memory.
+
+    Args:
+        plain: a tensor that has the memory.
+        memory: the memory of the second and third result.
+        level: the level whose function must have made all tensors of the memory.
 
     Raises:
         CreatedOutside: a tensor with this memory may be known outside of the level.
     """
     bases = {id(plain._base)}  # reading _base makes a Python object for a base that had none
     while True:
-        inside = created_in(level)
-        relatives = [t for t in inside.values() if memory_of(t) == memory]
+        recent = recent_tensors()
+        relatives = [t for t in recent.values() if memory_of(t) == memory]
         known, bases = bases, {id(t._base) for t in relatives if t._base is not None}
         if bases <= known:
             break
     storage = plain.untyped_storage()
     # Memory that can't grow belongs to NumPy or to another library.
-    if not {id(plain), *bases} <= inside.keys() or not storage.resizable():
+    if not {id(plain), *bases} <= recent.keys() or not storage.resizable():
+        raise CreatedOutside
+    outside = OutsideTensors(level)
+    if plain in outside:
         raise CreatedOutside
     unknown = _storage_Use_Count(memory) - 1 - len(relatives)
-    if (unknown or any(_held_in_torch(t, relatives) for t in relatives)) and _known_outside(
-        memory, inside
+    if (unknown or any(_held_in_torch(t, relatives) for t in relatives)) and _is_older(
+        memory, recent
     ):
         raise CreatedOutside
-    return inside, relatives
+    return recent, relatives, outside.entries_of(memory)
 
 
 def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
@@ -191,29 +181,17 @@ def _held_in_torch(tensor: torch.Tensor, relatives: Tensors) -> bool:
     return held - 1 - views > 0
 
 
-def _known_outside(memory: int, inside: Mapping[int, torch.Tensor]) -> bool:
-    """True if a tensor that was not created inside has this memory, itself or as its gradient."""
-    for item in live_objects((torch.Tensor,)):
+def _is_older(memory: int, recent: Mapping[int, torch.Tensor]) -> bool:
+    """True if a tensor older than the level has this memory, itself or as its gradient."""
+    for item in live_tensors():
         if isinstance(item, Tracer):
             continue
-        if id(item) not in inside and memory_of(item) == memory:
+        if id(item) not in recent and memory_of(item) == memory:
             return True
-        gradient = _gradient_of(item)
+        gradient = gradient_of(item)
         if gradient is not None and memory_of(gradient) == memory:
             return True
     return False
-
-
-def _gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the ``.grad`` of a tensor, whatever state the tensor is in."""
-    with DisableTorchFunctionSubclass():
-        if tensor.retains_grad:
-            return tensor.grad
-        # Autograd refuses to say if some views are leaves: those made under no_grad whose base was
-        # written to with a graph later. They have no gradient.
-        with suppress(RuntimeError):
-            return tensor.grad if tensor.is_leaf else None
-    return None
 
 
 class _Extent:
@@ -280,7 +258,11 @@ def hint_of(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint
 
 
-def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> None:
+Replaced = list[tuple[torch.Tensor, type, torch.Tensor]]
+"""Promoted tensors, each with its previous class and an object with its previous tensor."""
+
+
+def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Replaced:
     """Make each of the aliases a tracer of the level, in place.
 
     Args:
@@ -296,16 +278,33 @@ def promote(aliases: TensorAliases, level: TracerLevel, *, batched: bool) -> Non
     with torch.inference_mode(inference), torch.set_grad_enabled(not inference):
         pairs = list(_counterparts(aliases.tensors, level, batched))
     promoted = {id(tensor): tensor for tensor, _ in pairs}
+    replaced: Replaced = []
     for tensor, tracer in pairs:
-        before = _physical(tensor)
-        swap_identity(tensor, tracer)
-        take_place(before, _physical(tensor), level)
+        kind = type(tensor)
+        replaced.append((tensor, kind, swap_identity(tensor, tracer)))
     for lifted in aliases.lifted:
         now: Any = promoted.get(id(lifted.value))
         if now is not None:
             lifted.value = now.value
             if isinstance(lifted, BatchTracer):
                 lifted.bdim = now.bdim
+    return replaced
+
+
+def demote(replaced: Replaced) -> None:
+    """Give promoted tensors their previous tensors and classes."""
+    for tensor, kind, was in replaced:
+        changed: Any = tensor
+        detach_hook(changed)
+        own = attributes_of(was) if isinstance(was, Tracer) else {}
+        names = attributes_of(changed)
+        _set_aside(changed)
+        _swap_tensor_impl(changed, was)
+        changed.__class__ = kind
+        for name in names.keys() - own.keys():
+            delattr(changed, name)
+        for name, value in own.items():
+            setattr(changed, name, value)
 
 
 def _counterparts(
@@ -411,8 +410,8 @@ def _read_as(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(dtype)
 
 
-def swap_identity(tensor: Any, tracer: Any) -> None:
-    """Give the object the tracer's tensor and class; its old tensor moves to a new object."""
+def swap_identity(tensor: Any, tracer: Any) -> Any:
+    """Give the object the tracer's tensor and class; return a new object with its old tensor."""
     hook = detach_hook(tensor)
     was = _set_aside(tensor)
     _swap_tensor_impl(tensor, tracer)
@@ -424,6 +423,7 @@ def swap_identity(tensor: Any, tracer: Any) -> None:
         setattr(tensor, name, was if value is tensor else value)
     if hook is not None:
         attach_hook(tensor, hook)
+    return was
 
 
 def _set_aside(tensor: Any) -> Any:

@@ -29,14 +29,8 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
-from tsfunc.bridge.writing.promotion import (
-    CreatedOutside,
-    base_of,
-    hint_of,
-    memory_of,
-    physical,
-    relatives_of,
-)
+from tsfunc.bridge.writing.memory import memory_of, memory_under, physical
+from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, hint_of, relatives_of
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes
@@ -80,7 +74,7 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
     if plain is None or memory is None:
         return None
     try:
-        inside, _ = relatives_of(plain, memory, level)
+        recent, *_ = relatives_of(plain, memory, level)
     except CreatedOutside:
         return None
     group = [x]
@@ -88,14 +82,14 @@ def _sharing(x: BatchTracer) -> list[BatchTracer] | None:
         base = x._base
     hook = hook_of(x)
     kept = (base, hook.whole if hook is not None else None)
-    for other in inside.values():
+    for other in recent.values():
         # Tracers of other levels wrap x, or x wraps them.
-        if isinstance(other, BatchTracer) and other.dispatch_level is level and other is not x:
-            plain = physical(other)
-            if plain is not None and memory_of(plain) == memory:
-                if not any(other is one for one in kept) or not _same_order(x, other):
-                    return None
-                group.append(other)
+        if not isinstance(other, BatchTracer) or other.dispatch_level is not level or other is x:
+            continue
+        if memory_under(other) == memory:
+            if not any(other is one for one in kept) or not _same_order(x, other):
+                return None
+            group.append(other)
     return group
 
 

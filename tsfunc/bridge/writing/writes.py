@@ -26,10 +26,17 @@ from tsfunc.bridge.tracers.grad_level import GradLevel
 from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
 from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
+from tsfunc.bridge.writing.module_state import note_write
 from tsfunc.bridge.writing.naming import Described
-from tsfunc.bridge.writing.promotion import CreatedOutside, NoCommonBase, aliases_of, promote
+from tsfunc.bridge.writing.promotion import (
+    CreatedOutside,
+    NoCommonBase,
+    aliases_of,
+    demote,
+    promote,
+)
 from tsfunc.ops.dims import InplaceRefused
-from tsfunc.ops.random import one_distribution, refuse_in_error_mode
+from tsfunc.ops.random import drawn_into_one, one_distribution, refuse_in_error_mode
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -114,8 +121,12 @@ def adopt(
     *,
     batched: bool,
     words: str = _IN_TORCH_FUNC,
+    refusal: Exception | None = None,
 ) -> None:
     """Turn a tensor, and the tensors that share its memory, into tracers of the level.
+
+    If the tensor is in a module from outside, the call decides when it ends: NOTE [state of
+    modules] in ``module_state``.
 
     Args:
         name: the call that writes to the tensor.
@@ -123,6 +134,8 @@ def adopt(
         level: the level of the written values.
         batched: whether each example gets its own copy.
         words: the message of torch.func for the same error.
+        refusal: the error if the call ends with the tensor in a module; by default that of an
+            immediate refusal.
 
     Raises:
         InplaceRefused: the tensor was not made inside the level.
@@ -134,14 +147,27 @@ def adopt(
             return  # a tensor class of another library
         _refuse_leaf(subject)
     try:
-        promote(aliases_of(subject, level), level, batched=batched)
+        aliases = aliases_of(subject, level)
+        if not aliases.entries:
+            promote(aliases, level, batched=batched)
+            return
+        error = refusal or InplaceRefused(_outside(name, subject, level, batched, words))
+        values = None if batched else subject.detach().clone()
+        replaced = promote(aliases, level, batched=batched)
     except CreatedOutside:
         raise InplaceRefused(_outside(name, subject, level, batched, words)) from None
     except NoCommonBase:
         raise InplaceRefused(_scattered(name, subject, level)) from None
 
+    def undo() -> None:
+        demote(replaced)
+        if values is not None:
+            subject.detach().copy_(values)
 
-def _own_to_draw(target: Any, level: TracerLevel) -> None:
+    note_write(aliases.entries, level, undo, error)
+
+
+def _own_to_draw(op: Any, target: Any, level: TracerLevel) -> None:
     """Turn a tensor that gets random numbers into a batched one, if each example draws its own.
 
     If this is impossible, the batching rule refuses the draw.
@@ -150,7 +176,8 @@ def _own_to_draw(target: Any, level: TracerLevel) -> None:
         return
     if level.randomness in ("different", "split"):
         with suppress(InplaceRefused):
-            adopt("a random operator", target, level, batched=True)
+            refusal = drawn_into_one(op)
+            adopt("a random operator", target, level, batched=True, refusal=refusal)
 
 
 before_drawing.append(_own_to_draw)

@@ -50,7 +50,7 @@ from tsfunc.program.closure.guard_builder import Varying
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Gradients, Instances
 from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject
-from tsfunc.program.closure.results import Update, names_in_source, with_objects_apart
+from tsfunc.program.closure.results import Update, names_in_source, with_stand_ins
 from tsfunc.program.closure.side_effects import (
     check_bodies,
     check_containers,
@@ -404,7 +404,7 @@ class _Trace:
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_objects_apart(request.what, out, self.instances.builder.placeholder_of)
+        apart = with_stand_ins(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)

@@ -1,4 +1,4 @@
-"""Values that a trace has read, and the guards that later calls are held to.
+"""Values that a trace has read, and the guards of later calls on these values.
 
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
@@ -327,7 +327,7 @@ class GuardBuilder:
     def placeholder_of(self, value: Any) -> Any:
         """Return the stand-in for an object from outside in a value of the program.
 
-        The result is an ``Outside`` for an argument or a guarded object, and None for an object
+        The result is an ``OutsideRef`` for an argument or a guarded object, and None for an object
         that is not from outside. A frozen object (``closure="freeze"``) is returned unchanged.
         """
         for i, given in enumerate(self._given):
@@ -443,7 +443,7 @@ class GuardBuilder:
         raise TypeCheckError(
             f"specialize({self.name}): {text} is {how}, and is a {type(value).__name__}, which "
             f"changes by being read: a program can neither compare it nor read it again. Read it "
-            f"before the call, and pass what it gives."
+            f"before the call, and pass its items."
         )
 
     def _elements(self, values: Iterable[Any], source: Source) -> None:

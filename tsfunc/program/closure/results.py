@@ -18,7 +18,7 @@ Containers are flattened into leaves. Tensors and symbolic numbers among the lea
 the program. There are three kinds of other leaves:
 
 - an object from outside, which is an argument or was reached from one, is replaced by an
-  ``Outside``: its index in the list of values that the program is called with. Each call returns
+  ``OutsideRef``: its index in the list of values that the program is called with. Each call returns
   its own object. A list or dict from outside is such a leaf as well: the list itself is returned,
   and its elements may change;
 - an object that the function has made from traced values is made at every call: an instance
@@ -331,8 +331,8 @@ def _base_of(kind: type) -> Any:
 optree.register_pytree_node(Made, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
-def with_objects_apart(what: str, out: Any, known: Known) -> Any:
-    """Return the results of a function with `Made` and `Outside` in the places of objects.
+def with_stand_ins(what: str, out: Any, known: Known) -> Any:
+    """Return the results of a function with `Made` and `OutsideRef` in the places of objects.
 
     Args:
         what: the name of the function in errors.
@@ -342,7 +342,7 @@ def with_objects_apart(what: str, out: Any, known: Known) -> Any:
     Raises:
         TypeCheckError: a result runs code after the function has returned.
     """
-    return _Results(what, known).taken_apart(out)
+    return _Results(what, known).replace_objects(out)
 
 
 class _Results:
@@ -351,7 +351,7 @@ class _Results:
         self.known = known
         self._above: list[int] = []  # the ids of the objects that contain the value
 
-    def taken_apart(self, value: Any) -> Any:
+    def replace_objects(self, value: Any) -> Any:
         """Return a value in which stand-ins replace the objects that a program has to make."""
         leaves, structure = pytrees.flatten(value, self._is_from_outside)
         apart = [leaf if _is_simple(leaf) else self._leaf(leaf) for leaf in leaves]
@@ -370,7 +370,7 @@ class _Results:
         kind = type(value)
         if kind.__module__ in _ITERATORS and hasattr(kind, "__next__"):
             self._refuse(
-                f"a {kind.__name__}, which gives its items only after the function has returned",
+                f"a {kind.__name__}, which computes its items only after the function has returned",
                 "Return the items: list(...)",
             )
         if not _is_container(value) and not _reaches(value, set()):
@@ -384,13 +384,13 @@ class _Results:
             )
         self._above.append(id(value))
         items, attributes = _items(value), _attributes(value)
-        children = [self.taken_apart(each) for each in (*items.values(), *attributes.values())]
+        children = [self.replace_objects(each) for each in (*items.values(), *attributes.values())]
         self._above.pop()
         return Made(kind, tuple(items), tuple(attributes), children)
 
     def _refuse(self, result: str, instead: str) -> None:
         raise TypeCheckError(
-            f"{self.what}: the function returns {result}. A program gives values alone. {instead}."
+            f"{self.what}: the function returns {result}. A program returns only values. {instead}."
         )
 
 

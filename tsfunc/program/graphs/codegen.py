@@ -25,7 +25,7 @@ from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
-from tsfunc.bridge.writing.buffer_writes import note_buffer_write
+from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
@@ -259,7 +259,7 @@ def _ending(
     for each in updates:
         if each.buffer is not None and each.slots():
             arguments = f"args[{each.owner}], {each.buffer!r}, {spell(each.value)}"
-            yield Statement(f"{names.of(note_buffer_write, 'note_buffer_write')}({arguments})")
+            yield Statement(f"{names.of(note_assignment, 'note_assignment')}({arguments})")
         for text in each.statements(f"args[{each.owner}]", spell):
             yield Statement(f"{text}  # {each.text}")
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)

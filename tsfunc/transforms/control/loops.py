@@ -396,7 +396,12 @@ class Loop:
             if steps == limit:
                 return put_away.merged_with(subset, carry, drawn), False
             left = None if limit is None else limit - steps
-            with in_subset(subset, self.what) if isinstance(subset, SubsetLevel) else nullcontext():
+            roots = self, carry
+            with (
+                in_subset(subset, self.what, roots)
+                if isinstance(subset, SubsetLevel)
+                else nullcontext()
+            ):
                 set_draw_counts(drawn)
                 carry, made, active = self.together(subset, left, carry)
                 drawn = draw_counts(subset.depth)

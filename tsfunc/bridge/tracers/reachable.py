@@ -1,0 +1,243 @@
+"""Finds the tensors that code can reach from the objects that it is given.
+
+NOTE [reachable tensors]
+The search follows the contents of objects as Python's garbage collector sees them: elements,
+attributes, slots, cells, the arguments of a ``partial``, the variables of a suspended generator.
+A tensor reaches its gradient and the tensors among its attributes: other attributes, such as those
+of a tracer or a fake tensor, lead to the state of a trace.
+Namespaces of modules are not followed as a whole, because the whole process can be reached from
+them. A function reaches the globals that its code names, the modules among these reach the
+variables that the code names, and a class reaches its variables and those of its methods that any
+code names. The code of libraries is not followed, but the contents of their objects are:
+NOTE [code of libraries] in ``dispatch/places``. No code of the user runs during the search.
+
+The parameters and buffers of a module are told apart from other tensors, because
+``functional_call`` replaces them while it runs.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import gc
+import importlib.util
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch import Level
+from tsfunc.dispatch.places import is_installed
+
+_HEAP_TYPE: Final = 1 << 9  # of CPython's type flags
+# Objects of these classes hold no tensors.
+_LEAVES: Final = frozenset({
+    str, bytes, int, float, complex, bool, type(None), type(Ellipsis), types.CodeType,
+    torch.Size, torch.dtype, torch.device, torch.layout,
+})  # fmt: skip
+# Levels refer to the code that runs at them. Frames and tracebacks lead to callers.
+_NOT_FOLLOWED: Final = (types.ModuleType, types.TracebackType, Level)
+_CONTAINERS: Final[frozenset[type]] = frozenset({
+    tuple, list, dict, OrderedDict, set, frozenset, types.CellType,
+})  # fmt: skip
+_METHODS: Final = (
+    types.FunctionType, classmethod, staticmethod, property, functools.cached_property,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModuleEntry:
+    """A parameter or buffer of a module.
+
+    Attributes:
+        module: the module.
+        kind: the attribute of the module that has the entry: "_parameters" or "_buffers".
+        name: the name of the parameter or buffer.
+        tensor: the parameter or buffer.
+    """
+
+    module: torch.nn.Module
+    kind: str
+    name: str
+    tensor: torch.Tensor
+
+
+class Reachable:
+    """The tensors that code can reach from some objects.
+
+    Attributes:
+        tensors: the tensors and tracers, with the values that tracers wrap and the gradients of
+            tensors, but without those that are only reached as entries of modules.
+        entries: the parameters and buffers of the modules.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.entries: list[ModuleEntry] = []
+        # The objects met, by id; they are kept alive, so that an id is not used twice.
+        self._met: dict[int, Any] = {id(vars(builtins)): None}
+        self._names: set[str] = set()
+        # Methods that no code has named yet, by name.
+        self._unnamed: dict[str, list[Any]] = {}
+        self._search(list(roots))
+
+    def _search(self, stack: list[Any]) -> None:
+        met = self._met
+        while stack:
+            value = stack.pop()
+            kind = type(value)  # not ``isinstance``, which may call code of the user
+            if kind in _LEAVES or (kind in _CONTAINERS and not value) or id(value) in met:
+                continue
+            met[id(value)] = value
+            if kind in _CONTAINERS:
+                if kind is not dict or "__builtins__" not in value:  # not the namespace of a module
+                    stack += gc.get_referents(value)
+            elif issubclass(kind, torch.Tensor):
+                self.tensors.append(value)
+                stack.extend(_of_tensor(value))
+            elif kind is types.FunctionType:
+                stack.extend(self._of_function(value))
+            elif issubclass(kind, type):
+                stack.extend(self._of_class(value))
+            elif not issubclass(kind, _NOT_FOLLOWED):
+                if issubclass(kind, torch.nn.Module):
+                    stack.extend(self._of_entries(value))
+                stack.extend(_contents_of(value, kind))
+
+    def _of_entries(self, module: torch.nn.Module) -> Iterator[Any]:
+        """Note the entries of a module; yield what their tensors hold."""
+        for kind in ("_parameters", "_buffers"):
+            entries = vars(module).get(kind)
+            if type(entries) is dict:
+                self._met[id(entries)] = entries
+                for name, tensor in entries.items():
+                    if isinstance(tensor, torch.Tensor):
+                        self.entries.append(ModuleEntry(module, kind, name, tensor))
+                        if not isinstance(tensor, Tracer):  # what it wraps is the entry's too
+                            yield from _of_tensor(tensor)
+
+    def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
+        yield from (function.__defaults__, function.__kwdefaults__, function.__dict__)
+        held = gc.get_referents(*(function.__closure__ or ()))
+        yield from held
+        if is_installed(function):
+            return
+        names = names_in(function.__code__)
+        for name in names - self._names:
+            yield from self._unnamed.pop(name, ())
+        self._names |= names
+        space = function.__globals__
+        values = [space[name] for name in names & space.keys()]
+        yield from values
+        modules = _modules([*values, *held, *map(sys.modules.get, _imports(names, space))])
+        seen: set[int] = set()
+        while modules:
+            module = modules.pop()
+            if id(module) not in seen and not is_installed(module):
+                seen.add(id(module))
+                inner = vars(module)
+                values = [inner[name] for name in names & inner.keys()]
+                yield from values
+                modules += _modules(values)
+
+    def _of_class(self, cls: type) -> Iterator[Any]:
+        if not cls.__flags__ & _HEAP_TYPE or is_installed(cls):
+            return
+        yield from cls.__bases__
+        yield type(cls)
+        for name, value in [*vars(cls).items()]:
+            special = name.startswith("__") and name.endswith("__")
+            if not isinstance(value, _METHODS):
+                if not special:
+                    yield value
+            elif special or name in self._names:
+                yield value
+            else:
+                self._unnamed.setdefault(name, []).append(value)
+
+
+def _modules(values: Iterable[Any]) -> list[types.ModuleType]:
+    return [value for value in values if isinstance(value, types.ModuleType)]
+
+
+def _imports(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
+    """Yield the modules that code may import by these names, absolutely or relatively."""
+    package = space.get("__package__")
+    for name in names:
+        yield name
+        if isinstance(package, str) and package:
+            with suppress(ImportError, ValueError):
+                yield importlib.util.resolve_name(f".{name}", package)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Return the names of globals, attributes and modules in a function's code and nested code."""
+    nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(code.co_names).union(*map(names_in, nested))
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the ``.grad`` of a tensor, whatever state the tensor is in."""
+    with DisableTorchFunctionSubclass():
+        if tensor.retains_grad:
+            return tensor.grad
+        # Autograd refuses to say if some views are leaves: those made under no_grad whose base was
+        # written to with a graph later. They have no gradient.
+        with suppress(RuntimeError):
+            return tensor.grad if tensor.is_leaf else None
+    return None
+
+
+# --- the contents of objects
+
+
+def _contents_of(value: Any, kind: type) -> Iterable[Any]:
+    """Return the objects that an object of a class holds."""
+    for base, contents in _UNSEEN_BY_COLLECTOR:
+        if issubclass(kind, base):
+            return contents(value)
+    return gc.get_referents(value)
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterable[Any]:
+    """Return the tensors among the attributes of a tensor, and its gradient."""
+    held = gc.get_referents(tensor)
+    held += [each for space in held if type(space) is dict for each in space.values()]
+    return [*(each for each in held if issubclass(type(each), torch.Tensor)), gradient_of(tensor)]
+
+
+def _of_frame(frame: types.FrameType) -> Iterable[Any]:
+    return [each for each in gc.get_referents(frame) if not isinstance(each, types.FrameType)]
+
+
+def _of_array(array: Any) -> Iterable[Any]:
+    return array.flat if array.dtype.hasobject else ()
+
+
+def _of_script_module(module: Any) -> Iterable[Any]:
+    return [*gc.get_referents(module), *module.parameters(), *module.buffers()]
+
+
+# Contents that Python's garbage collector does not see, or that lead to callers, by class.
+_UNSEEN_BY_COLLECTOR: Final[list[tuple[type, Callable[[Any], Iterable[Any]]]]] = [
+    (weakref.ReferenceType, lambda reference: (reference(),)),
+    (ContextVar, lambda variable: (variable.get(None),)),
+    (threading.local, lambda local: vars(local).values()),
+    (torch.jit.ScriptModule, _of_script_module),
+    (types.FrameType, _of_frame),
+]
+with suppress(ImportError):
+    import numpy
+
+    _UNSEEN_BY_COLLECTOR.append((numpy.ndarray, _of_array))

@@ -1,0 +1,40 @@
+"""The memory of tensors: which of them share a storage.
+
+Private names used here (torch 2.13 and 2.14): ``UntypedStorage._cdata`` identifies a storage;
+``DisableTorchFunctionSubclass`` reads a tensor's own attributes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import DisableTorchFunctionSubclass
+
+from tsfunc.bridge.tracers.tracer import Tracer
+
+
+def physical(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor with memory at the bottom of a stack of tracers, or None."""
+    while isinstance(tensor, Tracer):
+        value = getattr(tensor, "value", None)
+        if not isinstance(value, torch.Tensor):
+            return None
+        tensor = value
+    return tensor
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return an identifier of a tensor's storage; None for a tracer and without a storage."""
+    if isinstance(tensor, Tracer) or tensor.layout is not torch.strided:
+        return None
+    try:
+        with DisableTorchFunctionSubclass():
+            memory: int = tensor.untyped_storage()._cdata
+            return memory
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def memory_under(tensor: torch.Tensor) -> int | None:
+    """Return an identifier of the storage at the bottom of a stack of tracers, or None."""
+    plain = physical(tensor)
+    return None if plain is None else memory_of(plain)
