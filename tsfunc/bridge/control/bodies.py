@@ -69,6 +69,15 @@ class TracerStack:
                 value = frame.level.lift(value)
         return value
 
+    def behind(self, dims: int) -> TracerStack:
+        """Return the layout of physical values with more dims in front."""
+        return TracerStack(
+            tuple(
+                Frame(frame.level, None if frame.bdim is None else frame.bdim + dims)
+                for frame in self.frames
+            )
+        )
+
 
 def unwrap_all(value: Any) -> tuple[Any, TracerStack]:
     """Return the innermost value of a tracer, and the tracers around it."""

@@ -16,7 +16,14 @@ import torch
 from tsfunc.bridge.control.attempts import CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import HiddenVmap
 from tsfunc.bridge.control.subsets import SubsetLevel
-from tsfunc.bridge.grad.linear_maps import LinearMap, at_level, batched_value, linear, rebuilt
+from tsfunc.bridge.grad.linear_maps import (
+    LinearMap,
+    at_level,
+    batch_first,
+    batched_value,
+    linear,
+    rebuilt,
+)
 from tsfunc.bridge.mesh.levels import MeshLevel, mesh_levels
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
@@ -122,11 +129,9 @@ class Collective(LinearMap):
             if level.depth <= self.level.depth:
                 return self.physical(*batched_value(value, self.level))
             # An inner level has its own batch dim, which is moved to the front and stays there.
-            inner, dim = value.value, getattr(value, "bdim", None)
-            if dim is not None:
-                inner = inner.movedim(dim, 0)
-            out = self.shifted(dim is not None).of(inner)
-            return rebuilt(value, out, None if dim is None else 0)
+            batched = getattr(value, "bdim", None) is not None
+            out = self.shifted(batched).of(batch_first(value) if batched else value.value)
+            return rebuilt(value, out, 0 if batched else None)
 
     def shifted(self, by: int) -> Collective:
         """Return the same collective for values with ``by`` more dims in front."""

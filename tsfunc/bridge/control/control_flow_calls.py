@@ -195,11 +195,7 @@ def _frames_inside(values: Sequence[Any], level: TracerLevel) -> list[Frame]:
 
 def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:
     """Return a layout with the batch dims of inner vmaps before all others."""
-    rest = [
-        Frame(frame.level, None if frame.bdim is None else frame.bdim + len(inside))
-        for frame in stack.frames
-    ]
-    return TracerStack((*inside, *rest))
+    return TracerStack((*inside, *stack.behind(len(inside)).frames))
 
 
 def _mapped(result: TracedResult, inside: Sequence[Frame], trace: TraceLevel) -> TracedResult:

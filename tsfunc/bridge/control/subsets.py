@@ -234,16 +234,6 @@ def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> S
     return subset
 
 
-def guarded_subset(level: BatchLevel, mask: torch.Tensor) -> SubsetLevel:
-    """Return a subset with as many examples as the level, for a mask that can't be read.
-
-    An example outside of the mask is replaced by the first one inside, so that a body never sees
-    values of examples that do not take it.
-    """
-    numbers = torch.arange(level.batch_size, device=mask.device)
-    return subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
-
-
 @contextmanager
 def in_subset(subset: SubsetLevel, what: str, roots: Sequence[Any]) -> Iterator[None]:
     """Context manager: the block runs on the subset alone, and goes on from its examples' draws.
@@ -279,6 +269,20 @@ def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args
     with in_subset(subset, what, (func, args)):
         taken = pytrees.tree_map(as_seen_by_current_level, args)
         return pytrees.tree_map(as_seen_by_current_level, func(*taken))
+
+
+def run_guarded(
+    level: BatchLevel, mask: torch.Tensor, what: str, func: Callable[..., Any], args: Any
+) -> Any:
+    """Call a function on all examples of a level, for a mask that can't be read.
+
+    An example outside of the mask is replaced by the first one inside, so that a body never sees
+    values of examples that do not take it.
+    """
+    numbers = torch.arange(level.batch_size, device=mask.device)
+    subset = subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
+    found = run_in_subset(subset, what, func, args)
+    return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), found)
 
 
 # --- the remapping of a body's arguments by the function handler

@@ -19,6 +19,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import Body
+from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.dispatch.state import tls
@@ -27,6 +28,7 @@ from tsfunc.program.calling.capture import TraceRequest
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
+from tsfunc.transforms.control.active import by_choice, numbers_in, repeat
 from tsfunc.transforms.control.choice import ByExample, read
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
@@ -44,38 +46,77 @@ _NUMBERS: Final = (bool, int, float)
 
 
 class PhysicalBatch:
-    """Physical operands of a batch of calls.
+    """Physical operands of a batch of calls: a group of examples as in ``active``.
+
+    A state is a list of tensors, each with the batch dim first.
 
     Attributes:
         operands: the tensors, batched ones with the batch dim first; and numbers.
         batched: for each operand, True if it is batched.
+        size: the number of examples.
+        index: their positions in the group that they were selected from; None for a whole batch.
+        numbers: their positions in the whole batch; None for a whole batch.
     """
 
-    def __init__(self, operands: Sequence[Any], batched: Sequence[bool]) -> None:
-        self.batched = tuple(batched)
+    def __init__(
+        self,
+        operands: Sequence[Any],
+        batched: Sequence[bool],
+        size: int,
+        index: torch.Tensor | None = None,
+        numbers: torch.Tensor | None = None,
+    ) -> None:
+        self.batched, self.size = tuple(batched), size
+        self.index, self.numbers = index, numbers
         self.operands = [
             x.contiguous() if each else x for x, each in zip(operands, self.batched, strict=True)
         ]
 
-    @property
-    def size(self) -> int:
-        """The number of examples."""
-        pairs = zip(self.operands, self.batched, strict=True)
-        found: int = next(x.shape[0] for x, batched in pairs if batched)
-        return found
+    @classmethod
+    def of(cls, operands: Sequence[Any], batched: Sequence[bool]) -> PhysicalBatch:
+        """Return the whole batch with these operands, at least one of which is batched."""
+        pairs = zip(operands, batched, strict=True)
+        return cls(operands, batched, next(x.shape[0] for x, each in pairs if each))
 
     def with_batched(self, count: int) -> PhysicalBatch:
         """Return the batch with the first ``count`` operands batched."""
         if all(self.batched[:count]):
             return self
-        size = self.size
         first = [
-            x if batched else x.expand(size, *x.shape)
+            x if batched else x.expand(self.size, *x.shape)
             for x, batched in zip(self.operands[:count], self.batched, strict=False)
         ]
         return PhysicalBatch(
-            [*first, *self.operands[count:]], [True] * count + [*self.batched[count:]]
+            [*first, *self.operands[count:]],
+            [True] * count + [*self.batched[count:]],
+            self.size,
         )
+
+    def without(self, count: int) -> PhysicalBatch:
+        """Return the batch without the first ``count`` operands."""
+        return PhysicalBatch(self.operands[count:], self.batched[count:], self.size)
+
+    def part(self, index: torch.Tensor, *, single: bool = False) -> PhysicalBatch:
+        taken = [
+            _taken(x, index) if batched else x
+            for x, batched in zip(self.operands, self.batched, strict=True)
+        ]
+        numbers = index if self.numbers is None else self.numbers.index_select(0, index)
+        return PhysicalBatch(taken, self.batched, index.shape[0], index, numbers)
+
+    def taken(self, state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert self.index is not None
+        return [_taken(x, self.index) for x in state]
+
+    def merged(
+        self, parts: Sequence[tuple[PhysicalBatch, Sequence[torch.Tensor]]]
+    ) -> Sequence[torch.Tensor]:
+        if len(parts) == 1:
+            return parts[0][1]
+        numbers = [group.numbers for group, _ in parts if group.numbers is not None]
+        order = torch.cat(numbers).argsort()
+        columns = zip(*[state for _, state in parts], strict=True)
+        return [_taken(torch.cat(column), order) for column in columns]
 
     def every(self, body: Body) -> Every | None:
         """Return a function that runs a body for every example; None if it can't be traced."""
@@ -84,14 +125,6 @@ class PhysicalBatch:
         if key not in known:
             known[key] = self._traced(body) if len(known) < _MOST else None
         return known[key]
-
-    def of(self, index: torch.Tensor) -> PhysicalBatch:
-        """Return the batch of the examples with these indices."""
-        taken = [
-            _taken(x, index) if batched else x
-            for x, batched in zip(self.operands, self.batched, strict=True)
-        ]
-        return PhysicalBatch(taken, self.batched)
 
     def _type(self, i: int) -> Any:
         x = self.operands[i]
@@ -181,35 +214,29 @@ def loop_of(
     ask, step = batch.every(condition), batch.every(body)
     if ask is None or step is None:
         return None
+    carry = batch.operands[:carried]
     if any(map(writes, body.graph.nodes)):
-        batch.operands[:carried] = [x.clone() for x in batch.operands[:carried]]
-    return _steps(ask, step, carried, batch, _truth(ask, batch) if active is None else active)
+        carry = [x.clone() for x in carry]
+    rest = batch.without(carried)
 
-
-def _truth(ask: Every, batch: PhysicalBatch) -> torch.Tensor:
-    """Return the condition of each example."""
-    found: torch.Tensor = ask(batch.operands)[0].reshape(-1)
-    return found if found.dtype is torch.bool else found != 0
-
-
-def _steps(
-    ask: Every, step: Every, carried: int, batch: PhysicalBatch, active: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    parts = _Parts()
-    while True:
-        going = active.nonzero().squeeze(1)
-        if going.shape[0] < active.shape[0]:
-            done = (~active).nonzero().squeeze(1)
-            parts.add(done, [_taken(x, done) for x in batch.operands[:carried]])
-            if not going.shape[0]:
-                return parts.together()
-            parts.left(going)
-            batch = batch.of(going)
+    def steps(group: PhysicalBatch, carry: Sequence[Any], left: int | None) -> Any:
+        made = 0
         while True:
-            batch.operands[:carried] = step(batch.operands)
-            active = _truth(ask, batch)
+            carry = step([*carry, *group.operands])
+            made += 1
+            active = _truth(ask([*carry, *group.operands]))
             if not bool(active.all()):
-                break
+                return carry, made, active
+
+    active = _truth(ask([*carry, *rest.operands])) if active is None else active
+    found = repeat(rest, carry, active, steps)[0]
+    return [x.clone() if x is first else x for x, first in zip(found, carry, strict=True)]
+
+
+def _truth(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the condition of each example, from the results of a condition's body."""
+    found = results[0].reshape(-1)
+    return found if found.dtype is torch.bool else found != 0
 
 
 def choice(
@@ -237,48 +264,21 @@ def choice_of(
     branches: Sequence[Body], batch: PhysicalBatch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
     """Same as `choice` for physical operands."""
-    numbers = torch.unique(index).tolist()
+    numbers = numbers_in(index)
     every = [batch.every(branches[i]) for i in numbers]
-    if None in every or any(writes(node) for i in numbers for node in branches[i].graph.nodes):
+    if any(writes(node) for i in numbers for node in branches[i].graph.nodes):
         return None
-    parts = _Parts()
-    for i, run in zip(numbers, every, strict=True):
-        assert run is not None
-        if len(numbers) == 1:
-            return run(batch.operands)
-        which = (index == i).nonzero().squeeze(1)
-        parts.add(which, run(batch.of(which).operands))
-    return parts.together()
+    runs = [run for run in every if run is not None]
+    if len(runs) < len(numbers):
+        return None
+    groups = by_choice(batch, index, numbers)
+    parts = [(group, run(group.operands)) for run, (_, group) in zip(runs, groups, strict=True)]
+    return batch.merged(parts)
 
 
 def _taken(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Select examples of a tensor, which may be on another device than the index."""
     return x.index_select(0, index if index.device == x.device else index.to(x.device))
-
-
-class _Parts:
-    """Collects the results of subsets until every example has one."""
-
-    def __init__(self) -> None:
-        self.numbers: list[torch.Tensor] = []
-        self.results: list[Sequence[torch.Tensor]] = []
-        self.rest: torch.Tensor | None = None
-
-    def add(self, index: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
-        """Add the results of the examples with these indices among the remaining ones."""
-        self.numbers.append(index if self.rest is None else self.rest.index_select(0, index))
-        self.results.append(results)
-
-    def left(self, index: torch.Tensor) -> None:
-        """Keep only these of the remaining examples, and number them anew."""
-        self.rest = index if self.rest is None else self.rest.index_select(0, index)
-
-    def together(self) -> Sequence[torch.Tensor]:
-        if len(self.results) == 1:
-            return self.results[0]
-        order = torch.cat(self.numbers).argsort()
-        columns = zip(*self.results, strict=True)
-        return [_taken(torch.cat(column), order) for column in columns]
 
 
 def _is_outermost(level: BatchLevel) -> bool:
@@ -294,15 +294,12 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
     """Return the physical values of a level's operands; None if one is not a plain tensor."""
     values, flags = [], []
     for operand in operands:
-        x, dim = operand, None
-        if isinstance(operand, BatchTracer):
-            if operand.dispatch_level is not level:
-                return None
-            x, dim = operand.value, operand.bdim
-            x = x if dim is None else x.movedim(dim, 0)
-        values.append(x)
-        flags.append(dim is not None)
-    return PhysicalBatch(values, flags) if are_plain(values) else None
+        own = isinstance(operand, BatchTracer)
+        if own and operand.dispatch_level is not level:
+            return None
+        flags.append(own and operand.bdim is not None)
+        values.append(batch_first(operand) if flags[-1] else operand.value if own else operand)
+    return PhysicalBatch.of(values, flags) if are_plain(values) else None
 
 
 def are_plain(operands: Sequence[Any]) -> bool:
@@ -322,5 +319,5 @@ def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> PhysicalBatc
     state = tls.state
     if state.levels or not state.plain or torch_records() or not are_plain(operands):
         return None
-    found = PhysicalBatch(operands, [*batched, *[False] * (len(operands) - len(batched))])
+    found = PhysicalBatch.of(operands, [*batched, *[False] * (len(operands) - len(batched))])
     return found if found.size else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
@@ -110,7 +111,7 @@ def choice_of(value: Any, what: str) -> Choice:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             level = inner.dispatch_level
             with level.restored():
-                values = inner.value.movedim(inner.bdim, 0).reshape(level.batch_size)
+                values = batch_first(inner).reshape(level.batch_size)
             return ByExample(level, values, _known(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
@@ -187,7 +188,7 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:
             if inner.bdim is not None:
-                return inner.value.movedim(inner.bdim, 0).reshape(level.batch_size) != 0
+                return batch_first(inner).reshape(level.batch_size) != 0
             inner = inner.value
         if not isinstance(inner, torch.Tensor):
             return torch.full((level.batch_size,), bool(inner))

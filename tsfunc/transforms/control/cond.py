@@ -22,22 +22,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from tsfunc import pytrees
 from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBatch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
-from tsfunc.bridge.control.subsets import (
-    Merge,
-    guarded_subset,
-    relabel,
-    run_in_subset,
-    subset_of,
-)
+from tsfunc.bridge.control.subsets import run_guarded
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, merge_draw_counts
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.control import batched, in_torch
+from tsfunc.transforms.control.active import SubsetGroup, by_choice, numbers_in
 from tsfunc.transforms.control.arguments import (
     Batching,
     also_called,
@@ -282,21 +276,16 @@ class _SwitchCall:
     def on_subsets(self, choice: ByExample) -> Any:
         """Run each branch on the examples that take it."""
         values = read(choice.values)
-        taken = torch.unique(values).tolist()
+        taken = numbers_in(values)
         if len(taken) == 1:
             return in_tensors(self.branches[taken[0]](*self.operands))
-        parts, outs, counts = [], [], []
-        for i in taken:
-            subset = subset_of(choice.level, (values == i).nonzero().squeeze(1))
-            parts.append(subset)
+        whole = SubsetGroup(self.what, choice.level)
+        parts = []
+        for i, group in by_choice(whole, values, taken):
             branch = counted(self.branches[i], choice.level.depth)
-            out, drawn = run_in_subset(subset, self.what, branch, self.operands)
-            outs.append(out)
-            counts.append(drawn)
-        self.check(outs, taken)
-        merge = Merge(parts, choice.level).of
-        merge_draw_counts(counts, merge)
-        return together(outs, merge)
+            parts.append((group, group.run(branch, self.operands)))
+        self.check([out for _, (out, _) in parts], taken)
+        return whole.merged(parts)
 
     def select(self, choice: ByExample) -> Any:
         """Run all branches on all examples, and select."""
@@ -333,10 +322,8 @@ class _SwitchCall:
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         mask = values == i
-        subset = guarded_subset(level, mask)
         branch = counted(self.branches[i], level.depth)
-        found = run_in_subset(subset, self.what, branch, self.operands)
-        out, drawn = pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), found)
+        out, drawn = run_guarded(level, mask, self.what, branch, self.operands)
         before = draw_counts(level.depth)
         merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))
         return out

@@ -13,7 +13,6 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import (
-    Frame,
     HiddenVmaps,
     TracerStack,
     current_trace,
@@ -222,12 +221,7 @@ class Carry:
 
 def along_first(x: Any) -> Any:
     """Return a tensor whose physical value has the scanned dim first, then its batch dims."""
-    needed = needed_frames(x)
-    frames = {
-        depth: Frame(frame.level, None if frame.bdim is None else 1)
-        for depth, frame in needed.items()
-    }
-    return rewrap_as(x, stack_of(frames))
+    return rewrap_as(x, stack_of(needed_frames(x)).behind(1))
 
 
 def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedResult:
@@ -235,17 +229,7 @@ def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedRes
     value = one.value
     shape = [size, *value.shape]
     like = trace.fake_like(value, shape, in_order(shape))
-    return TracedResult(like, _one_dim_in(one.stack))
-
-
-def _one_dim_in(stack: TracerStack) -> TracerStack:
-    """Return the layout of physical values with one more dim in front."""
-    return TracerStack(
-        tuple(
-            Frame(frame.level, None if frame.bdim is None else frame.bdim + 1)
-            for frame in stack.frames
-        )
-    )
+    return TracedResult(like, one.stack.behind(1))
 
 
 def record_scan(
@@ -435,7 +419,7 @@ def record_associative_scan(
     stacks = [w for w in one.stacks() if w is not None]
     results = [r for r in body.end(stacks) if r is not None]
     size = moved[0].shape[0]
-    along = [rewrap_as(x, _one_dim_in(w)) for x, w in zip(moved, stacks, strict=True)]
+    along = [rewrap_as(x, w.behind(1)) for x, w in zip(moved, stacks, strict=True)]
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(what, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]

@@ -1,0 +1,150 @@
+"""Choices and loops that differ among the examples: each body runs on the examples that need it.
+
+:func:`by_choice` and :func:`repeat` select the examples, and a group merges the results. There are
+two kinds of groups. A :class:`SubsetGroup` runs the user's functions on tracers: NOTE [active
+subsets] in ``bridge/control/subsets``. A ``batched.PhysicalBatch`` runs the graphs of a program on
+plain tensors: NOTE [batched bodies] in ``batched``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from tsfunc.bridge.control.subsets import Merge, SubsetLevel, in_subset, run_in_subset, subset_of
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.draw_keys import merge_draw_counts, set_draw_counts
+from tsfunc.transforms.control.outputs import in_tensors, together
+
+G = TypeVar("G", bound="Group")
+
+
+class Group(Protocol):
+    """Examples of a batch that run together."""
+
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+
+    def part(self: G, index: torch.Tensor, *, single: bool = False) -> G:
+        """Return the group of the examples at these positions; ``single`` as for a subset."""
+
+    def taken(self, state: Any) -> Any:
+        """Return the part of a state of the group that this one was selected from."""
+
+    def merged(self: G, parts: Sequence[tuple[G, Any]]) -> Any:
+        """Return the state of all examples, from groups of them with their states."""
+
+
+def numbers_in(index: torch.Tensor) -> list[int]:
+    """Return the different values of an index, in order."""
+    found: list[int] = torch.unique(index).tolist()
+    return found
+
+
+def by_choice(whole: G, index: torch.Tensor, numbers: Sequence[int]) -> Iterator[tuple[int, G]]:
+    """Yield each number with the group of the examples that choose it.
+
+    Args:
+        whole: all examples.
+        index: the choice of each example.
+        numbers: the different choices.
+    """
+    for i in numbers:
+        here = len(numbers) > 1
+        yield i, whole.part((index == i).nonzero().squeeze(1)) if here else whole
+
+
+def repeat(
+    whole: G,
+    state: Any,
+    active: torch.Tensor,
+    step: Callable[[G, Any, int | None], tuple[Any, int, Any]],
+    limit: int | None = None,
+) -> tuple[Any, bool]:
+    """Make steps on the examples that continue, until none does.
+
+    Args:
+        whole: all examples.
+        state: their first state.
+        active: for each example, True if it makes the first step.
+        step: takes a group, its state and the most steps to make; makes steps as long as all
+            examples of the group continue. Returns the next state, the number of steps, and a
+            mask of the examples that continue; instead of the mask a bool if all stop: True at the
+            end of the loop, False at the most steps.
+        limit: the most steps of an example; by default any number.
+
+    Returns:
+        The last state of all examples, and True if none continues.
+    """
+    group, made = whole, 0
+    finished: list[tuple[G, Any]] = []
+    while True:
+        going = active.nonzero().squeeze(1)
+        count = going.shape[0]
+        if not count or made == limit:
+            return whole.merged([*finished, (group, state)]), not count
+        if count < group.size:
+            gone = group.part((~active).nonzero().squeeze(1))
+            finished.append((gone, gone.taken(state)))
+            # Batched values raise the errors of a step on tracers.
+            group = group.part(going, single=count == 1 and made > 0)
+            state = group.taken(state)
+        left = None if limit is None else limit - made
+        state, more, active = step(group, state, left)
+        made += more
+        if isinstance(active, bool):
+            return whole.merged([*finished, (group, state)]), active
+
+
+class SubsetGroup:
+    """Examples of a vmap, which run on tracers of its level or of a subset's.
+
+    The state is a pair: a pytree of tensors, and the numbers of draws of the examples.
+
+    Attributes:
+        what: the name of the control flow in errors.
+        level: the level.
+    """
+
+    def __init__(self, what: str, level: BatchLevel) -> None:
+        self.what, self.level = what, level
+
+    @property
+    def size(self) -> int:
+        found: int = self.level.batch_size
+        return found
+
+    def part(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
+        return SubsetGroup(self.what, subset_of(self.level, index, single))
+
+    def taken(self, state: Any) -> Any:
+        assert isinstance(self.level, SubsetLevel)
+        return self.level.of_parent(self.what, state)
+
+    def merged(self, parts: Sequence[tuple[SubsetGroup, Any]]) -> Any:
+        trees, counts = zip(*[state for _, state in parts], strict=True)
+        if len(parts) == 1:
+            set_draw_counts(counts[0])
+            return in_tensors(trees[0])
+        subsets = [group.level for group, _ in parts if isinstance(group.level, SubsetLevel)]
+        merge = Merge(subsets, self.level).of
+        merge_draw_counts(counts, merge)
+        return together(trees, merge)
+
+    def running(self, roots: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context manager whose block runs on these examples alone; see ``in_subset``."""
+        level = self.level
+        if isinstance(level, SubsetLevel):
+            return in_subset(level, self.what, roots)
+        return nullcontext()
+
+    def run(self, func: Callable[..., Any], args: Any) -> Any:
+        """Call a function on the examples' part of its arguments."""
+        level = self.level
+        if isinstance(level, SubsetLevel):
+            return run_in_subset(level, self.what, func, args)
+        return func(*args)
