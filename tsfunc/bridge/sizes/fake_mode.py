@@ -465,7 +465,10 @@ def _arguments(call: Any) -> Sequence[str] | None:
 
 def _has_rule(name: str) -> bool:
     row = find(name)
-    return row is not None and getattr(inspect.unwrap(row.rule), "__code__", None) in _CODES
+    if row is None or row.rule is None:
+        return False
+    code: CodeType | None = getattr(inspect.unwrap(row.rule), "__code__", None)
+    return code in _CODES
 
 
 def _is_int(type_: str) -> bool:
