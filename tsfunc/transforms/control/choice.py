@@ -10,7 +10,7 @@ import torch
 
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.linear_maps import batch_first
-from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
