@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -98,6 +99,20 @@ def llama(attention: str) -> Any:
     t = library("transformers")
     options = {**_TRANSFORMER, **_TEXT, "attn_implementation": attention}
     return t.LlamaForCausalLM(t.LlamaConfig(num_key_value_heads=1, **options))
+
+
+# Decoders of transformers that differ in norms, positions, attention windows or biases.
+DECODERS = ("Gemma", "Gemma2", "Qwen2", "Qwen3", "Mistral", "OPT", "GPTNeoX")
+
+
+def decoder(kind: str) -> Any:
+    t = library("transformers")
+    options = {**_TRANSFORMER, **_TEXT, "pad_token_id": 0}
+    if kind == "OPT":
+        options.update(ffn_dim=32, word_embed_proj_dim=16)
+    elif kind != "GPTNeoX":
+        options.update(num_key_value_heads=1, head_dim=8)
+    return getattr(t, f"{kind}ForCausalLM")(getattr(t, f"{kind}Config")(**options))
 
 
 def bert(attention: str) -> Any:
@@ -239,6 +254,12 @@ MODELS: dict[str, Model] = {
         f"{name} of transformers, {attention} attention": model
         for name, models in _TEXT_MODELS.items()
         for attention, model in models.items()
+    },
+    **{
+        f"{kind} of transformers": Model(
+            functools.partial(decoder, kind), ("b", "s"), _logits, tokens=True
+        )
+        for kind in DECODERS
     },
     "ViT of transformers": Model(lambda: vit("sdpa"), ("b", 3, 16, 16), _classes),
     "Mamba of transformers": Model(mamba, ("b", "s"), _logits, tokens=True),

@@ -53,8 +53,11 @@ def batch_norm(
 
 
 def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
-    """Return a tensor less its maximum over dims, and the maximum; an infinite one counts as 0."""
-    most = x.amax(dims, keepdim=True).detach()
+    """Return a tensor less its maximum over dims, and the maximum; an infinite one counts as 0.
+
+    The maximum of complex numbers is that of their real parts.
+    """
+    most = (x.real if x.is_complex() else x).amax(dims, keepdim=True).detach()
     most = most.masked_fill(most.isinf(), 0.0)
     return x - most, most
 
@@ -96,10 +99,11 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
 
 def copysign(x: Tensor, y: Tensor | float) -> Any:
     """``aten::copysign``; the derivative at 0 is 0, as torch's is."""
+    if not isinstance(y, Tensor):
+        x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+        y = x.new_full((), y)
     if not x.is_floating_point():
         return NotImplemented
-    if not isinstance(y, Tensor):
-        y = x.new_full((), y)
     x_sign, y_sign = x.detach().signbit(), y.detach().signbit()
     out = torch.where(x_sign == y_sign, x, -x)
     return torch.where(x == 0, out.detach(), out).to(torch.result_type(x, y))
@@ -241,6 +245,46 @@ def batch_norm_backward(
     )
 
 
+def binary_cross_entropy_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """``aten::binary_cross_entropy_backward``."""
+    pulled = grad * (x - target) / (x * (1 - x)).clamp_min(1e-12)
+    pulled = pulled if weight is None else pulled * weight
+    return pulled / x.numel() if reduction == 1 else pulled
+
+
+def batch_norm_backward_with_reserve(*args: Any) -> Any:
+    """``aten::batch_norm_backward``; only kernels of other devices read the last argument."""
+    return batch_norm_backward(*args[:-1])
+
+
+def hardsigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """``aten::hardsigmoid_backward``."""
+    return torch.where((x > -3) & (x < 3), grad / 6, 0.0)
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    c: int,
+    size: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::native_group_norm``."""
+    wide = widened(x).reshape(n, groups, c // groups, size)
+    mean = wide.mean([-2, -1], keepdim=True)
+    scale = (wide.var([-2, -1], correction=0, keepdim=True) + eps).rsqrt()
+    out = ((wide - mean) * scale).reshape(n, c, size)
+    out = out if weight is None else out * weight.reshape(c, 1)
+    out = out if bias is None else out + bias.reshape(c, 1)
+    mean, scale = (v.detach().reshape(n, groups) for v in (mean, scale))
+    return out.reshape(x.shape).to(x.dtype), mean, scale
+
+
 def group_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -314,24 +358,29 @@ TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.FACTORED,
     **differentiable_norms.NORMS,
 }
-# torch's formula for tracers is not differentiable where singular values are equal. These are
-# replaced inside of nested derivatives alone, since they take longer.
-TRACERS_DECOMPOSED: dict[str, Callable[..., Any]] = {
+# torch's formula is not differentiable where singular values are equal, or (group norm) fails for
+# the second derivative in a trace. These are replaced inside of nested derivatives alone, since
+# they take longer.
+NESTED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_det": differentiable_linalg.linalg_det,
+    "aten::native_group_norm": group_norm,
 }
 # torch's formulas of these backward operators are correct for one derivative only: those of
-# normalizations treat the statistics as constants, and that of glu has no derivative of its
-# tangents.
+# normalizations treat the statistics as constants, that of glu has no derivative of its tangents,
+# and that of the cross entropy writes in place.
 BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::glu_backward": glu_backward,
+    "aten::binary_cross_entropy_backward": binary_cross_entropy_backward,
     "aten::native_layer_norm_backward": layer_norm_backward,
     "aten::native_batch_norm_backward": batch_norm_backward,
+    "aten::batch_norm_backward": batch_norm_backward_with_reserve,
     "aten::native_group_norm_backward": group_norm_backward,
     **differentiable_norms.BACKWARD,
 }
 # Backward operators that have no derivative at all.
 UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::logit_backward": logit_backward,
+    "aten::hardsigmoid_backward": hardsigmoid_backward,
     **attention_decompositions.BACKWARD,
     **differentiable_norms.UNDIFFERENTIABLE_BACKWARD,
 }

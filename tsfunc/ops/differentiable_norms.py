@@ -60,9 +60,56 @@ def vector_norm(
     return out.to(real)
 
 
+def std(
+    x: Tensor,
+    dim: Sequence[int] | int | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> Tensor:
+    """``aten::std``."""
+    var: Tensor = torch.ops.aten.var.correction(x, dim, correction=correction, keepdim=keepdim)
+    return _guarded(var, torch.sqrt)
+
+
+def std_mean(
+    x: Tensor,
+    dim: Sequence[int] | int | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``aten::std_mean``."""
+    var, mean = torch.ops.aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
+    return _guarded(var, torch.sqrt), mean
+
+
+def sgn(x: Tensor) -> Any:
+    """``aten::sgn``."""
+    if not x.is_complex():
+        return NotImplemented  # its derivative is zero
+    zero = x == 0
+    square = (x * x.conj()).real
+    return torch.where(zero, 0.0, x / torch.where(zero, 1.0, square).sqrt())
+
+
 def dist(x: Tensor, y: Tensor, p: float = 2) -> Any:
     """``aten::dist``."""
     return vector_norm(x - y, p)
+
+
+def cosine_embedding_loss(
+    x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1
+) -> Tensor:
+    """``aten::cosine_embedding_loss``."""
+    dim = target.dim()
+    squares = ((x * x).sum(dim) + 1e-12) * ((y * y).sum(dim) + 1e-12)
+    cosine = (x * y).sum(dim) / squares.sqrt()
+    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
+    loss = torch.where(target == 1, 1 - cosine, apart)
+    if reduction == 0:
+        return loss
+    return loss.mean() if reduction == 1 else loss.sum()
 
 
 def renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Any:
@@ -144,7 +191,11 @@ NORMS: dict[str, Callable[..., Any]] = {
     "aten::norm.ScalarOpt_dim": vector_norm,
     "aten::norm.ScalarOpt_dtype": vector_norm,
     "aten::norm.ScalarOpt_dim_dtype": vector_norm,
+    "aten::cosine_embedding_loss": cosine_embedding_loss,
     "aten::dist": dist,
+    "aten::std.correction": std,
+    "aten::std_mean.correction": std_mean,
+    "aten::sgn": sgn,
     "aten::renorm": renorm,
     "aten::_euclidean_dist": cdist,
 }

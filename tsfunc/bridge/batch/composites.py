@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
-from tsfunc.bridge.writing.gathered_views import gather
+from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require

@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.bridge.writing.gathered_views import gather
+from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError

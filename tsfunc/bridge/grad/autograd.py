@@ -151,22 +151,32 @@ class _Recorded:
 
 
 class recording(_Recorded):
-    """Context manager: autograd records on the tensors of a level; None for plain tensors."""
+    """Context manager: autograd records on the tensors of a level; None for plain tensors.
 
-    __slots__ = ()
+    Inside of another derivative, plain tensors reach the kernels of NOTE [derivatives of forward
+    formulas] too, which are otherwise active inside of levels alone.
+    """
+
+    __slots__ = ("_watching",)
 
     def __init__(self, level: TracerLevel | None) -> None:
         super().__init__(level, True)
 
     def __enter__(self) -> None:
+        self._watching = None
         if self._level is None:
             prepare()
+            if outermost.recording:
+                self._watching = watching_random()
+                self._watching.__enter__()
         super().__enter__()
         outermost.recording += 1
 
     def __exit__(self, *error: object) -> None:
         outermost.recording -= 1
         super().__exit__()
+        if self._watching is not None:
+            self._watching.__exit__(*error)
 
 
 def _is_of(value: Any, level: TracerLevel) -> bool:

@@ -25,7 +25,8 @@ so too, as it has no tangent formula. A program contains such formulas as operat
 also intercepted while it runs (``differentiable``).
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reaches a tracer's
-own methods; ``forward_ad._current_level`` tells whether a dual level is entered.
+own methods; ``forward_ad._current_level`` tells whether a dual level is entered;
+``OpOverload._schema`` tells which arguments of an operator are tensors.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
     DECOMPOSED,
+    NESTED_DECOMPOSED,
     PUSHED_DECOMPOSED,
-    TRACERS_DECOMPOSED,
     TWICE_DECOMPOSED,
     UNDIFFERENTIABLE_DECOMPOSED,
 )
@@ -85,7 +86,7 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition]]:
         (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated),
         (DECOMPOSED, _pushed_and_differentiated),
         (TWICE_DECOMPOSED, _differentiated_twice),
-        (TRACERS_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again_by_level(x)),
+        (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x)),
         (PUSHED_DECOMPOSED, _pushed_forward),
         (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x)),
         (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x)),
@@ -116,13 +117,28 @@ def _replaced(
         kwargs: its keyword arguments.
     """
     # Below autograd, in the kernel of another operator, no derivatives are taken.
-    if not below_autograd() and met((*args, *kwargs.values())):
+    wanted = not below_autograd() and met((*args, *kwargs.values()))
+    if wanted or _is_of_number(overload, args):
         if decomposition is None:
             return pullbacks.call(overload, args, kwargs)
         out = decomposition(*args, **kwargs)
         if out is not NotImplemented:
             return out
     return overload.redispatch(keys & rest, *args, **kwargs)
+
+
+def _is_of_number(overload: Any, args: Sequence[Any]) -> bool:
+    """Return True if C++ made a tensor argument of a number.
+
+    The kernel gets the number, with which the operator can't be called again.
+    """
+    return any(
+        type(arg) in _NUMBERS and isinstance(argument.type, torch.TensorType)
+        for arg, argument in zip(args, overload._schema.arguments, strict=False)
+    )
+
+
+_NUMBERS = frozenset({bool, int, float, complex})
 
 
 def _recorded(values: Sequence[Any]) -> bool:
@@ -156,10 +172,9 @@ def _differentiated_twice(values: Sequence[Any]) -> bool:
     return (recorded and pushed) or traced or _differentiated_inside(values)
 
 
-def _recorded_again_by_level(values: Sequence[Any]) -> bool:
-    """Return True if autograd records a call on tracers inside of several derivatives."""
-    nested = outermost.recording > 1
-    return nested and any(isinstance(x, Tracer) for x in values) and _recorded(values)
+def _recorded_again(values: Sequence[Any]) -> bool:
+    """Return True if autograd records a call inside of several derivatives."""
+    return outermost.recording > 1 and _recorded(values)
 
 
 def _differentiated_inside(values: Sequence[Any]) -> bool:
