@@ -25,7 +25,7 @@ from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
+from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
 from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.questions import same_number
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level
