@@ -540,7 +540,7 @@ def _operators() -> None:
     """torch.library._defs torch._library.custom_ops.CustomOpDef torch._library.custom_ops.OPDEFS
     torch._library.custom_ops._maybe_get_opdef CustomOpDef._lib
     CustomOpDef._opoverload CustomOpDef._vmap_fn""",
-    use="What torch.library registers for an operator: its overload, derivative and vmap.",
+    use="The overload, derivative and batching rule that torch.library registers for an operator.",
     stand_in="The same facts recorded by wrappers around torch.library's public functions.",
     risk=Risk.HIGH,
 )

@@ -42,8 +42,10 @@ A rule returns ``NotImplemented`` for a call that it does not cover; the per-exa
 from __future__ import annotations
 
 import enum
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,6 +93,9 @@ class RuleLevel(Protocol):
     @property
     def in_formula(self) -> bool:
         """True while a backward formula of torch runs."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Context manager: torch runs on plain tensors, and no level or mode sees it."""
 
     def examples(self, device: torch.device) -> Tensor:
         """Return the index of each example of the batch in the whole vmapped call."""
@@ -165,7 +170,7 @@ class Family:
 
 
 def _source_of(rule: Rule) -> str:
-    code = getattr(rule, "__code__", None)
+    code = getattr(inspect.unwrap(rule), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
 
 

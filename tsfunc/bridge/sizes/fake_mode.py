@@ -44,6 +44,7 @@ operator, ``UntypedStorage._cdata`` is the address of a storage.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -401,7 +402,9 @@ def _codes_of(code: CodeType) -> Iterator[CodeType]:
             yield from _codes_of(each)
 
 
-_CODES: Final = frozenset(code for rule in _RULES for code in _codes_of(rule.__code__))
+_CODES: Final = frozenset(
+    code for rule in _RULES for code in _codes_of(inspect.unwrap(rule).__code__)
+)
 
 # Composite operators without such a rule.
 _NAMES: Final = frozenset({
@@ -490,7 +493,10 @@ def _arguments(call: Any) -> Sequence[str] | None:
 
 def _has_rule(name: str) -> bool:
     row = find(name)
-    return row is not None and getattr(row.rule, "__code__", None) in _CODES
+    if row is None or row.rule is None:
+        return False
+    code: CodeType | None = getattr(inspect.unwrap(row.rule), "__code__", None)
+    return code in _CODES
 
 
 def _is_int(type_: str) -> bool:

@@ -31,6 +31,8 @@ def _local_scalar_dense(value: TraceTracer) -> Any:
     message = _message(torch._C._current_autograd_node())
     sound = trace_kernel(operator_of(torch.ops.aten.logical_not.default), (value,), {})
     trace_kernel(operator_of(torch.ops.aten._assert_async.msg), (sound, message), {})
+    # The message has the line of the forward call, which the engine's own error lacks.
+    next(reversed(value.dispatch_level.graph.nodes)).meta["engine_check"] = True
     return False
 
 
