@@ -77,7 +77,7 @@ def fuzz(
     reasons: Counter[str] = Counter()
     causes: Counter[tuple[str, str]] = Counter()
     end = time.monotonic() + seconds
-    number = 0
+    number = interrupts = 0
     with Worker() as worker:
         while time.monotonic() < end and (not most or number < most):
             chosen = mode or _ROUND[number % len(_ROUND)]
@@ -86,6 +86,7 @@ def fuzz(
             number += 1
             verdict = worker.run(one, chosen)
             verdicts[verdict.kind] += 1
+            interrupts += verdict.interrupts
             modes[chosen] += 1
             if verdict.kind in (REFUSED, SKIPPED):
                 reasons[f"{verdict.kind}: {verdict.cause}"] += 1
@@ -101,7 +102,7 @@ def fuzz(
                 causes[key] += 1
                 if causes[key] <= _SHOWN:
                     show(name, one, verdict, worker, keep)
-    print(f"seed {seed}: {number} draws; {dict(modes)}; {dict(verdicts)}")
+    print(f"seed {seed}: {number} draws; {dict(modes)}; {dict(verdicts)}; {interrupts} interrupts")
     print("constructs\n" + table(constructs))
     print("transforms\n" + table(transforms))
     if reasons:

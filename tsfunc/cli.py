@@ -184,7 +184,7 @@ def show_record(
 
 @app.command("build")
 def build_handlers() -> None:
-    """Compile the experimental handlers of batched tensors, for faster eager vmap calls."""
+    """Compile the handlers of batched tensors, for faster eager vmap calls."""
     path = compiled.library_path()
     if path.exists():
         print(f"{path} is there already.")

@@ -138,3 +138,37 @@ def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
     assert vmap(grad(lambda x: torch.sin(x).sum()))(x).allclose(x.cos())
     assert [plan.step for plan in plans(torch.sin).recorded.values()] == [PlanStep.RECORDED]
     assert not plans(torch.sin).plans
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "in_dim", "step"),
+    [
+        (F.layer_norm, lambda x: F.layer_norm(x, (3,)), 0, PlanStep.PARTS),
+        (torch.Tensor.view, lambda x: x.view(3, 2), 0, PlanStep.RECORDED),
+        (torch.Tensor.view, lambda x: x.view(2, 3), 1, PlanStep.TABLE),
+        (torch.Tensor.reshape, lambda x: x.reshape(3, 2), 0, PlanStep.RECORDED),
+        (torch.Tensor.__getitem__, lambda x: x[0, 1:], 0, PlanStep.RECORDED),
+        (torch.Tensor.__getitem__, lambda x: x[x.argmax() // 6], 0, PlanStep.TABLE),
+        (torch.Tensor.select, lambda x: x.select(0, 1), 0, PlanStep.RECORDED),
+    ],
+    ids=["parts", "view", "moved view", "reshape", "index", "index by tensor", "select"],
+)
+def test_plans_of_calls_that_autograd_records(
+    function: Any, call: Any, in_dim: int, step: PlanStep
+) -> None:
+    """A function rule that leaves a call to torch is no obstacle to a plan."""
+    batch = torch.randn(4, 2, 3, dtype=torch.float64)
+    plans = FUNCTION_PLANS.get(function)
+    if plans is not None:
+        plans.recorded.clear()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = call(x.sin()).square().sum()
+        return total
+
+    for _ in range(2):
+        found = vmap(grad(loss), in_dim)(batch.movedim(0, in_dim))
+    assert torch.allclose(found, torch.stack([torch.func.grad(loss)(x) for x in batch]))
+    plans = FUNCTION_PLANS[function]
+    assert plans is not None
+    assert {plan.step for plan in plans.recorded.values()} == {step}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,9 @@ class Level:
     randomness: str = "error"
     splitter: Splitter | None = None
     in_formula: bool = False
+
+    def outside(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def examples(self, device: torch.device) -> Tensor:
         return torch.arange(self.batch_size, device=device)

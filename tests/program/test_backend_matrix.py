@@ -80,6 +80,19 @@ def kalman(a: Tensor, ys: Tensor) -> Any:
     return scan(step, (torch.zeros(3), torch.eye(3)), ys)[1]
 
 
+def solved(a: Tensor, b: Tensor) -> Tensor:
+    """The solution for a matrix that is far from singular."""
+    solution: Tensor = torch.linalg.solve(torch.eye(2) * 3 + a.sin(), b)
+    return solution
+
+
+def parallel_sums(a: Tensor, xs: Tensor) -> Tensor:
+    """Inverses of sums of inverses of positive definite matrices, which are associative."""
+    inv = torch.linalg.inv
+    given = (a @ xs) @ (a @ xs).mT + torch.eye(2)
+    return associative_scan(lambda x, y: inv(inv(x) + inv(y)), given).sum()
+
+
 def mse(p: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return (torch.tanh(x @ p) - y).square().mean()
 
@@ -163,6 +176,13 @@ LOOPS: dict[str, Case] = {
     "Kalman filter of open length": Case(kalman, [(3, 3), (6, 2)], {"a": [3, 3], "ys": ["t", 2]}),
     "gradient of a Kalman filter": Case(
         grad(lambda a, ys: kalman(a, ys).sum()), [(3, 3), (6, 2)], {"a": [3, 3], "ys": ["t", 2]}
+    ),
+    "gradient of a scan that solves": Case(
+        grad(lambda a, xs: scan(lambda c, x: (solved(a, c) + x, None), xs[0], xs)[0].sum()),
+        [(2, 2), (4, 2)], quick=True,
+    ),
+    "gradient of an associative_scan that inverts": Case(
+        grad(parallel_sums), [(2, 2), (5, 2, 2)],
     ),
     "solve and cholesky in bodies": Case(
         lambda x: scan(

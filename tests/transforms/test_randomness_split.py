@@ -28,6 +28,13 @@ def attend(x: Tensor) -> Tensor:
     return nnf.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
 
 
+def combined(x: Tensor) -> Tensor:
+    """Draw before, at each combination, and after."""
+    first = torch.rand(())
+    done = tsfunc.associative_scan(lambda a, b: a + b + torch.rand(()), x)
+    return first + done + torch.rand(())
+
+
 DRAWS: dict[str, Func] = {
     "rand": lambda x: torch.rand(6),
     "rand of doubles": lambda x: torch.rand(2, 3, dtype=torch.float64),
@@ -573,3 +580,44 @@ def test_no_numbers_to_draw(name: str, examples: int) -> None:
     one = f(torch.full((4,), 0.5))
     drawn = drawing(f)(x)
     assert drawn.shape == (examples, *one.shape) and drawn.dtype is one.dtype
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+def test_an_associative_scan_draws_alike_in_a_program(size: int) -> None:
+    x = torch.randn(3, size)
+    for mapped in (drawing(combined), combined):
+        program = tsfunc.specialize(mapped)
+        given = x if mapped is not combined else x[0]
+        torch.manual_seed(5)
+        eager = mapped(given)
+        torch.manual_seed(5)
+        torch.testing.assert_close(program(given), eager)
+
+
+def test_an_associative_scan_that_draws_over_an_open_dim_is_refused() -> None:
+    program = tsfunc.specialize(drawing(combined), {"x": tsfunc.MetaTensorType([3, "t"])})
+    with pytest.raises(tsfunc.errors.DataDependentError, match="expected a function without rand"):
+        program(torch.randn(3, 5))
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(),
+    "exponential_": lambda x: x.exponential_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "cauchy_": lambda x: x.cauchy_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "random_": lambda x: x.random_(0, 9),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_draw_in_place_of_named_sizes(name: str) -> None:
+    mapped = drawing(lambda x: IN_PLACE[name](x.new_empty(x.shape)))
+    program = tsfunc.specialize(mapped, {"x": tsfunc.MetaTensorType([2, "n"])})
+    for size in (5, 8, 3):
+        x = torch.zeros(2, size)
+        torch.manual_seed(3)
+        eager = mapped(x)
+        torch.manual_seed(3)
+        same(program(x), eager)

@@ -21,6 +21,7 @@ from tools.fuzz.sessions import run_session
 
 THREADS = 16
 INTERRUPTS = 12
+_NEVER = 0.0  # as a time of the timer
 _SLOW = 1.0  # CPU seconds; a slower program is not repeated in threads
 
 
@@ -64,29 +65,36 @@ def run_interrupted(program: Program) -> Verdict:
         return Verdict(SKIPPED, "not right alone")
     whole = running.thread_state()
     rng = random.Random(program.seed)
+    begin = time.monotonic()
+    _interrupted(program, _NEVER)
+    took = time.monotonic() - begin
+    met = 0
     old_hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     old = signal.signal(signal.SIGALRM, _interrupt)
     try:
         for _ in range(INTERRUPTS):
-            _interrupted(program, rng.random() ** 2 * 0.2 + 1e-5)
+            met += _interrupted(program, rng.random() * took + 1e-5)
             now = running.thread_state()
             if now != whole:
-                return Verdict(BROKEN, "thread state after an interrupt", f"{whole} became {now}")
+                return Verdict(
+                    BROKEN, "thread state after an interrupt", f"{whole} became {now}", met
+                )
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, old)
         sys.unraisablehook = old_hook
     after = running.run(program)
     if after.failed:
-        return Verdict(WRONG, "after an interrupt", f"{after.kind}: {after.detail}")
-    return Verdict(OK)
+        return Verdict(WRONG, "after an interrupt", f"{after.kind}: {after.detail}", met)
+    return Verdict(OK, interrupts=met)
 
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _interrupted(program: Program, after: float) -> None:
+def _interrupted(program: Program, after: float) -> bool:
+    """Run a program; return True if the interrupt came before its end."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -96,6 +104,8 @@ def _interrupted(program: Program, after: float) -> None:
     except (KeyboardInterrupt, Exception):
         # Where the interrupt comes in a callback of C++, torch turns it into an error of its own.
         signal.setitimer(signal.ITIMER_REAL, 0)
+        return True
+    return False
 
 
 MODES: dict[str, Callable[[Any], Verdict]] = {

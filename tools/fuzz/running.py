@@ -42,11 +42,13 @@ class Verdict:
         cause: the same for programs that fail alike: where an error came from, or which part of
             the result differs.
         detail: for people.
+        interrupts: the number of interrupts that the program met.
     """
 
     kind: str
     cause: str = ""
     detail: str = ""
+    interrupts: int = 0
 
     @property
     def failed(self) -> bool:

@@ -48,17 +48,24 @@ def package_of(frame: FrameType) -> str:
 
 def is_users(frame: FrameType) -> bool:
     """True if a frame runs code of neither this package nor torch."""
+    name = frame.f_globals.get("__name__")
+    if type(name) is str and name in _library_modules:
+        return False
     package = package_of(frame)
-    return package not in _PACKAGES and not (
-        package == "" and frame.f_code.co_filename.startswith(GENERATED)
-    )
+    if package in _PACKAGES:
+        _library_modules.add(name)
+        return False
+    return package != "" or not frame.f_code.co_filename.startswith(GENERATED)
+
+
+_library_modules: set[Any] = set()  # the names of modules of these packages, as they are found
 
 
 def users_frame() -> FrameType:
     """Return the innermost frame outside this package and torch; else the outermost frame."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and not is_users(frame):
-        frame = frame.f_back
+    while (back := frame.f_back) is not None and not is_users(frame):
+        frame = back
     return frame
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import NoExamples, align, batched_at, batched_front, front
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -102,6 +103,7 @@ def _normalize(
     "aten::native_batch_norm", "aten::_native_batch_norm_legit",
     "aten::cudnn_batch_norm", "aten::miopen_batch_norm",
 )  # fmt: skip
+@checked
 def batch_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -110,6 +112,7 @@ def batch_norm(
 
 
 @row("aten::_native_batch_norm_legit.no_stats")
+@checked
 def batch_norm_no_stats(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -123,6 +126,7 @@ def batch_norm_no_stats(
 @row(
     "aten::_native_batch_norm_legit_no_training", "aten::_batch_norm_no_update",
 )  # fmt: skip
+@checked
 def batch_norm_evaluating(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -131,6 +135,7 @@ def batch_norm_evaluating(
 
 
 @row("aten::_batch_norm_with_update")
+@checked
 def batch_norm_training(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -146,6 +151,7 @@ def batch_norm_training(
 @row(
     "aten::_native_batch_norm_legit_functional", "aten::_batch_norm_with_update_functional",
 )  # fmt: skip
+@checked
 def batch_norm_functional(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -1,7 +1,8 @@
 """Operators on a batch of samples (N, C, ...): the batch of the vmap is folded into N.
 
 These are pooling, resampling and patch operators. They accept samples with or without the dim N;
-without it, the batch of the vmap becomes N.
+without it, the batch of the vmap becomes N. Folding hides the rank of a sample, so the rules are
+checked: NOTE [calls that torch refuses] in ``refusal``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from tsfunc.ops.dims import batched_front
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -48,7 +50,7 @@ def folded(core: int, *places: int) -> Rule:
         has_n = x.dim() - (dims[first] is not None) > core
         return unfold(op(*new, **kwargs), size, has_n), 0
 
-    return rule
+    return checked(rule)
 
 
 def _aten(names: str) -> list[str]:
@@ -98,7 +100,7 @@ def fractional(core: int) -> Rule:
         samples = batched_front(samples, dims[3], size).flatten(0, 1)
         return unfold(op(fold(x, dims[0], size, core), kernel, output, samples), size, has_n), 0
 
-    return rule
+    return checked(rule)
 
 
 rows(fractional(3), "aten::fractional_max_pool2d")
@@ -140,6 +142,7 @@ rows(upsample_backward, *_upsampling("_backward"))
 
 
 @row("aten::grid_sampler_2d", "aten::grid_sampler_3d")
+@checked
 def grid_sampler(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -173,6 +176,7 @@ def grid_sampler_backward(
 
 
 @row("aten::affine_grid_generator")
+@checked
 def affine_grid_generator(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tsfunc.ops.batched import fold, unfold
 from tsfunc.ops.dims import align, batched_front, filled, front, logical_rank, logical_shape
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import checked, refused
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -72,6 +72,7 @@ def _with_bias(
 
 
 @row("aten::convolution", "aten::convolution_overrideable")
+@checked
 def convolution(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -66,7 +66,8 @@ def normal(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     half = (count + 1) // 2
     radius = (-2 * positive(draw, half, dtype).log()).sqrt()
     angle = 2 * math.pi * positive(draw, half, dtype)
-    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)[..., :count]
+    both = torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
+    return both.narrow(-1, 0, count)
 
 
 def exponential(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:

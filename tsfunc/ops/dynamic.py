@@ -17,6 +17,7 @@ from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results, same_answer
 
@@ -155,6 +156,7 @@ def by_nonzero(
 
 
 @row("aten::masked_select")
+@checked
 def masked_select(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

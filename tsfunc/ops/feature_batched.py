@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, front
 from tsfunc.ops.layouts import channels_last
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -50,6 +51,7 @@ def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None
 
 
 @row("aten::native_layer_norm")
+@checked
 def native_layer_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -67,6 +69,7 @@ def native_layer_norm(
 
 
 @row("aten::layer_norm")
+@checked
 def layer_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -118,6 +121,7 @@ def native_layer_norm_backward(
 
 
 @row("aten::native_group_norm")
+@checked
 def native_group_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

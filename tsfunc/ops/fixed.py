@@ -18,7 +18,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
     unit_dims,
 )
-from tsfunc.ops.refusal import ranks_are, refused
+from tsfunc.ops.refusal import checked, ranks_are, refused
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -179,7 +179,10 @@ def linear(
     bias = args[2] if len(args) > 2 else None
     at, q = dims[0], dims[1]
     r = dims[2] if len(dims) > 2 else None
-    if q is None and r is None and x.dim() > 1 and (bias is None or bias.dim() == 1):
+    if bias is not None and bias.dtype is not weight.dtype:  # a separate sum would promote it
+        refused(op, dims, args, kwargs)
+    exact = bias is None or (bias.dim() == 1 and weight.dim() == 2)
+    if q is None and r is None and x.dim() > 1 and exact:
         try:
             if at < x.dim() - 1:
                 return op(x, weight, bias), at
@@ -289,6 +292,7 @@ def _pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 
 @row("aten::addmm")
+@checked
 def addmm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -323,8 +327,8 @@ def added_product(first: int, second: int) -> Rule:
     return rule
 
 
-rows(added_product(2, 1), "aten::addmv")
-rows(added_product(3, 3), "aten::baddbmm")
+rows(checked(added_product(2, 1)), "aten::addmv")
+rows(checked(added_product(3, 3)), "aten::baddbmm")
 
 
 def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
@@ -340,6 +344,7 @@ def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
 
 
 @row("aten::addbmm")
+@checked
 def addbmm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -367,6 +372,7 @@ def outer(
 
 
 @row("aten::addr")
+@checked
 def addr(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -20,7 +20,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
     wrap,
 )
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import checked, refused, require
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
@@ -137,6 +137,7 @@ def _spread(index: Tensor, dim: int, like: Tensor) -> Tensor:
     "aten::index_add", "aten::index_add_", "aten::index_copy", "aten::index_copy_",
     "aten::index_reduce", "aten::index_reduce_",
 )  # fmt: skip
+@checked
 def index_write(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -284,6 +285,7 @@ def _ordinals(mask: Tensor) -> Tensor:
 
 
 @row("aten::masked_scatter", "aten::masked_scatter_")
+@checked
 def masked_scatter(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -302,6 +304,10 @@ def masked_scatter(
     whole_x, mask = torch.broadcast_tensors(whole, mask)
     source = one_at_least(lines(batched_front(source, dims[2], size)), 1)
     flat = lines(mask)
+    enough = source.shape[1]
+    if not (isinstance(enough, int) and isinstance(flat.shape[1], int) and enough >= flat.shape[1]):
+        message = "masked_scatter: Number of elements of source < number of ones in mask"
+        require(flat.count_nonzero(1) <= enough, message)
     order = _ordinals(flat).clamp(0, source.shape[1] - 1)
     out = torch.where(flat, source.gather(1, order), lines(whole_x))
     out = out.view(whole_x.shape)

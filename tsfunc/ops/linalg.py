@@ -16,7 +16,7 @@ from torch import Tensor
 from tsfunc.ops.dims import NoExamples, batched_front, filled, front, logical_rank, unit_dims
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.reductions import reduction
-from tsfunc.ops.refusal import ranks_at_least, refused
+from tsfunc.ops.refusal import checked, ranks_at_least, refused
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
@@ -183,7 +183,7 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
 
 rows(together(2, 1), "aten::linalg_householder_product")
 rows(together(2, 1, 2), "aten::ormqr")
-rows(together(2, 1, 2, broadcast=True), "aten::linalg_ldl_solve")
+rows(checked(together(2, 1, 2, broadcast=True)), "aten::linalg_ldl_solve")
 
 
 _unpacked = together(2, 1)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, every_dim, front, lines, logical_rank
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 NONE, MEAN = 0, 1  # the reduction argument of losses; 2 is the sum
@@ -72,11 +73,11 @@ def pointwise_loss_backward(count: int) -> Rule:
 
 
 rows(
-    pointwise_loss(2),
+    checked(pointwise_loss(2)),
     "aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss", "aten::soft_margin_loss",
 )  # fmt: skip
-rows(pointwise_loss(3), "aten::binary_cross_entropy")
-rows(pointwise_loss(4), "aten::binary_cross_entropy_with_logits")
+rows(checked(pointwise_loss(3)), "aten::binary_cross_entropy")
+rows(checked(pointwise_loss(4)), "aten::binary_cross_entropy_with_logits")
 rows(
     pointwise_loss_backward(3),
     "aten::mse_loss_backward", "aten::smooth_l1_loss_backward", "aten::huber_loss_backward",
@@ -111,6 +112,7 @@ def _picked(
 
 
 @row("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+@checked
 def nll_loss_forward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -152,6 +154,7 @@ def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
 
 
 @row("aten::multi_margin_loss")
+@checked
 def multi_margin_loss(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -202,6 +205,7 @@ def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Te
 
 
 @row("aten::multilabel_margin_loss_forward")
+@checked
 def multilabel_margin_loss_forward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

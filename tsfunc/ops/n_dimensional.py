@@ -21,7 +21,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.reductions import flat
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import checked, refused
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
@@ -276,6 +276,7 @@ def diagonal_scatter(
 
 
 @row("aten::pixel_shuffle", "aten::pixel_unshuffle")
+@checked
 def pixel_shuffle(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -293,6 +294,7 @@ def pixel_shuffle(
 
 
 @row("aten::channel_shuffle", "aten::native_channel_shuffle")
+@checked
 def channel_shuffle(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -115,7 +115,7 @@ class Philox:
         shape = number, rows, 1
         odd = torch.stack([purpose.view(-1, 1, 1).expand(shape), drawn.expand(shape)])
         out = philox(even, odd, self._key)
-        return out.reshape(number, rows, blocks * 4)[..., :count]
+        return out.reshape(number, rows, blocks * 4).narrow(-1, 0, count)
 
 
 class Attempts:

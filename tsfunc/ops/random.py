@@ -5,8 +5,8 @@ Unlike other rules, these rules also run when no argument is batched.
 
 - ``"different"``: the result is always batched. One call draws for the whole batch, with the batch
   dim first. The numbers do not depend on the place of the batch dim, and equal torch.func's.
-- ``"split"``: the result is always batched, and each example draws as if it ran alone. The rules
-  are in ``random_split``.
+- ``"split"``: the result is always batched, and each example draws as if it ran alone. The numbers
+  are those of ``samplers``.
 - ``"same"``: one example is drawn, and the result is batched only if other arguments are. A
   distribution that differs between examples raises an error, as in torch.func.
 - ``"error"``: raises an error.
@@ -14,18 +14,20 @@ Unlike other rules, these rules also run when no argument is batched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tsfunc.ops import random_split
+from tsfunc.ops import distributions, samplers
 from tsfunc.ops.dims import (
     align,
     batched_front,
     filled,
     front,
+    logical_shape,
     op_name,
     place,
     refuse_inplace,
@@ -90,7 +92,11 @@ def sized(place_of_size: int) -> Rule:
         if level.randomness == "same":
             return op(*args, **kwargs), None
         if level.randomness == "split":
-            return random_split.sized(op, level, place_of_size, args, kwargs)
+            default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
+            return samplers.sampled(
+                op, level, args[place_of_size], kwargs.get("dtype") or default,
+                kwargs.get("device") or torch.get_default_device(), args[:place_of_size], kwargs,
+            ), 0  # fmt: skip
         before, size = args[:place_of_size], [level.batch_size, *args[place_of_size]]
         return op(*before, size, *args[place_of_size + 1 :], **kwargs), 0
 
@@ -106,7 +112,9 @@ def randperm(
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
-        return random_split.randperm(op, level, args, kwargs)
+        draw = samplers.draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
+        order = distributions.permutation(draw, args[0])
+        return order.to(kwargs.get("dtype") or torch.int64), 0
     return torch.stack([op(*args, **kwargs) for _ in range(level.batch_size)]), 0
 
 
@@ -116,7 +124,12 @@ def drawn_like(
     """Draw in the shape and dtype of the first argument, whose values are not used."""
     check_randomness(op, level, kwargs)
     if level.randomness == "split":
-        return random_split.drawn_like(op, level, dims, args, kwargs)
+        like, place_of_batch = args[0], dims[0]
+        out = samplers.sampled(
+            op, level, logical_shape(like, place_of_batch), kwargs.get("dtype") or like.dtype,
+            kwargs.get("device") or like.device, args[1:], kwargs,
+        )  # fmt: skip
+        return (out.movedim(0, place_of_batch), place_of_batch) if place_of_batch else (out, 0)
     x, at = shaped_like(level, args[0], dims[0])
     if "memory_format" in kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
@@ -138,7 +151,11 @@ def randint_like(
         return refused(op, dims, args, kwargs)
     require(high > 0, f"{op_name(op)} expected a high above 0")
     if level.randomness == "split":
-        return random_split.randint_like(op, level, dims, args, kwargs)
+        shape = logical_shape(x, dims[0])
+        draw = samplers.draw_for(level, x.device, kwargs)
+        bounds = high.to(torch.int64).unsqueeze(1)
+        drawn = distributions.integers(draw, math.prod(shape), 0, bounds)
+        return samplers.in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
     x = batched_front(x, dims[0], level.batch_size)
     # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
@@ -175,7 +192,12 @@ def drawn_inplace(
             refuse_inplace(op)
         raise drawn_into_one(op)
     if level.randomness == "split":
-        random_split.drawn_inplace(op, level, dims, args, kwargs)
+        if any(isinstance(arg, Tensor) for arg in args[1:]):
+            out = _split_bernoulli(level, dims, args, kwargs)
+        else:
+            shape = logical_shape(x, at)
+            out = samplers.sampled(op, level, shape, x.dtype, x.device, args[1:], kwargs)
+        x.copy_(out.movedim(0, at))
         return x, at
     rest = [
         place(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
@@ -194,7 +216,7 @@ def drawn_from(
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
-        return random_split.drawn_from(op, level, dims, args, kwargs)
+        return samplers.of_parameters(op, level, dims, args, kwargs), 0
     size = level.batch_size
     whole = [
         batched_front(x, d, size) if isinstance(x, Tensor) else x
@@ -203,6 +225,20 @@ def drawn_from(
     rank = max(x.dim() for x in whole if isinstance(x, Tensor)) - 1
     placed = [place(x, 0, rank) if isinstance(x, Tensor) else x for x in whole]
     return op(*placed, **kwargs), 0
+
+
+def _split_bernoulli(
+    level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Draw for each example in the shape and dtype of the first argument, batch dim first.
+
+    The last argument has the probabilities.
+    """
+    shape = logical_shape(args[0], dims[0])
+    draw = samplers.draw_for(level, args[0].device, kwargs)
+    chances = samplers.parameter_rows(args[-1], dims[-1], shape)
+    drawn = distributions.below(draw, math.prod(shape), chances).to(args[0].dtype)
+    return samplers.without_gradient(samplers.in_shape(drawn, shape), *args)
 
 
 @row("aten::bernoulli", "aten::bernoulli.Tensor")
@@ -216,7 +252,7 @@ def bernoulli(
     check_randomness(op, level, kwargs)
     one_distribution(op, level, dims)
     if level.randomness == "split":
-        return random_split.bernoulli(op, level, dims, args, kwargs), 0
+        return _split_bernoulli(level, dims, args, kwargs), 0
     chance, at = args[0], dims[0]
     if len(args) == 2:
         aligned, where = align(args, dims)
@@ -234,11 +270,22 @@ def bernoulli(
 def normal(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A separate rule serves ``"split"``: it scales standard normal numbers."""
+    """Draw with tensor parameters; ``"split"`` scales and shifts standard normal numbers."""
+    if level.randomness != "split":
+        return drawn_from(op, level, dims, args, kwargs)
     check_randomness(op, level, kwargs)
-    if level.randomness == "split":
-        return random_split.normal(op, level, dims, args, kwargs)
-    return drawn_from(op, level, dims, args, kwargs)
+    params, where = (*args, 1.0)[:2], [*dims, None][:2]
+    tensors = [x for x in params if isinstance(x, Tensor)]
+    shape = samplers.broadcast_shape(params, where)
+    dtype = tensors[0].dtype
+    if len(tensors) == 2:
+        dtype = torch.promote_types(dtype, tensors[1].dtype)
+    draw = samplers.draw_for(level, tensors[0].device, kwargs)
+    noise = samplers.in_shape(distributions.normal(draw, math.prod(shape), dtype), shape)
+    (mean, std, noise), at = align(
+        [x.detach() if isinstance(x, Tensor) else x for x in params] + [noise], [*where, 0]
+    )
+    return samplers.without_gradient((mean + std * noise).to(dtype), *params), at
 
 
 @row("aten::multinomial")
@@ -251,7 +298,9 @@ def multinomial(
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
-        return random_split.multinomial(op, level, dims, args, kwargs)
+        x, number, replacement = (*args, False)[:3]
+        draw = samplers.draw_for(level, x.device, kwargs)
+        return samplers.multinomial(op, draw, x, dims[0], number, replacement), 0
     x = batched_front(args[0], dims[0], level.batch_size)
     if x.dim() == 2:
         return op(x, *args[1:], **kwargs), 0
@@ -264,7 +313,11 @@ def keep_mask(
 ) -> tuple[Tensor, int | None]:
     """Return ones with probability ``keep``, else zeros, per element or per feature map."""
     if level.randomness == "split":
-        return random_split.keep_mask(level, x, at, keep, features), 0
+        shape = logical_shape(x, at)
+        if features:  # the dims of a feature map get size 1
+            shape = [*shape[:2], *[1 for _ in shape[2:]]]
+        drawn = distributions.below(samplers.draw_for(level, x.device, {}), math.prod(shape), keep)
+        return samplers.in_shape(drawn.to(x.dtype), shape), 0
     like, at = shaped_like(level, x, at)
     if features:
         kept = 2 if at is None else 3
@@ -349,7 +402,9 @@ def rrelu_with_noise(
 def _slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
     """Return uniform slopes that broadcast with ``x``. Only the signs of ``x`` are read."""
     if level.randomness == "split":
-        return random_split.slopes(level, x, at, lower, upper)
+        shape = logical_shape(x, at)
+        u = distributions.uniform(samplers.draw_for(level, x.device, {}), math.prod(shape), x.dtype)
+        return samplers.in_shape(u * (upper - lower) + lower, shape).movedim(0, at)
     if level.randomness == "same" and x.device.type == "cpu":
         return _slopes_in_order(x, at, lower, upper)
     like, drawn_at = shaped_like(level, x, at)

@@ -6,10 +6,16 @@ that the operator rejects: ``matmul`` in place of ``mm`` accepts vectors, and a 
 accepts a stack of vectors as a matrix. A rule whose kernel is less strict than the operator
 therefore checks the logical ranks. If they are wrong, the rule runs the operator on one example,
 which raises torch's error.
+
+If ranks are not enough (dtypes, sizes that must be equal, dims out of range), the rule is declared
+with :func:`checked`. The first call with certain shapes, dtypes and other arguments then runs the
+operator once on zeros in the shape of one example. Later calls like it cost a lookup. Calls with
+symbolic sizes are not checked in this way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +23,9 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import logical_rank, op_name
-from tsfunc.ops.registry import Dims
+from tsfunc.ops.registry import Dims, Rule, RuleLevel
+
+_MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
 
 
 def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -49,6 +57,69 @@ def _example(value: Any, at: Any) -> Any:
     if value.shape[at] == 0:
         return value.new_zeros([size for dim, size in enumerate(value.shape) if dim != at])
     return value.select(at, 0).clone()
+
+
+def checked(rule: Rule) -> Rule:
+    """Return a rule that raises torch's error for calls that torch refuses for one example.
+
+    See NOTE [calls that torch refuses]. The operator must not draw random numbers.
+    """
+    accepted: set[Any] = set()
+
+    @functools.wraps(rule)
+    def run(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        try:
+            key = (op, *map(_signature, args, dims), *kwargs.items())
+            known = key in accepted
+        except TypeError:  # a size is symbolic
+            known = True
+        if not known:
+            _check(op, level, dims, args, kwargs)
+            if len(accepted) >= _MOST:
+                accepted.clear()
+            accepted.add(key)
+        return rule(op, level, dims, args, kwargs)
+
+    return run
+
+
+def _check(
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise torch's error if torch refuses the call for one example."""
+    with level.outside():
+        try:
+            op(*map(_zeros, args, dims), **kwargs)
+            return
+        except Exception:
+            pass  # the values may be the reason
+    refused(op, dims, args, kwargs)
+
+
+def _signature(value: Any, at: Any) -> Any:
+    """Return the part of an argument that decides if torch accepts a call."""
+    if isinstance(value, Tensor):
+        shape = tuple(value.shape)
+        if at is not None:
+            shape = shape[:at] + shape[at + 1 :]
+        return shape, value.dtype, value.device
+    if isinstance(value, list | tuple):
+        dims = at if isinstance(at, list | tuple) else [at] * len(value)
+        return tuple(map(_signature, value, dims))
+    return value
+
+
+def _zeros(value: Any, at: Any) -> Any:
+    """Return zeros in the shape of one example for a tensor; other values are unchanged."""
+    if isinstance(value, Tensor):
+        shape = [size for dim, size in enumerate(value.shape) if dim != at]
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)
+    if isinstance(value, list | tuple):
+        dims = at if isinstance(at, list | tuple) else [at] * len(value)
+        return list(map(_zeros, value, dims))
+    return value
 
 
 def ranks_at_least(dims: Dims, args: Sequence[Any], *ranks: int) -> bool:

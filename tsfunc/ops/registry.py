@@ -33,15 +33,19 @@ A rule is ``rule(op, level, dims, args, kwargs) -> (out, out_dims)``.
     are returned unchanged.
 
 A rule does not check its input again, leaves dims where they are, calls one batched kernel, and
-writes into its arguments only if the operator does. An in-place row returns ``args[0]``.
+writes into its arguments only if the operator does. An in-place row returns ``args[0]``. The calls
+of torch that a rule makes depend on the arguments' metadata and on those that are not tensors; a
+rule that reads data reads it by torch's operators (NOTE [recipes] in ``bridge/tracers/recipes``).
 A rule returns ``NotImplemented`` for a call that it does not cover; the per-example loop runs it.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,6 +93,9 @@ class RuleLevel(Protocol):
     @property
     def in_formula(self) -> bool:
         """True while a backward formula of torch runs."""
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Context manager: torch runs on plain tensors, and no level or mode sees it."""
 
     def examples(self, device: torch.device) -> Tensor:
         """Return the index of each example of the batch in the whole vmapped call."""
@@ -163,7 +170,7 @@ class Family:
 
 
 def _source_of(rule: Rule) -> str:
-    code = getattr(rule, "__code__", None)
+    code = getattr(inspect.unwrap(rule), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "?"
 
 

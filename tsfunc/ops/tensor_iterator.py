@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import checked, refused
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 from tsfunc.ops.sparse_elementwise import elementwise_instead, is_mixed
 
@@ -232,7 +232,7 @@ _BOTH = """
     divide.Scalar divide.Scalar_mode divide.Tensor divide.Tensor_mode
     true_divide.Scalar true_divide.Tensor floor_divide.Scalar
     fmod.Scalar fmod.Tensor remainder.Scalar remainder.Tensor
-    atan2 arctan2 copysign.Scalar copysign.Tensor hypot nextafter heaviside gcd lcm igamma igammac
+    atan2 arctan2 copysign.Scalar copysign.Tensor hypot nextafter gcd lcm igamma igammac
     xlogy.Tensor xlogy.Scalar_Other addcmul addcdiv lerp.Scalar lerp.Tensor
     clamp_max.Tensor clamp_min.Tensor
     eq.Scalar eq.Tensor ne.Scalar ne.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor
@@ -249,7 +249,7 @@ _BOTH = """
 
 # Operators without an in-place variant, or with one of another name.
 _PLAIN = """
-    _conj_physical angle complex polar positive floor_divide
+    _conj_physical angle positive floor_divide
     float_power.Scalar float_power.Tensor_Scalar
     float_power.Tensor_Tensor fmax fmin gelu hardshrink isfinite isinf isnan
     isneginf isposinf ldexp.Tensor logaddexp logaddexp2 max.other maximum min.other minimum
@@ -273,8 +273,11 @@ _PLAIN = """
     special_round special_sinc special_xlogy special_xlogy.other_scalar special_xlogy.self_scalar
 """
 
+# Operators that take only operands of one dtype, even beside a tensor without dims.
+_OF_ONE_DTYPE = "complex polar heaviside"
+
 _INPLACE = """
-    clamp_ clamp_.Tensor clip_ clip_.Tensor
+    clamp_ clamp_.Tensor clip_ clip_.Tensor heaviside_
     __iand__.Scalar __iand__.Tensor __ior__.Scalar __ior__.Tensor __ixor__.Scalar __ixor__.Tensor
     floor_divide_.Tensor __ilshift__.Scalar __ilshift__.Tensor
     __irshift__.Scalar __irshift__.Tensor
@@ -304,4 +307,5 @@ _POLYNOMIALS = [
 _plain, _inplace = _with_inplace(_BOTH)
 rows(pointwise, *_plain, *_aten(_PLAIN), *_POLYNOMIALS)
 rows(pointwise, *_aten(_BACKWARD))
+rows(checked(pointwise), *_aten(_OF_ONE_DTYPE))
 rows(pointwise_inplace, *_inplace, *_aten(_INPLACE))

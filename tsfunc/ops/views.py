@@ -22,7 +22,7 @@ from tsfunc.ops.dims import (
     unit_dims,
     wrap,
 )
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import checked, refused
 from tsfunc.ops.registry import Dims, Family, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
@@ -120,6 +120,8 @@ def expand(
     x, at = args[0], dims[0]
     sizes = list(args[1])
     new = len(sizes) - x.dim() + 1
+    if new > 0 and -1 in sizes[:new]:  # a size to keep, of a dim that did not exist
+        return refused(op, dims, args, kwargs)
     if at == 0:
         x = unit_dims(x, 1, new)
     else:
@@ -375,6 +377,7 @@ def as_strided(
 
 
 @VIEWS.row("aten::as_strided_scatter")
+@checked
 def as_strided_scatter(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import outside_graph, requires_grad, unpack_dual
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.grad.linear_maps import batched_value, is_recorded
+from tsfunc.bridge.grad.linear_maps import batch_first, is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level, innermost_level
@@ -191,8 +191,7 @@ class _Plan:
         for x, recorded in zip(tensors, self.recorded, strict=True):
             own = isinstance(x, BatchTracer) and x.dispatch_level is self.level
             if own and (x.bdim is not None or (recorded and requires_grad(x, self.level))):
-                value, dim = batched_value(x, self.level)
-                values.append(value.movedim(dim, 0))
+                values.append(batch_first(x, self.level))
                 flags.append(True)
             else:
                 values.append(x.value if own else x)

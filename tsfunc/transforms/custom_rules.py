@@ -26,7 +26,7 @@ from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, outsi
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError

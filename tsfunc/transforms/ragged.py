@@ -28,7 +28,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.arguments import is_nested

@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
-from tsfunc.bridge.writing.gathered_views import gather
+from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.ops.dims import wrap as wrap_dim
 from tsfunc.ops.random import one_distribution
 from tsfunc.ops.refusal import require
@@ -161,6 +161,10 @@ def _number_to_fill(value: Tensor) -> Tensor:
     return value
 
 
+def _is_integral(x: Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool)
+
+
 @_instead(torch.cov, Tensor.cov)
 def _cov(
     x: Tensor,
@@ -184,9 +188,9 @@ def _cov(
                 f"cov(): expected {name} to have one value for each of {x.shape[1]} observations, "
                 f"got the shape {tuple(given.shape)}"
             )
-        fractions = given.is_floating_point()
-        if fractions is not (name == "aweights"):
-            kind = "integral" if fractions else "floating point"
+        expected = given.is_floating_point() if name == "aweights" else _is_integral(given)
+        if not expected:
+            kind = "integral" if name == "fweights" else "floating point"
             raise RuntimeError(f"cov(): expected {name} to have {kind} dtype, got {given.dtype}")
         require(given >= 0, f"cov(): {name} cannot be negative")
         weights = given if weights is None else weights * given
@@ -211,10 +215,12 @@ def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: in
     if not isinstance(spacing, list | tuple) or not any(isinstance(s, Tensor) for s in spacing):
         return NotImplemented
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    if len(spacing) != len(dims) or edge_order not in (1, 2):
+    rank = x.dim()
+    in_range = all(-rank <= d < rank for d in dims) and len({d % rank for d in dims}) == len(dims)
+    if len(spacing) != len(dims) or edge_order not in (1, 2) or not in_range:
         return NotImplemented  # torch raises the error
     return [
-        _differences(x, points, d % x.dim(), edge_order)
+        _differences(x, points, d % rank, edge_order)
         for points, d in zip(spacing, dims, strict=True)
     ]
 

@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.bridge.writing.gathered_views import gather
+from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import DataDependentError
@@ -304,8 +304,18 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value)
 
 
+def _has_basic_index(kinds: Sequence[Any]) -> bool:
+    """True for an index of ints, slices, None and an ellipsis."""
+    kind = kinds[1]
+    if type(kind) is tuple:
+        return kind[0] is tuple and type(kind[1]) is frozenset and kind[1] <= _BASIC
+    return kind in _BASIC or kind is tuple
+
+
+_BASIC: Final = frozenset({int, slice, type(None), type(Ellipsis)})
+
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _get, _T.__getitem__)
+function_rules.add(Stage.METHOD, _get, _T.__getitem__, leaves=_has_basic_index)
 function_rules.add(Stage.METHOD, _set, _T.__setitem__)
 function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
 function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)

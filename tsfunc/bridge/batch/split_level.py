@@ -39,6 +39,7 @@ from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer,
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
+from tsfunc.bridge.writing.memory import physical
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
@@ -301,13 +302,9 @@ class _Moves:
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:
     """Return the storage of a tensor's innermost value; None if it has none."""
-    while isinstance(value, Tracer):
-        inner = getattr(value, "value", None)
-        if not isinstance(inner, torch.Tensor):
-            return None
-        value = inner
+    plain = physical(value)
     try:
-        return StorageWeakRef(value.untyped_storage())
+        return None if plain is None else StorageWeakRef(plain.untyped_storage())
     except (NotImplementedError, RuntimeError):
         return None  # sparse tensors and tensors without data
 

@@ -12,15 +12,20 @@
 //   operator at a time, when the operator's row is first looked up. Other tensor subclasses and
 //   dispatch modes that meet an operator with such a kernel are served by Python as before.
 // - State is read from the Python objects that own it (levels, the thread's dispatch state), by the
-//   offsets of their slots, which setup() looks up. Nothing is cached here beside what an operator's
-//   schema says, so the handlers need no invalidation: a kernel that a user registers clears
-//   TorchOperator.direct_rule, and the handler sees that at the next call.
+//   offsets of their slots, which setup() looks up. What is kept here is what an operator's schema
+//   says, and the recipes of plans, which the plans own (NOTE [recipes] in recipes.py). The handlers
+//   need no invalidation: a kernel that a user registers clears TorchOperator.direct_rule, and the
+//   handler sees that at the next call.
 // - Calls run on any thread: the GIL is taken before a Python object is read.
 #include <Python.h>
 #include <structmember.h>
 
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -34,6 +39,8 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
@@ -103,8 +110,8 @@ Owned checked(PyObject* object) {
   X(tracer) X(promoted) X(size) X(tls) X(function_handler) X(dispatch_handler)           \
   X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)    \
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(arguments_of) X(dims_at_call)   \
-  X(wrapped) X(step_direct) X(step_alike) X(step_beside) X(step_rule) X(step_once)       \
-  X(step_recorded)
+  X(wrapped) X(record) X(tracer_level) X(step_direct) X(step_alike) X(step_beside) X(step_rule) X(step_once)       \
+  X(step_recorded) X(step_parts)
 struct Names {
 #define X(name) PyObject* name = nullptr;
   NAMES(X)
@@ -124,7 +131,7 @@ struct Names {
   X("level", bit, "bit") X("level", depth, "depth") X("level", torch_state, "torch_state")    \
   X("level", batch_size, "batch_size") X("level", kind, "kind")                               \
   X("level", kernel_states, "_kernel_states")                                                 \
-  X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")         \
+  X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask") X("state", levels, "levels")         \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")             \
   X("torch_state", quiet, "quiet") X("torch_state", in_modes, "in_modes")                     \
   X("torch_state", rerun_by, "rerun_by")                                                      \
@@ -135,8 +142,9 @@ struct Names {
   X("plans", plans, "plans") X("plans", recorded, "recorded")                                 \
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")             \
   X("plan", target, "target") X("plan", plan_operator, "operator") X("plan", dims, "dims")    \
-  X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", form, "form")           \
-  X("plan", shifts, "shifts") X("form", as_it_is, "as_it_is")
+  X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", form, "form") X("plan", innermost, "innermost")           \
+  X("plan", shifts, "shifts") X("plan", recipes, "recipes")                                   \
+  X("form", as_it_is, "as_it_is")
 struct Slots {
 #define X(cls, name, text) Py_ssize_t name;
   SLOTS(X)
@@ -453,6 +461,24 @@ bool is_plain_slice(PyObject* object) {
   return true;
 }
 
+// call_plans.is_innermost.
+bool is_innermost(PyObject* const* items, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = items[i];
+    if (PySlice_Check(item) && !is_plain_slice(item)) return false;
+    if (is_sequence(item) &&
+        !is_innermost(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
+      return false;
+    while (is_tracer(item)) {
+      PyObject* bdim = slot(item, slots.bdim);
+      if (!is_int(bdim) || Py_SIZE(bdim) != 0) return false;
+      item = slot(item, slots.value);
+    }
+    if (THPVariable_Check(item) && !THPVariable_CheckExact(item)) return false;
+  }
+  return true;
+}
+
 // The index of an example, for a batch.
 Owned shifted_index(PyObject* index) {
   bool several = PyTuple_CheckExact(index);
@@ -629,7 +655,12 @@ PyObject* find_plan(PyObject* plans, Py_ssize_t table, const Call& call) {
 
 // True if C++ can record a call at its level.
 bool can_record(PyObject* plan, Call& call) {
-  if (slot(plan, slots.step) != names.step_recorded || c10::InferenceMode::is_enabled())
+  PyObject* step = slot(plan, slots.step);
+  if (c10::InferenceMode::is_enabled()) return false;
+  if (step == names.step_parts) return !any_autocast();  // NOTE [autocast and rules]
+  if (step != names.step_recorded) return false;
+  if (slot(plan, slots.innermost) == Py_True &&
+      !is_innermost(call.values(), call.count()))
     return false;
   PyObject* places = slot(plan, slots.unrecorded);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
@@ -681,6 +712,8 @@ bool needs_no_state(const Call& call, c10::DispatchKeySet included) {
       !included.has(c10::DispatchKey::TESTING_ONLY_GenericMode);
 }
 
+Owned call_operator(PyObject* plan, Call& call, size_t positional, PyObject* outer);
+
 // NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
 // the call.
 Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
@@ -708,17 +741,17 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   Owned state = current_state();
   if (slot(state.get(), slots.remap) != Py_None || (op != nullptr && !reaches(state.get(), level)))
     return Owned();
-  if (is_true(slot(level, slots.autograd))) {
+  bool records = is_true(slot(level, slots.autograd));
+  if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
+  PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
+  if (found == nullptr) return Owned();
+  if (records || slot(found, slots.step) == names.step_parts) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
-    PyObject* plan = find_plan(plans, slots.recorded, call);
-    if (plan == nullptr || !can_record(plan, call)) return Owned();
+    if (!can_record(found, call)) return Owned();
     PyObject* passed[5] = {nullptr, func, types, args, kwargs ? kwargs : names.no_kwargs};
     return checked(PyObject_Vectorcall(
         names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
   }
-  if (slot(state.get(), slots.plain) != Py_True) return Owned();
-  PyObject* found = find_plan(plans, slots.plans, call);
-  if (found == nullptr) return Owned();
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
   PyObject* form = slot(plan.get(), slots.form);
   bool converts = form != Py_None && slot(form, slots.as_it_is) != Py_True;
@@ -749,6 +782,16 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     return true;
   };
   Owned out;
+  if (!direct && kwargs == nullptr && form != Py_None && !converts) {
+    std::optional<UnderState> under;
+    if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+      under.emplace(state.get(), slot(level, slots.outer));
+    out = call_operator(plan.get(), call, positional, slot(level, slots.outer));
+  }
+  if (out)
+    return THPVariable_Check(out.get())
+        ? std::move(out)
+        : checked(PyObject_CallMethod(form, "result_of", "O", out.get()));
   PyObject* bdim = slot(plan.get(), slots.dim);
   Owned zero;
   if (!shifted.empty()) {
@@ -839,8 +882,154 @@ PyObject* dispatch_handler(PyObject* cls, PyObject* const* args, Py_ssize_t coun
   END_HANDLE_TH_ERRORS
 }
 
+
+// NOTE [recipes] in recipes.py: the operators that a batching rule called on values of some metadata.
+
+// The metadata of a tensor that a rule can read.
+struct Metadata {
+  explicit Metadata(const at::Tensor& value)
+      : keys(value.key_set()), dtype(value.scalar_type()), device(value.device()),
+        differentiated(value.requires_grad()), sizes(value.sizes()), strides(value.strides()) {}
+
+  bool operator==(const at::Tensor& value) const {
+    return keys == value.key_set() && dtype == value.scalar_type() && device == value.device() &&
+        differentiated == value.requires_grad() && value.sizes() == sizes &&
+        value.strides() == strides;
+  }
+
+  c10::DispatchKeySet keys;
+  c10::ScalarType dtype;
+  c10::Device device;
+  bool differentiated;
+  c10::SmallVector<int64_t, 4> sizes, strides;
+};
+
+// A result of a recipe: the number of a value, or -1 for None, and its batch dim.
+struct Result {
+  int value;
+  Owned bdim;
+};
+
+struct Use {
+  size_t argument;
+  std::vector<int> values;
+};
+
+class DispatchHandler;
+
+struct RecipeStep {
+  c10::OperatorHandle op;
+  DispatchHandler* handler;
+  Stack arguments;        // without the tensors
+  std::vector<Use> uses;  // the values that are the tensors
+  std::vector<int> last;  // the values that no later step uses
+};
+
+struct Recipe {
+  c10::ScalarType default_dtype;
+  std::vector<Metadata> tensors;
+  Stack others;  // the arguments that are not tensors
+  std::vector<RecipeStep> steps;
+  std::vector<std::vector<Result>> results;  // for each result of the operator: one, or a list
+  bool usable = false;
+
+  bool fits(const std::vector<at::Tensor>& given, const Stack& rest) const;
+};
+
+// The recipes of a plan, by the hash of what they depend on. Null: such a call was seen once.
+using Recipes = std::unordered_map<size_t, std::shared_ptr<const Recipe>>;
+constexpr size_t kMostRecipes = 256;
+constexpr const char* kRecipes = "tsfunc.recipes";
+
+template <class F>
+void each_tensor(const c10::IValue& value, F visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& item : value.toTensorList()) visit(item);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+      if (item.has_value() && item->defined()) visit(*item);
+  }
+}
+
+// The same for a result: an undefined tensor has a place too, since what is undefined may depend on
+// more than metadata.
+template <class F>
+void each_result(const c10::IValue& value, F visit) {
+  if (value.isTensor())
+    visit(value.toTensor());
+  else
+    each_tensor(value, visit);
+}
+
+// Replace the tensors of a value, in order.
+template <class F>
+c10::IValue with_tensors(const c10::IValue& value, F next) {
+  if (value.isTensor()) return value.toTensor().defined() ? c10::IValue(next()) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> made;
+    for (size_t i = 0; i < value.toTensorList().size(); ++i) made.push_back(next());
+    return made;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> made;
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+      made.push_back(item.has_value() && item->defined() ? std::optional<at::Tensor>(next()) : std::nullopt);
+    return made;
+  }
+  return value;
+}
+
+// True for two arguments that are the same to every kernel: also the signs of zeros.
+bool same_argument(const c10::IValue& one, const c10::IValue& other) {
+  if (one.tagKind() != other.tagKind()) return false;
+  if (one.isDouble()) {
+    double first = one.toDouble(), second = other.toDouble();
+    return std::memcmp(&first, &second, sizeof(double)) == 0;
+  }
+  if (one.isTensor() || one.isTensorList() || one.isOptionalTensorList()) return true;
+  return one == other;
+}
+
+bool Recipe::fits(const std::vector<at::Tensor>& given, const Stack& rest) const {
+  if (given.size() != tensors.size() || rest.size() != others.size() ||
+      default_dtype != c10::get_default_dtype_as_scalartype())
+    return false;
+  for (size_t i = 0; i < given.size(); ++i)
+    if (!(tensors[i] == given[i])) return false;
+  for (size_t i = 0; i < rest.size(); ++i)
+    if (!same_argument(others[i], rest[i])) return false;
+  return true;
+}
+
+size_t hash_of(const std::vector<at::Tensor>& tensors, const Stack& others) {
+  size_t hash = tensors.size();
+  auto mix = [&](size_t value) { hash = (hash ^ value) * 0x9E3779B97F4A7C15u; hash ^= hash >> 32; };
+  for (const at::Tensor& value : tensors) {
+    mix(value.key_set().raw_repr());
+    mix(static_cast<size_t>(value.scalar_type()) * 2 + value.requires_grad());
+    for (int64_t size : value.sizes()) mix(size);
+    for (int64_t stride : value.strides()) mix(~stride);
+  }
+  for (const c10::IValue& value : others) {
+    if (value.isInt()) mix(value.toInt());
+    if (value.isBool()) mix(value.toBool() + 7);
+    if (value.isDouble()) mix(std::hash<double>()(value.toDouble()));
+    if (value.isIntList())
+      for (int64_t number : value.toIntList()) mix(number + 3);
+  }
+  return hash;
+}
+
+// True if a value is a plain tensor, or a batched one to the innermost value.
+bool is_batched_throughout(PyObject* value) {
+  while (is_tracer(value)) value = slot(value, slots.value);
+  return value != nullptr && THPVariable_CheckExact(value);
+}
+
 // How an argument of an operator is made a Python object; kOther is left to torch.
-enum class Kind { kTensor, kValue, kDtype, kFormat, kOther };
+enum class Kind { kTensor, kNamedTensor, kValue, kDtype, kFormat, kOther };
 
 Kind kind_of(const c10::Argument& argument) {
   c10::TypePtr type = argument.real_type();
@@ -887,7 +1076,8 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!run(op, stack)) give_to_python(op, keys, stack);
   }
 
- private:
+  std::optional<c10::OperatorHandle> handle;  // of calls by the function handler
+
   // True if a tensor among the arguments has a class that defines __torch_dispatch__.
   static bool any_subclass(const c10::OperatorHandle& op, const Stack& stack) {
     auto has_class = [](const at::Tensor& tensor) {
@@ -925,7 +1115,7 @@ class DispatchHandler : public c10::OperatorKernel {
   void learn(const c10::OperatorHandle& op) {
     for (const auto& argument : op.schema().arguments()) {
       Kind kind = kind_of(argument);
-      if (argument.kwarg_only() && kind == Kind::kTensor) kind = Kind::kOther;
+      if (argument.kwarg_only() && kind == Kind::kTensor) kind = Kind::kNamedTensor;
       kinds_.push_back(kind);
       if (!argument.kwarg_only()) ++positional_;
     }
@@ -988,15 +1178,19 @@ class DispatchHandler : public c10::OperatorKernel {
     }
   };
 
-  // False where torch is to convert the arguments.
-  bool convert(const c10::OperatorHandle& op, const Stack& stack, size_t first, Arguments& made) {
+  // False where torch is to convert the arguments: no argument has tracers, a keyword argument is a
+  // tensor, or an argument has another type. Every call is converted with always=true.
+  bool convert(
+      const c10::OperatorHandle& op, const Stack& stack, size_t first, Arguments& made,
+      bool always = false) {
+    if (!learned_) learn(op);
     const auto& arguments = op.schema().arguments();
     size_t last = positional_;
     while (last > 0 && arguments[last - 1].default_value().has_value() &&
            is_default(arguments[last - 1], stack[first + last - 1]))
       --last;
     Owned named;
-    bool any = false;
+    bool any = always;
     for (size_t i = 0; i < kinds_.size(); ++i) {
       const c10::IValue& value = stack[first + i];
       if (i >= last) {
@@ -1004,7 +1198,9 @@ class DispatchHandler : public c10::OperatorKernel {
         if (standard.has_value() && is_default(arguments[i], value)) continue;
         if (i < positional_) return false;
       }
-      if (kinds_[i] == Kind::kOther && !value.isNone()) return false;
+      if (!value.isNone() && !always &&
+          (kinds_[i] == Kind::kOther || kinds_[i] == Kind::kNamedTensor))
+        return false;
       Owned object = to_python(value, kinds_[i]);
       if (!object) raise();
       any |= is_tracer(object.get()) || PyList_CheckExact(object.get());
@@ -1088,7 +1284,8 @@ class DispatchHandler : public c10::OperatorKernel {
       c10::impl::ForceDispatchKeyGuard guard(key_sets);
       WithGradMode mode(want);
       Stack values(stack->begin() + first, stack->end());
-      if (run_steps(op, plan.get(), call, args, values, below.get())) {
+      if (unwrap(call, args, values) &&
+          run_steps(op, plan.get(), call, args.positional, values, below.get())) {
         torch::jit::drop(*stack, count);
         for (auto& value : values) stack->push_back(std::move(value));
         return true;
@@ -1117,19 +1314,7 @@ class DispatchHandler : public c10::OperatorKernel {
     Owned passed = call.list(args.positional);
     Owned wrapped =
         wrap_results(plan.get(), level, passed.get(), kwargs.get(), result, result_dims);
-    const auto& returns = op.schema().returns();
-    Stack results;
-    if (returns.size() == 1) {
-      results.push_back(torch::jit::toIValue(wrapped.get(), returns[0].real_type()));
-    } else {
-      for (size_t i = 0; i < returns.size(); ++i) {
-        PyObject* item = PySequence_Fast_GET_ITEM(wrapped.get(), i);
-        if (item == Py_None && returns[i].real_type()->kind() == c10::TypeKind::TensorType)
-          results.emplace_back(at::Tensor());
-        else
-          results.push_back(torch::jit::toIValue(item, returns[i].real_type()));
-      }
-    }
+    Stack results = results_of(op, wrapped.get());
     torch::jit::drop(*stack, count);
     for (auto& result : results) stack->push_back(std::move(result));
     return true;
@@ -1143,31 +1328,37 @@ class DispatchHandler : public c10::OperatorKernel {
     return tensors;
   }
 
-  // Run the steps of a plan that calls the operator itself: on the values, or with its arguments
-  // shifted. The stack has the arguments, then the wrapped results. False if it was not done.
+  // Put the values of a call in the place of its tracers. False for tracers among keyword arguments.
+  static bool unwrap(Call& call, const Arguments& args, Stack& stack) {
+    for (size_t i = 0; i < args.items.size(); ++i)
+      if (call.values()[i] != args.items[i]) {
+        if (i >= args.positional) return false;
+        stack[i] = to_value(call.values()[i]);
+      }
+    return true;
+  }
+
+  // Run the steps of a plan: the operator itself on the values, or with its arguments shifted, or the
+  // recipe of its rule. The stack has the arguments, then the wrapped results. False if it was not done.
   bool run_steps(
-      const c10::OperatorHandle& op, PyObject* plan, Call& call, Arguments& args, Stack& stack,
+      const c10::OperatorHandle& op, PyObject* plan, Call& call, size_t positional, Stack& stack,
       PyObject* state) {
     bool direct = is_direct(plan, call);
     bool once = slot(plan, slots.step) == names.step_once;
-    if (!direct && !once && !can_shift(plan, call)) return false;
     Stack values(stack);
-    for (size_t i = 0; i < args.positional; ++i)
-      if (call.values()[i] != args.items[i]) values[i] = to_value(call.values()[i]);
     for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
       values[i] = padded(values[i].toTensor(), call.rank);
     int64_t batch = batch_size(call.level);
-    if (!direct && !once && !shift_stack(slot(plan, slots.shifts), values, call.rank, batch))
-      return false;
+    bool single = direct || once ||
+        (can_shift(plan, call) &&
+         shift_stack(slot(plan, slots.shifts), values, call.rank, batch));
     try {
-      if (call.outer_tracers) {
-        if (!call_outwards(op, values, state)) return false;
-      } else if (call.elements < kSmall) {
-        op.callBoxed(&values);
-      } else {
-        py::gil_scoped_release no_gil;
-        op.callBoxed(&values);
+      if (!single) {
+        if (!run_recipe(op, plan, call, positional, values, state)) return false;
+        stack = std::move(values);
+        return true;
       }
+      call_below(op, values, call, state);
     } catch (const c10::Error&) {
       // The rule raises the error of one example; without examples Python finds the results.
       if ((direct || once) && call.strided && batch != 0) throw;
@@ -1184,6 +1375,198 @@ class DispatchHandler : public c10::OperatorKernel {
     return true;
   }
 
+  // Call an operator on values, which may be tracers of outer levels.
+  void call_below(const c10::OperatorHandle& op, Stack& values, const Call& call, PyObject* state) {
+    if (call.outer_tracers && any_subclass(op, values)) {
+      if (!call_outwards(op, values, state)) call_in_python(op, values);
+    } else if (call.elements < kSmall) {
+      op.callBoxed(&values);
+    } else {
+      py::gil_scoped_release no_gil;
+      op.callBoxed(&values);
+    }
+  }
+
+  // Call an operator by its overload in Python.
+  void call_in_python(const c10::OperatorHandle& op, Stack& values) {
+    Arguments args;
+    convert(op, values, 0, args, true);
+    Owned out = checked(PyObject_Vectorcall(
+        slot(op_, slots.overload), args.items.data(), args.positional, args.kwnames.get()));
+    values = results_of(op, out.get());
+  }
+
+  // What an operator returned in Python, as the stack has it.
+  static Stack results_of(const c10::OperatorHandle& op, PyObject* out) {
+    const auto& returns = op.schema().returns();
+    Stack results;
+    for (size_t i = 0; i < returns.size(); ++i) {
+      PyObject* item = returns.size() == 1 ? out : PySequence_Fast_GET_ITEM(out, i);
+      if (item == Py_None && returns[i].real_type()->kind() == c10::TypeKind::TensorType)
+        results.emplace_back(at::Tensor());
+      else
+        results.push_back(torch::jit::toIValue(item, returns[i].real_type()));
+    }
+    return results;
+  }
+
+  // Run a rule's recipe for the values on a stack: NOTE [recipes].
+  bool run_recipe(
+      const c10::OperatorHandle& op, PyObject* plan, Call& call, size_t positional, Stack& stack,
+      PyObject* state) {
+    PyObject* rule = slot(plan, slots.rule);
+    if (!is_set(rule) || !call.strided || batch_size(call.level) <= 0 || any_autocast() ||
+        at::impl::PythonTorchFunctionTLS::stack_len() != 0)
+      return false;
+    std::vector<at::Tensor> values;
+    Stack others;
+    bool fixed = true;
+    for (const c10::IValue& value : stack) {
+      each_tensor(value, [&](const at::Tensor& tensor) {
+        auto* impl = tensor.unsafeGetTensorImpl();
+        fixed &= !impl->has_symbolic_sizes_strides();
+        if (!impl->is_wrapped_number()) values.push_back(tensor);
+      });
+      if (!fixed) return false;
+      if (value.isTensor() && value.toTensor().defined() &&
+          value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+        others.emplace_back(value.toTensor().item());
+      else
+        others.push_back(without_tensors(value));
+    }
+    if (call.outer_tracers)
+      for (const at::Tensor& value : values)
+        if (value.key_set().has(c10::DispatchKey::Python)) {
+          Owned object(THPVariable_Wrap(value));
+          if (!is_batched_throughout(object.get())) return false;
+        }
+    PyObject* capsule = slot(plan, slots.recipes);
+    if (capsule == Py_None) {
+      Owned made = checked(PyCapsule_New(new Recipes(), kRecipes, [](PyObject* capsule) {
+        delete static_cast<Recipes*>(PyCapsule_GetPointer(capsule, kRecipes));
+      }));
+      Py_SETREF(slot(plan, slots.recipes), made.release());
+      capsule = slot(plan, slots.recipes);
+    }
+    auto* recipes = static_cast<Recipes*>(PyCapsule_GetPointer(capsule, kRecipes));
+    size_t hash = hash_of(values, others);
+    auto found = recipes->find(hash);
+    if (found == recipes->end()) {
+      if (recipes->size() < kMostRecipes) (*recipes)[hash] = nullptr;
+      return false;
+    }
+    std::shared_ptr<const Recipe> recipe = found->second;
+    if (recipe == nullptr) {
+      recipe = record(op, plan, call, positional, stack, values, others, state);
+      (*recipes)[hash] = recipe;
+    }
+    if (!recipe->usable || !recipe->fits(values, others)) return false;
+    replay(*recipe, values, call, state);
+    Stack results;
+    for (size_t i = 0; i < recipe->results.size(); ++i) {
+      const auto& parts = recipe->results[i];
+      auto wrapped = [&](const Result& part) {
+        return wrap_tensor(values[part.value], part.bdim.get(), call.level);
+      };
+      if (op.schema().returns()[i].real_type()->kind() == c10::TypeKind::TensorType) {
+        bool defined = parts[0].value >= 0 && values[parts[0].value].defined();
+        results.push_back(defined ? wrapped(parts[0]) : at::Tensor());
+        continue;
+      }
+      c10::List<at::Tensor> list;
+      for (const Result& part : parts) list.push_back(wrapped(part));
+      results.emplace_back(std::move(list));
+    }
+    stack = std::move(results);
+    return true;
+  }
+
+  static c10::IValue without_tensors(const c10::IValue& value) {
+    static const auto* place = new at::Tensor(at::detail::make_tensor<c10::TensorImpl>(
+        c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<float>(),
+        c10::Device(c10::kCPU)));
+    return with_tensors(value, [] { return *place; });
+  }
+
+  // Call the operators of a recipe. The values are those of the arguments, and then all results.
+  void replay(
+      const Recipe& recipe, std::vector<at::Tensor>& values, const Call& call, PyObject* state) {
+    for (const RecipeStep& step : recipe.steps) {
+      Stack stack(step.arguments);
+      for (const Use& use : step.uses) {
+        auto next = use.values.begin();
+        stack[use.argument] =
+            with_tensors(step.arguments[use.argument], [&] { return values[*next++]; });
+      }
+      step.handler->call_below(step.op, stack, call, state);
+      for (const c10::IValue& result : stack)
+        each_result(result, [&](const at::Tensor& tensor) { values.push_back(tensor); });
+      for (int value : step.last) values[value] = at::Tensor();
+    }
+  }
+
+  // Record the calls of a plan's rule, on values with the same metadata.
+  std::shared_ptr<const Recipe> record(
+      const c10::OperatorHandle& op, PyObject* plan, Call& call, size_t positional,
+      const Stack& stack, const std::vector<at::Tensor>& values, const Stack& others,
+      PyObject* state) {
+    auto recipe = std::make_shared<Recipe>();
+    for (const at::Tensor& value : values) recipe->tensors.emplace_back(value);
+    recipe->others = others;
+    recipe->default_dtype = c10::get_default_dtype_as_scalartype();
+    std::vector<at::Tensor> given;
+    Stack shown;
+    for (const c10::IValue& value : stack) {
+      std::vector<at::Tensor> parts;
+      each_tensor(value, [&](const at::Tensor& tensor) { parts.push_back(like(tensor)); });
+      for (const at::Tensor& part : parts)
+        if (!part.unsafeGetTensorImpl()->is_wrapped_number()) given.push_back(part);
+      auto next = parts.begin();
+      shown.push_back(with_tensors(value, [&] { return *next++; }));
+    }
+    Arguments passed;
+    convert(op, shown, 0, passed, true);
+    Owned kwargs = checked(PyDict_New());
+    for (size_t i = passed.positional; i < passed.items.size(); ++i)
+      if (PyDict_SetItem(
+              kwargs.get(), PyTuple_GET_ITEM(passed.kwnames.get(), i - passed.positional),
+              passed.items[i]) < 0)
+        raise();
+    Owned list = checked(PyList_New(passed.positional));
+    for (size_t i = 0; i < passed.positional; ++i)
+      PyList_SET_ITEM(list.get(), i, Py_NewRef(passed.items[i]));
+    Owned dims = dims_of(plan, call, positional, positional);
+    Owned current = current_state();
+    UnderState under(current.get(), state);
+    Owned found = checked(PyObject_CallFunctionObjArgs(
+        names.record, plan, slot(call.level, slots.batch_size), dims.get(), list.get(),
+        kwargs.get(), nullptr));
+    if (found.get() != Py_None) recipe->usable = compile(op, found.get(), given, *recipe);
+    return recipe;
+  }
+
+  // A tensor with the same metadata: the same data, or zeros in place of a tracer.
+  static at::Tensor like(const at::Tensor& value) {
+    auto* impl = value.unsafeGetTensorImpl();
+    if (impl->is_wrapped_number()) return value;
+    at::Tensor made;
+    if (value.key_set().has(c10::DispatchKey::Python)) {
+      c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
+          {c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::VmapMode}));
+      made = at::empty_strided(value.sizes(), value.strides(), value.options()).zero_();
+    } else {
+      made = at::Tensor(impl->shallow_copy_and_detach(c10::VariableVersion(0), true));
+    }
+    if (value.requires_grad()) made.set_requires_grad(true);
+    return made;
+  }
+
+  // Make the steps of a recipe from the calls that Python has recorded: for each the operator,
+  // arguments, keyword arguments and results; and the results of the rule with their dims.
+  static bool compile(
+      const c10::OperatorHandle& op, PyObject* found, const std::vector<at::Tensor>& given,
+      Recipe& recipe);
+
   // Call the operator on tracers of outer levels, as a call of its overload in Python would.
   bool call_outwards(const c10::OperatorHandle& op, Stack& values, PyObject* state) {
     Arguments args;
@@ -1196,6 +1579,9 @@ class DispatchHandler : public c10::OperatorKernel {
     PyObject* plans = slot(op_, slots.operator_plans);
     PyObject* overload = slot(op_, slots.overload);
     bool records = is_true(slot(call.level, slots.autograd));
+    if (!is_set(plans) || (!records && !is_set(slot(op_, slots.direct_rule))) ||
+        PyTuple_GET_SIZE(slot(op_, slots.written)) != 0)
+      return false;
     PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
     Owned plan = Owned::copy(found);
     if (found == nullptr) {
@@ -1212,7 +1598,6 @@ class DispatchHandler : public c10::OperatorKernel {
     }
     if (records) {
       if (!can_record(plan.get(), call)) return false;
-      py::gil_scoped_release no_gil;
       op.callBoxed(&values);
       return true;
     }
@@ -1220,18 +1605,26 @@ class DispatchHandler : public c10::OperatorKernel {
       return false;
     PyObject* outer = slot(call.level, slots.outer);
     UnderState under(state, outer);
-    return run_steps(op, plan.get(), call, args, values, outer);
+    Stack inner(values);
+    if (!unwrap(call, args, inner) ||
+        !run_steps(op, plan.get(), call, args.positional, inner, outer))
+      return false;
+    values = std::move(inner);
+    return true;
+  }
+
+  static at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
+    Owned object = checked(THPVariable_Wrap(tensor));
+    return THPVariable_Unpack(wrap(object.get(), bdim, level).get());
   }
 
   static c10::IValue wrap_value(const c10::IValue& value, PyObject* bdim, PyObject* level) {
-    auto wrap_one = [&](const at::Tensor& tensor) {
-      Owned object = checked(THPVariable_Wrap(tensor));
-      return at::Tensor(THPVariable_Unpack(wrap(object.get(), bdim, level).get()));
-    };
-    if (value.isTensor()) return value.toTensor().defined() ? wrap_one(value.toTensor()) : value;
-    c10::List<at::Tensor> tensors;
-    for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(wrap_one(tensor));
-    return tensors;
+    std::vector<at::Tensor> wrapped;
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      wrapped.push_back(wrap_tensor(tensor, bdim, level));
+    });
+    auto next = wrapped.begin();
+    return with_tensors(value, [&] { return *next++; });
   }
 
   // NOTE [queries of autograd] in batch_handlers.py.
@@ -1278,12 +1671,122 @@ class DispatchHandler : public c10::OperatorKernel {
     return checked(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
   }
 
+ private:
   PyObject* op_;  // the TorchOperator, held for the life of the process
   std::vector<Kind> kinds_;
   size_t positional_ = 0;
   bool several_ = false;
   bool learned_ = false;
 };
+
+// The dispatch handlers of operators, by their rows.
+DispatchHandler* handler_of(PyObject* op) {
+  static auto* handlers = new std::unordered_map<PyObject*, DispatchHandler*>();
+  auto& found = (*handlers)[op];
+  if (found == nullptr) found = new DispatchHandler(op);
+  return found;
+}
+
+bool DispatchHandler::compile(
+    const c10::OperatorHandle& op, PyObject* found, const std::vector<at::Tensor>& given,
+    Recipe& recipe) {
+  torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
+  std::unordered_map<const void*, int> known;
+  std::vector<int> last;
+  auto learn = [&](const at::Tensor& tensor) {
+    if (tensor.defined())
+      known.emplace(tensor.unsafeGetTensorImpl(), static_cast<int>(last.size()));
+    last.push_back(-1);
+  };
+  for (const at::Tensor& tensor : given) learn(tensor);
+  bool whole = true;
+  auto number_of = [&](const at::Tensor& tensor) {
+    auto value = known.find(tensor.unsafeGetTensorImpl());
+    whole &= value != known.end();
+    return value == known.end() ? 0 : value->second;
+  };
+  PyObject* steps = PyTuple_GET_ITEM(found, 0);
+  for (Py_ssize_t i = 0; whole && i < PyList_GET_SIZE(steps); ++i) {
+    PyObject* made = PyList_GET_ITEM(steps, i);
+    PyObject* row = PyTuple_GET_ITEM(made, 0);
+    auto name = py::cast<std::string>(py::handle(PyTuple_GET_ITEM(made, 1)));
+    auto overload = py::cast<std::string>(py::handle(PyTuple_GET_ITEM(made, 2)));
+    auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    auto args = py::reinterpret_borrow<py::tuple>(PyTuple_GET_ITEM(made, 3));
+    auto kwargs = py::reinterpret_borrow<py::dict>(PyTuple_GET_ITEM(made, 4));
+    Stack stack = torch::jit::createStackForSchema(
+        handle.schema(), torch::jit::tuple_slice(args), py::kwargs(kwargs), std::nullopt);
+    RecipeStep step{handle, handler_of(row), {}, {}, {}};
+    bool other = false;
+    for (size_t j = 0; j < stack.size(); ++j) {
+      Use use{j, {}};
+      bool constant = false;
+      each_tensor(stack[j], [&](const at::Tensor& tensor) {
+        constant |= tensor.unsafeGetTensorImpl()->is_wrapped_number();
+        if (!constant) use.values.push_back(number_of(tensor));
+      });
+      for (int value : use.values) last[value] = i;
+      other |= !stack[j].isNone() && kind_of(handle.schema().arguments()[j]) == Kind::kOther &&
+          use.values.empty();
+      step.arguments.push_back(constant ? stack[j] : without_tensors(stack[j]));
+      if (!use.values.empty()) step.uses.push_back(std::move(use));
+    }
+    if (other && !step.uses.empty()) return false;
+    for (const c10::IValue& result : results_of(handle, PyTuple_GET_ITEM(made, 5)))
+      each_result(result, learn);
+    recipe.steps.push_back(std::move(step));
+  }
+  PyObject* out = PyTuple_GET_ITEM(found, 1);
+  const auto& returns = op.schema().returns();
+  if (static_cast<size_t>(PyList_GET_SIZE(out)) != returns.size()) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(out); ++i) {
+    PyObject* parts = PyList_GET_ITEM(out, i);
+    std::vector<Result> results;
+    for (Py_ssize_t j = 0; j < PyList_GET_SIZE(parts); ++j) {
+      PyObject* value = PyTuple_GET_ITEM(PyList_GET_ITEM(parts, j), 0);
+      int number = value == Py_None ? -1 : number_of(THPVariable_Unpack(value));
+      if (number >= 0) last[number] = recipe.steps.size();
+      results.push_back({number, Owned::copy(PyTuple_GET_ITEM(PyList_GET_ITEM(parts, j), 1))});
+    }
+    recipe.results.push_back(std::move(results));
+  }
+  for (size_t value = 0; value < last.size(); ++value)
+    if (last[value] >= 0 && last[value] < static_cast<int>(recipe.steps.size()))
+      recipe.steps[last[value]].last.push_back(value);
+  return whole;
+}
+
+// Call the operator of a plan on the values of a call, as the plan's rule would. Null where the rule
+// is to run.
+Owned call_operator(PyObject* plan, Call& call, size_t positional, PyObject* outer) {
+  PyObject* row = slot(plan, slots.plan_operator);
+  DispatchHandler* handler = handler_of(row);
+  std::optional<c10::OperatorHandle>& op = handler->handle;
+  if (!op.has_value()) {
+    PyObject* overload = slot(row, slots.overload);
+    Owned schema = checked(PyObject_GetAttrString(overload, "_schema"));
+    auto name = py::cast<std::string>(py::handle(schema.get()).attr("name"));
+    auto variant = py::cast<std::string>(py::handle(schema.get()).attr("overload_name"));
+    op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), variant.c_str());
+  }
+  Stack stack;
+  const auto& arguments = op->schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (i < positional)
+      stack.push_back(torch::jit::argumentToIValue(op->schema(), i, call.values()[i]));
+    else if (arguments[i].default_value().has_value())
+      stack.push_back(*arguments[i].default_value());
+    else
+      return Owned();
+  }
+  if (!handler->run_steps(*op, plan, call, positional, stack, outer)) return Owned();
+  if (stack.empty()) return Owned::copy(Py_None);
+  if (stack.size() == 1) return Owned(torch::jit::toPyObject(stack[0]).release().ptr());
+  Owned results = checked(PyTuple_New(static_cast<Py_ssize_t>(stack.size())));
+  for (size_t i = 0; i < stack.size(); ++i)
+    PyTuple_SET_ITEM(results.get(), i, torch::jit::toPyObject(stack[i]).release().ptr());
+  return results;
+}
 
 // install(name, operator): register the dispatch handler of an ATen operator.
 PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -1295,6 +1798,142 @@ PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
       PyUnicode_AsUTF8(args[0]),
       torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DispatchHandler>(args[1])));
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// True if the values of a call, or values inside of these, may be differentiated more than once.
+bool may_need_replacement(const Stack& arguments, bool first_order) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) return true;
+  bool recorded = false, may = false;
+  for (const c10::IValue& value : arguments)
+    each_tensor(value, [&](const at::Tensor& tensor) { recorded |= tensor.requires_grad(); });
+  recorded &= at::GradMode::is_enabled();
+  if (!recorded || !first_order) return recorded;
+  for (const c10::IValue& value : arguments)
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      Owned object(THPVariable_Wrap(tensor));
+      PyObject* inner = object.get();
+      while (is_tracer(inner)) {
+        inner = slot(inner, slots.value);
+        may |= inner == nullptr || THPVariable_Unpack(inner).requires_grad();
+      }
+      may |= !THPVariable_CheckExact(inner);
+    });
+  return may;
+}
+
+// The kernel of an operator whose formula torch replaces: second_order.py. Most calls need none.
+class Replacement : public c10::OperatorKernel {
+ public:
+  Replacement(PyObject* kernel, bool first_order)
+      : handler_(Py_None), kernel_(Py_NewRef(kernel)), first_order_(first_order) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    Stack arguments(stack->end() - count, stack->end());
+    {
+      py::gil_scoped_acquire gil;
+      DispatchHandler::Arguments args;
+      if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView) &&
+          may_need_replacement(arguments, first_order_)) {
+        handler_.convert(op, arguments, 0, args, true);
+        Owned set(py::cast(keys).release().ptr());
+        std::vector<PyObject*> passed{nullptr, set.get()};
+        passed.insert(passed.end(), args.items.begin(), args.items.end());
+        Owned out = checked(PyObject_Vectorcall(
+            kernel_, passed.data() + 1,
+            (args.positional + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, args.kwnames.get()));
+        torch::jit::drop(*stack, count);
+        for (auto& result : DispatchHandler::results_of(op, out.get()))
+          stack->push_back(std::move(result));
+        return;
+      }
+    }
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+        stack);
+  }
+
+ private:
+  DispatchHandler handler_;
+  PyObject* kernel_;  // held for the life of the process
+  bool first_order_;
+};
+
+torch::Library* mode_library() {
+  static auto* library = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::VmapMode, __FILE__, __LINE__);
+  return library;
+}
+
+// replace(name, kernel, first_order): register the kernel of an operator with a replacement for the
+// key of random functions.
+PyObject* replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 3, "replace(): expected 3 arguments, got ", count);
+  mode_library()->impl(
+      PyUnicode_AsUTF8(args[0]),
+      torch::CppFunction::makeFromBoxedFunctor(
+          std::make_unique<Replacement>(args[1], args[2] == Py_True)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// registrations._zero_tangent.
+void zero_tangent(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  bool any = false;
+  {
+    py::gil_scoped_acquire gil;
+    Owned state = current_state();
+    PyObject* levels = slot(state.get(), slots.levels);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(levels); ++i)
+      any |= PyObject_IsInstance(PyTuple_GET_ITEM(levels, i), names.tracer_level) == 1;
+  }
+  if (!any) {
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+        stack);
+    return;
+  }
+  static auto zeros = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zeros", "");
+  const c10::IValue& size = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+  if (size.toListRef().empty())
+    guard.emplace(c10::DispatchKeySet(
+        {c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::VmapMode}));
+  zeros.callBoxed(stack);
+}
+
+PyObject* install_zero_tangent(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  mode_library()->impl(
+      "_efficientzerotensor", torch::CppFunction::makeFromBoxedFunction<&zero_tangent>());
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// leaves(outputs): the leaves of the graphs of a sequence of tensors.
+PyObject* leaves(PyObject*, PyObject* outputs) {
+  HANDLE_TH_ERRORS
+  Owned items = checked(PySequence_Fast(outputs, "leaves(): expected a sequence of tensors"));
+  Owned found = checked(PyList_New(0));
+  std::vector<torch::autograd::Node*> pending;
+  std::unordered_set<torch::autograd::Node*> seen;
+  auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) pending.push_back(node);
+  };
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i)
+    visit(THPVariable_Unpack(PySequence_Fast_GET_ITEM(items.get(), i)).grad_fn().get());
+  while (!pending.empty()) {
+    auto* node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
+    if (leaf == nullptr) continue;
+    Owned variable = checked(THPVariable_Wrap(leaf->variable));
+    if (PyList_Append(found.get(), variable.get()) < 0) raise();
+  }
+  return found.release();
   END_HANDLE_TH_ERRORS
 }
 
@@ -1355,6 +1994,11 @@ PyMethodDef definitions[] = {
     {"setup", setup, METH_O, "Look up what the handlers use; return the class methods."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},
+    {"replace", reinterpret_cast<PyCFunction>(replace), METH_FASTCALL,
+     "Register the kernel of an operator with a replacement."},
+    {"install_zero_tangent", install_zero_tangent, METH_NOARGS,
+     "Register the kernel of lazy zeros."},
+    {"leaves", leaves, METH_O, "Return the leaves of the graphs of tensors."},
     {"wrap", reinterpret_cast<PyCFunction>(python_wrap), METH_FASTCALL,
      "Wrap a value as a tracer of a level."},
     {nullptr, nullptr, 0, nullptr}};

@@ -36,7 +36,7 @@ from torch.overrides import TorchFunctionMode
 from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
-from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, is_traced, traced_as
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer

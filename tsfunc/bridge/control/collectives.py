@@ -130,7 +130,8 @@ class Collective(LinearMap):
                 return self.physical(*batched_value(value, self.level))
             # An inner level has its own batch dim, which is moved to the front and stays there.
             batched = getattr(value, "bdim", None) is not None
-            out = self.shifted(batched).of(batch_first(value) if batched else value.value)
+            inner = batch_first(value, level) if batched else value.value
+            out = self.shifted(batched).of(inner)
             return rebuilt(value, out, 0 if batched else None)
 
     def shifted(self, by: int) -> Collective:

@@ -28,7 +28,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.tracing import TraceLevel, traced_as
+from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer import TracerLevel
 

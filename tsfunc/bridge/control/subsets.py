@@ -31,6 +31,7 @@ from tsfunc.bridge.batch.split_level import StartAnew
 from tsfunc.bridge.grad.linear_maps import (
     LinearMap,
     at_level,
+    batch_first,
     batched_value,
     is_recorded,
     linear,
@@ -493,8 +494,7 @@ class Merge(LinearMap):
             inner = [v.value for v in lifted]
         else:
             assert isinstance(level, BatchLevel)
-            pairs = [batched_value(v, v.dispatch_level) for v in lifted]
-            inner = [v.movedim(at, 0) for v, at in pairs]
+            inner = [batch_first(v, v.dispatch_level) for v in lifted]
         inner = [at_level(v, part) for v, part in zip(inner, self.parts, strict=True)]
         merged = linear(self, inner)
         if isinstance(level, BatchLevel):

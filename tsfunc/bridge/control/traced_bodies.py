@@ -23,7 +23,7 @@ from tsfunc.bridge.control.bodies import (
     unwrap_all,
 )
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
-from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.errors import DataDependentError
 
 

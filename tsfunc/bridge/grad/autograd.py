@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch._C import DisableTorchFunctionSubclass, _autograd
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
+from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
@@ -298,20 +299,30 @@ def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
 def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
     """Return True if the graph of the outputs has a leaf for which ``wanted`` is True."""
     with DisableTorchFunctionSubclass():
-        pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
-            parents = node.next_functions
-            if not parents:
-                variable = getattr(node, "variable", None)
-                if variable is not None and wanted(variable):
-                    return True
-            for parent, _ in parents:
-                if parent is not None and parent not in seen:
-                    seen.add(parent)
-                    pending.append(parent)
-    return False
+        return any(map(wanted, _leaves(outputs)))
+
+
+def _leaves_in_python(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the leaves of the graphs of tensors."""
+    pending: list[Any] = [out.grad_fn for out in outputs if out.grad_fn is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        parents = node.next_functions
+        if not parents:
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                yield variable
+        for parent, _ in parents:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                pending.append(parent)
+
+
+_handlers = compiled.load()
+_leaves: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] = (
+    _leaves_in_python if _handlers is None else _handlers.leaves
+)
 
 
 def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:

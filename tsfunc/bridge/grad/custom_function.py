@@ -40,7 +40,7 @@ from tsfunc.bridge.grad.mapped_function import (
     with_outer_tangents,
 )
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
-from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import (

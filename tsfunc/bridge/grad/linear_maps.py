@@ -99,10 +99,10 @@ def batched_value(value: BatchTracer, level: BatchLevel) -> tuple[torch.Tensor, 
     return inner.unsqueeze(0).expand(level.batch_size, *inner.shape), 0
 
 
-def batch_first(value: BatchTracer) -> torch.Tensor:
-    """Return the physical value of a batched tracer, with its batch dim in front."""
-    assert value.bdim is not None
-    return value.value.movedim(value.bdim, 0)
+def batch_first(value: BatchTracer, level: BatchLevel) -> torch.Tensor:
+    """Return the physical value of a tracer of the level, with a batch dim in front."""
+    inner, dim = batched_value(value, level)
+    return inner.movedim(dim, 0)
 
 
 def at_level(value: torch.Tensor, level: BatchLevel) -> Any:

@@ -39,10 +39,12 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import pullbacks
 from tsfunc.bridge.tracers.boundaries import outermost
+from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels, watching_random
-from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, below_autograd
+from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
@@ -80,20 +82,23 @@ def differentiable(function: Callable[..., Any]) -> Callable[..., Any]:
     return intercepted
 
 
-def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition]]:
-    """Yield operators, what replaces them (None: NOTE [tangents by pullbacks]), and when."""
-    tables: list[tuple[Mapping[str, _Decomposition | None], _Condition]] = [
-        (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated),
-        (DECOMPOSED, _pushed_and_differentiated),
-        (TWICE_DECOMPOSED, _differentiated_twice),
-        (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x)),
-        (PUSHED_DECOMPOSED, _pushed_forward),
-        (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x)),
-        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x)),
+def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bool]]:
+    """Yield operators, what replaces them (None: NOTE [tangents by pullbacks]), and when.
+
+    The last item is True if one derivative without forward mode never meets the condition.
+    """
+    tables: list[tuple[Mapping[str, _Decomposition | None], _Condition, bool]] = [
+        (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated, True),
+        (DECOMPOSED, _pushed_and_differentiated, True),
+        (TWICE_DECOMPOSED, _differentiated_twice, True),
+        (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
+        (PUSHED_DECOMPOSED, _pushed_forward, True),
+        (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x), False),
+        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x), False),
     ]
-    for table, met in tables:
+    for table, met, twice in tables:
         for name, decomposition in table.items():
-            yield name, decomposition, met
+            yield name, decomposition, met, twice
 
 
 def _replaced(
@@ -197,11 +202,24 @@ def _differentiated(value: torch.Tensor) -> bool:
     return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
 
 
-on_first_level(
-    register_kernels,
-    RANDOM_KEY_NAME,
-    {
-        name: functools.partial(_replaced, decomposition, met)
-        for name, decomposition, met in _replacements()
-    },
-)
+def _register() -> None:
+    """Register the kernels of the replaced operators; a compiled one calls Python where it must."""
+    handlers = compiled.load()
+    if handlers is None:
+        register_kernels(
+            RANDOM_KEY_NAME,
+            {
+                name: functools.partial(_replaced, decomposition, met)
+                for name, decomposition, met, _ in _replacements()
+            },
+        )
+        return
+    rest = after(RANDOM_KEY_NAME)
+    for name, decomposition, met, twice in _replacements():
+        overload = overload_of(name)
+        if overload is not None:
+            kernel = functools.partial(_replaced, decomposition, met, overload, rest)
+            handlers.replace(name.removeprefix("aten::"), kernel, twice)
+
+
+on_first_level(_register)

@@ -44,6 +44,7 @@ operator, ``UntypedStorage._cdata`` is the address of a storage.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +52,12 @@ from types import CodeType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._C import DisableTorchFunction, _DisableTorchDispatch
+from torch._C import (
+    DisableTorchFunction,
+    _DisableTorchDispatch,
+    _set_throw_on_mutable_data_ptr,
+    _set_warn_deprecated_on_mutable_data_ptr,
+)
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -144,7 +150,30 @@ def new_fake(
     """Return a new fake tensor, without an operator call."""
     with DisableTorchFunction(), outside_functorch(), in_kernel_invocation_manager(fake):
         meta = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
-        return FakeTensor(fake, meta, device)
+        return as_fake(fake, meta, device)
+
+
+def as_fake(fake: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a fake tensor for a tensor on ``meta``.
+
+    FakeTensor's own constructor sets twenty attributes, one by one, to the same values for every
+    tensor of a mode. It runs once for each device, and further tensors get copies of these.
+    """
+    known: dict[torch.device, dict[str, Any]] = fake.__dict__.setdefault("tsfunc_attributes", {})
+    attributes = known.get(device)
+    if attributes is None:
+        with in_kernel_invocation_manager(fake):
+            example = FakeTensor(fake, torch.empty(0, device=_META), device)
+        attributes = known[device] = dict(example.__dict__)
+    made = torch.Tensor._make_subclass(
+        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    if fake._allow_unsafe_data_ptr_access:
+        _set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        _set_throw_on_mutable_data_ptr(made)
+    made.__dict__.update(attributes)
+    return made
 
 
 def new_fake_input(
@@ -292,7 +321,7 @@ def _as_fake(result: Any, fake: FakeTensorMode, fakes: Mapping[int, Any]) -> Any
         given = fakes.get(id(result))
         if given is not None:
             return given
-        return FakeTensor(fake, result, _CPU)
+        return as_fake(fake, result, _CPU)
     if isinstance(result, list | tuple):
         return type(result)([_as_fake(each, fake, fakes) for each in result])
     return result
@@ -373,7 +402,9 @@ def _codes_of(code: CodeType) -> Iterator[CodeType]:
             yield from _codes_of(each)
 
 
-_CODES: Final = frozenset(code for rule in _RULES for code in _codes_of(rule.__code__))
+_CODES: Final = frozenset(
+    code for rule in _RULES for code in _codes_of(inspect.unwrap(rule).__code__)
+)
 
 # Composite operators without such a rule.
 _NAMES: Final = frozenset({
@@ -462,7 +493,10 @@ def _arguments(call: Any) -> Sequence[str] | None:
 
 def _has_rule(name: str) -> bool:
     row = find(name)
-    return row is not None and getattr(row.rule, "__code__", None) in _CODES
+    if row is None or row.rule is None:
+        return False
+    code: CodeType | None = getattr(inspect.unwrap(row.rule), "__code__", None)
+    return code in _CODES
 
 
 def _is_int(type_: str) -> bool:

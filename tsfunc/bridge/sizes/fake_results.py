@@ -38,7 +38,7 @@ relative to its source; ``x[i]`` is cached as ``x[0]`` with a further offset. A 
 of a tensor calls torch's rule once.
 
 The cache lives as long as the trace: newly registered kernels, and settings that are not in
-``settings``, do not invalidate it.
+``_SETTINGS``, do not invalidate it.
 
 Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
@@ -57,6 +57,7 @@ import torch
 from torch import SymBool, SymFloat, SymInt
 from torch._C import (
     DisableTorchFunction,
+    _DisableTorchDispatch,
     _get_cudnn_enabled,
     _get_cudnn_sdp_enabled,
     _get_flash_sdp_enabled,
@@ -76,18 +77,24 @@ from tsfunc.bridge.sizes import packed_rules as packed_rules  # registers its ru
 from tsfunc.bridge.sizes import result_rules as result_rules  # registers its rules
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
-from tsfunc.bridge.sizes.fake_mode import meta_of, new_fake, results_of_fixed_sizes
+from tsfunc.bridge.sizes.fake_mode import as_fake, new_fake, results_of_fixed_sizes
 from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
 from tsfunc.bridge.sizes.shape_fitting import fit_shapes
 from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
 from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
 from tsfunc.bridge.sizes.strides import check_view, kernel_strides
-from tsfunc.bridge.sizes.write_counts import count_write, counting_writes, update_versions
+from tsfunc.bridge.sizes.write_counts import (
+    count_write,
+    counting_writes,
+    fakes_in,
+    update_versions,
+)
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import defer_guards, suppress_guards
-from tsfunc.bridge.tracers.torch_state import kept_keys, settings
+from tsfunc.bridge.tracers.torch_state import SETTINGS, kept_keys
 
 _Call = Callable[..., Any]
+_META: Final = torch.device("meta")
 
 # The results of these operators depend on the size of the storage behind an argument, which caches
 # of results ignore (here the cache of torch's fake mode).
@@ -171,15 +178,17 @@ def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
 
 
 # Types whose values are the same argument if they compare equal.
-_PLAIN: Final = frozenset({
+PLAIN: Final = frozenset({
     int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 })  # fmt: skip
 
 _SYMBOLIC: Final = frozenset({SymInt, SymFloat, SymBool})
 
-# Settings besides ``settings`` that choose kernels, and with them strides.
-_LIBRARIES: Final = (
+# The settings that results depend on: those of programs, and others that choose kernels, and with
+# them strides.
+_SETTINGS: Final = (
+    *[setting.read for setting in SETTINGS],
     _get_cudnn_enabled, _get_mkldnn_enabled, _get_math_sdp_enabled, _get_flash_sdp_enabled,
     _get_mem_efficient_sdp_enabled, _get_cudnn_sdp_enabled,
 )  # fmt: skip
@@ -211,6 +220,7 @@ class _Result(NamedTuple):
         offset: its storage offset; for a view, relative to the source.
         elements: the number of elements of its own storage, at the sizes of the call.
         symbolic: True if its sizes are symbolic.
+        known: its metadata.
     """
 
     source: int
@@ -222,6 +232,7 @@ class _Result(NamedTuple):
     device: torch.device
     elements: int
     symbolic: bool
+    known: KnownMetadata | None
 
 
 # Operators whose results depend on the storage offset of an argument.
@@ -233,11 +244,27 @@ _OF_OFFSETS: Final = frozenset({
 _OWN_MEMORY, _ANOTHER_RESULT = -1, -2  # special values of source
 
 
-class _CachedResults(NamedTuple):
-    """The results of a call: one, or a list or tuple of results, some of which may be None."""
+class CachedResults(NamedTuple):
+    """The metadata of results: of one, or of a list or tuple, whose items may be None."""
 
     container: type | None
     results: tuple[_Result | None, ...]
+
+
+class KnownMetadata:
+    """The metadata of fake tensors of one trace; equal metadata is one object.
+
+    Attributes:
+        key: the metadata, with None for an offset that is a number.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: MetadataKey) -> None:
+        self.key = key
+
+
+_KNOWN: Final = "_tsfunc_metadata"  # the attribute of a fake tensor with its known metadata
 
 
 class TraceMetadata:
@@ -245,6 +272,26 @@ class TraceMetadata:
 
     def __init__(self) -> None:
         self._of_data: dict[Any, bool] = {}
+        self._known: dict[MetadataKey, KnownMetadata] = {}
+
+    def known(self, value: Any) -> KnownMetadata:
+        """Return the metadata of a fake tensor, without a storage offset that is a number.
+
+        The tensor keeps it until an operator writes to it, which may change its sizes.
+
+        Raises:
+            UnknownError: the metadata would not describe the tensor fully.
+        """
+        attributes = value.__dict__
+        found: KnownMetadata | None = attributes.get(_KNOWN)
+        if found is None:
+            with DisableTorchFunction():
+                key = self.of(value)
+            if type(key.offset) is int:
+                shape, strides, _, dtype, device, is_conj, is_neg = key
+                key = MetadataKey(shape, strides, None, dtype, device, is_conj, is_neg)
+            found = attributes[_KNOWN] = self._known.setdefault(key, KnownMetadata(key))
+        return found
 
     def of(self, value: Any) -> MetadataKey:
         """Return the metadata of a fake tensor.
@@ -288,7 +335,19 @@ class FakeCache:
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
         self.metadata = TraceMetadata()
-        self._kept: dict[Any, _CachedResults] = {}
+        self._kept: dict[Any, CachedResults] = {}
+        self._settings: list[Any] = []
+
+    def settings(self) -> int:
+        """Return a number for the settings that results depend on; equal settings have the same."""
+        now = [read() for read in _SETTINGS]
+        if now not in self._settings:
+            self._settings.append(now)
+        return self._settings.index(now)
+
+    def keeps(self, op: TorchOperator) -> bool:
+        """True if the metadata of arguments, without offsets, determines an operator's results."""
+        return op.name not in UNKEPT and op.name not in _OF_OFFSETS
 
     def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of an operator on fake values: NOTE [cached results]."""
@@ -308,11 +367,14 @@ class FakeCache:
             return self._worked_out(op, args, kwargs)
         kept = self._kept.get(key)
         if kept is not None:
-            return self._made(op, kept, args, tensors)
+            if op.writes:  # a mode's constants for a tensor depend on its version
+                for i in op.written:
+                    count_write(args[i])
+            return self.made(kept, tensors)
         results = self._worked_out(op, args, kwargs)
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
-                self._kept[key] = self._described(results, tensors)
+                self._kept[key] = self.described(results, tensors)
         except UnknownError:
             pass
         return results
@@ -330,11 +392,23 @@ class FakeCache:
         """Describe a view like another view of the same tensor, further on in the storage."""
         offset = view.storage_offset() - source.storage_offset() + further
         return _Result(
-            0, False, view.shape, view.stride(), offset, view.dtype, view.fake_device, 0, False
+            0,
+            False,
+            view.shape,
+            view.stride(),
+            offset,
+            view.dtype,
+            view.fake_device,
+            0,
+            False,
+            None,
         )
 
     def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
+        if op.writes:
+            for x in fakes_in((*args, *kwargs.values())):
+                x.__dict__.pop(_KNOWN, None)
         check_view(op.name, args, results)
         strides = kernel_strides(op, args, results)
         if strides is None:
@@ -351,7 +425,7 @@ class FakeCache:
             raise UnknownError
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
             raise UnknownError
-        parts = [op, *settings(), *[allowed() for allowed in _LIBRARIES]]
+        parts: list[Any] = [op, self.settings()]
         self._take(op, args, parts, tensors)
         for name, value in kwargs.items():
             parts.append(name)
@@ -364,16 +438,12 @@ class FakeCache:
         parts.append(len(values))
         for value in values:
             kind = type(value)
-            if kind in _PLAIN:  # 1, 1.0 and True compare equal, but are different arguments
+            if kind in PLAIN:  # 1, 1.0 and True compare equal, but are different arguments
                 parts += (kind, value)
             elif kind is FakeTensor and value.fake_mode is self.fake:
-                metadata = self.metadata.of(value)
-                # Few operators depend on the storage offset.
-                known = type(metadata.offset) is not int or op.name in _OF_OFFSETS
-                if not known:
-                    shape, strides, _, dtype, device, is_conj, is_neg = metadata
-                    metadata = MetadataKey(shape, strides, None, dtype, device, is_conj, is_neg)
-                parts.append(metadata)
+                parts.append(self.metadata.known(value))
+                if op.name in _OF_OFFSETS:
+                    parts.append(self.metadata.number(value.storage_offset()))
                 # Record whether two arguments are the same tensor.
                 parts.append(next((i for i, x in enumerate(tensors) if x is value), -1))
                 tensors.append(value)
@@ -386,16 +456,21 @@ class FakeCache:
 
     # --- storing
 
-    def _described(self, results: Any, tensors: Sequence[Any]) -> _CachedResults:
+    def described(self, results: Any, tensors: Sequence[Any]) -> CachedResults:
+        """Return the metadata of the results of a call, given its tensor arguments.
+
+        Raises:
+            UnknownError: new tensors can't have the metadata.
+        """
         memories = {storage_address(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
-            return _CachedResults(None, (self._result(results, tensors, memories),))
+            return CachedResults(None, (self._result(results, tensors, memories),))
         found = []
         for result in results:
             found.append(None if result is None else self._result(result, tensors, memories))
             if result is not None:
                 memories.setdefault(storage_address(result), _ANOTHER_RESULT)
-        return _CachedResults(type(results), tuple(found))
+        return CachedResults(type(results), tuple(found))
 
     def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
         """Describe a result.
@@ -423,16 +498,18 @@ class FakeCache:
         return _Result(
             source, same >= 0, shape, strides, offset, metadata.dtype, metadata.device,
             size // value.element_size(), symbolic,
+            None if symbolic else self.metadata.known(value),
         )  # fmt: skip
 
     # --- making
 
-    def _made(
-        self, op: TorchOperator, kept: _CachedResults, args: Any, tensors: Sequence[Any]
-    ) -> Any:
-        if op.writes:  # a mode's constants for a tensor depend on its version
-            for i in op.written:
-                count_write(args[i])
+    def made(self, kept: CachedResults, tensors: Sequence[Any]) -> Any:
+        """Return new results with known metadata.
+
+        Args:
+            kept: the metadata.
+            tensors: the tensor arguments of the call.
+        """
         if kept.container is None:
             return self._like(kept.results[0], tensors)
         return kept.container([self._like(result, tensors) for result in kept.results])
@@ -442,8 +519,15 @@ class FakeCache:
             return None
         if result.is_source:
             return tensors[result.source]
+        source = tensors[result.source] if result.source >= 0 else None
+        if not result.symbolic and (source is None or not _has_symbols(source)):
+            with _DisableTorchDispatch():
+                made = as_fake(self.fake, _of_fixed_sizes(result, source), result.device)
+            if result.known is not None:
+                made.__dict__[_KNOWN] = result.known
+            return made
         with in_kernel_invocation_manager(self.fake), suppress_guards(self.fake):
-            return FakeTensor(self.fake, _over_memory(result, tensors), result.device)
+            return as_fake(self.fake, _of_symbolic_sizes(result, source), result.device)
 
 
 def _from_start(
@@ -472,25 +556,33 @@ def _from_start(
     return (x, dim, 0, stop - start, *args[4:]), start * stride
 
 
-def _over_memory(result: _Result, tensors: Sequence[Any]) -> torch.Tensor:
-    """Return a meta tensor with the sizes and strides of a result.
+def _of_fixed_sizes(result: _Result, source: torch.Tensor | None) -> torch.Tensor:
+    """Return a meta tensor with the sizes and strides of a result; ``source`` has its storage."""
+    if source is None and not result.offset:
+        return torch.empty_strided(result.shape, result.strides, dtype=result.dtype, device=_META)
+    if source is None:
+        memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device=_META)
+        return memory.as_strided(result.shape, result.strides, result.offset)
+    plain = torch.empty(0, dtype=source.dtype, device=_META)
+    offset = source.storage_offset() + result.offset
+    return plain.set_(source.untyped_storage(), offset, result.shape, result.strides)
+
+
+def _of_symbolic_sizes(result: _Result, source: torch.Tensor | None) -> torch.Tensor:
+    """Do the same for symbolic sizes.
 
     A new storage has the size of the call, because torch is slow to compute a symbolic one.
     """
-    shape, strides, offset = result.shape, result.strides, result.offset
-    if result.source >= 0:
-        source = tensors[result.source]
-        if not result.symbolic and not any(map(_is_symbolic, (*source.shape, *source.stride()))):
-            return meta_of(source).as_strided(shape, strides, source.storage_offset() + offset)
-        return torch.as_strided(source, shape, strides, source.storage_offset() + offset)
-    if not result.symbolic and not offset:
-        return torch.empty_strided(shape, strides, dtype=result.dtype, device="meta")
-    memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device="meta")
-    return torch.as_strided(memory, shape, strides, offset)
+    memory, offset = source, result.offset
+    if memory is None:
+        memory = torch.empty_strided((result.elements,), (1,), dtype=result.dtype, device=_META)
+    else:
+        offset = memory.storage_offset() + offset
+    return torch.as_strided(memory, result.shape, result.strides, offset)
 
 
-def _is_symbolic(size: Any) -> bool:
-    return type(size) is SymInt
+def _has_symbols(x: torch.Tensor) -> bool:
+    return any(type(size) is SymInt for size in (*x.shape, *x.stride()))
 
 
 def storage_address(value: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ def count_write(x: torch.Tensor) -> None:
 @contextmanager
 def counting_writes(args: Sequence[Any]) -> Iterator[None]:
     """Context manager: count the writes of a call to its arguments."""
-    tensors = list(_fakes(args))
+    tensors = list(fakes_in(args))
     before = [x._version for x in tensors]
     yield
     for x, version in zip(tensors, before, strict=True):
@@ -44,7 +44,7 @@ def counting_writes(args: Sequence[Any]) -> Iterator[None]:
 
 def update_versions(args: Iterable[Any]) -> None:
     """Let the versions of a call's arguments include all writes to their storages."""
-    for x in _fakes(args):
+    for x in fakes_in(args):
         writes = x.untyped_storage().__dict__.get(_WRITES, 0)
         if x.__dict__.get(_WRITES, 0) != writes:
             x.__dict__[_WRITES] = writes
@@ -64,11 +64,11 @@ def _note_write(x: torch.Tensor) -> None:
     attributes[_WRITES] = x.__dict__[_WRITES] = attributes.get(_WRITES, 0) + 1
 
 
-def _fakes(args: Iterable[Any]) -> Iterator[FakeTensor]:
+def fakes_in(args: Iterable[Any]) -> Iterator[FakeTensor]:
     """Yield the fake tensors with a storage among arguments and in their lists."""
     for x in args:
         if type(x) is FakeTensor:
             if x.layout is torch.strided:
                 yield x
         elif isinstance(x, list | tuple):
-            yield from _fakes(x)
+            yield from fakes_in(x)

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.tracing import TraceTracer, trace_kernel
+from tsfunc.bridge.trace.trace_level import TraceTracer
+from tsfunc.bridge.trace.tracing import trace_kernel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
 from tsfunc.tracebacks import LIBRARIES
@@ -30,6 +31,8 @@ def _local_scalar_dense(value: TraceTracer) -> Any:
     message = _message(torch._C._current_autograd_node())
     sound = trace_kernel(operator_of(torch.ops.aten.logical_not.default), (value,), {})
     trace_kernel(operator_of(torch.ops.aten._assert_async.msg), (sound, message), {})
+    # The message has the line of the forward call, which the engine's own error lacks.
+    next(reversed(value.dispatch_level.graph.nodes)).meta["engine_check"] = True
     return False
 
 

@@ -58,10 +58,11 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    from tsfunc.bridge.trace.inductor_loops import LoopsMadeReady
+    from tsfunc.bridge.trace.inductor_loops import LoopsMadeReady, assert_in_bodies
 
     patches: dict[str, Any] = {"fallback_random": True}
     if _has_loops(module):
+        assert_in_bodies(module)
         patches["post_grad_custom_pre_pass"] = LoopsMadeReady()
     table = None
     if decompositions and any(node.target in decompositions for node in _every_node(module)):

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch._ops import OpOverload
 
-from tsfunc.bridge.trace.tracing import TraceLevel, tracing_here
+from tsfunc.bridge.trace.trace_level import TraceLevel, tracing_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer import innermost_level

@@ -1,4 +1,4 @@
-"""An Inductor pass for loops: NOTE [loops in Inductor] in ``backends``.
+"""Changes of a graph with loops for Inductor: NOTE [loops in Inductor] in ``backends``.
 
 Private names used here (torch 2.13 and 2.14): ``torch._inductor.custom_graph_pass`` has the base
 class of passes, and the hash that keys the caches of their results.
@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 # The argument with a loop's carries, and the argument with the operands of its body.
 _CARRIES: Final = {"scan": 1, "while_loop": 2, "while_loop_stack_output": 2}
+_CHECK_ERRORS: Final = torch.ops.aten._linalg_check_errors.default
 _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
@@ -36,6 +37,28 @@ class LoopsMadeReady(CustomGraphPass):
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
+
+
+def assert_in_bodies(module: torch.fx.GraphModule) -> None:
+    """Replace the checks of linear algebra in the bodies of loops and branches by assertions.
+
+    AOTAutograd orders ``aten::_linalg_check_errors`` by a token, an input of the whole graph, and
+    does not remove the token again if the check is in a body.
+    """
+    for body in module.modules():
+        if body is module or not isinstance(body, torch.fx.GraphModule):
+            continue
+        checks = body.graph.find_nodes(op="call_function", target=_CHECK_ERRORS)
+        for node in checks:
+            info, name, *_ = node.args
+            with body.graph.inserting_before(node):
+                same = body.graph.call_function(torch.ops.aten.eq.Scalar, (info, 0))
+                right = body.graph.call_function(torch.ops.aten.all.default, (same,))
+                message = f"{name}: the factorization of an argument failed, or it is singular."
+                body.graph.call_function(torch.ops.aten._assert_async.msg, (right, message))
+            body.graph.erase_node(node)
+        if checks:
+            body.recompile()
 
 
 def _owned(graph: torch.fx.Graph, node: Any) -> Any:

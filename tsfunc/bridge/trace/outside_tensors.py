@@ -30,13 +30,9 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.tensor_guards import (
-    ANSWERS,
-    VERSION,
-    asked_by_user,
-    refuse_version,
-)
-from tsfunc.bridge.trace.tracing import TraceLevel, TraceTracer, _reads_requires_grad, is_traced
+from tsfunc.bridge.trace.tensor_guards import ANSWERS, VERSION, asked_by_user, refuse_version
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
+from tsfunc.bridge.trace.tracing import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
@@ -238,6 +234,9 @@ class Lifting(UserCode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, given = kwargs or {}, args
+        repeated = self.level.repeated.again(func, args, kwargs)
+        if repeated is not NotImplemented:
+            return repeated
         if OpaqueValue in types:
             return OpaqueValue.__torch_function__(func, types, args, kwargs)
         if func is torch._assert and isinstance(args[0], torch.SymBool):

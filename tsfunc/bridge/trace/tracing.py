@@ -1,83 +1,52 @@
-"""The Trace and Specialize keys: traced tensors, and the kernels that record a program.
+"""The Trace and Specialize keys: the kernels that record a program.
 
-A traced tensor has a fake value (shape, dtype, device, no data) and a node of a torch.fx graph.
 The Specialize kernel computes the results of an operator on fake values. The Trace kernel runs the
 Specialize kernel, and records the call. Both kernels see the operators as the user called them:
 autograd is outside of the level, so composite operators stay whole, and a program can be
 differentiated, vmapped and traced again.
 
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-which runs operators on shapes, and the errors for data-dependent results; ``DisableTorchFunction``
-disables function modes in kernels; ``_functorch.maybe_get_level`` is the depth of the torch.func
-transform that wrapped a tensor.
+Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has the errors for
+data-dependent results; ``DisableTorchFunction`` disables function modes in kernels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-import optree
 import torch
 import torch.fx
-from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _functorch
-from torch._ops import OpOverloadPacket
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 
-from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, results_of
-from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
+from tsfunc import pytrees
+from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,
     shape_node,
-    size_node,
-    symbols_in,
 )
-from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.tensor_guards import (
-    ANSWERS,
-    TensorGuards,
-    answer_from_guards,
-    attribute,
-    attributes_of,
-    check_layout,
-    class_of,
-    contiguous,
-    hashed,
-    offset,
-    offset_outside,
-    set_class,
-    stride,
+from tsfunc.bridge.trace.tensor_guards import offset_outside
+from tsfunc.bridge.trace.trace_level import (
+    SYMBOLIC,
+    TraceLevel,
+    TraceTracer,
+    data_dependent_message,
+    map_items,
+    record_call,
+    tracing_here,
 )
-from tsfunc.bridge.trace.tracer_copies import copied
-from tsfunc.bridge.tracers.boundaries import Lines
-from tsfunc.bridge.tracers.checks import refused_outcome
-from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.questions import (
-    caller_of_handlers,
     defer_guards,
     has_symbols,
-    suppress_guards,
 )
-from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
-from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
-    NO_KWARGS,
-    BackwardPass,
-    Tracer,
-    TracerLevel,
-    function_handler,
     metadata,
-    written,
 )
 from tsfunc.dispatch import (
     DispatchKey,
@@ -87,286 +56,9 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.dispatch.places import source_of, users_place
 from tsfunc.errors import DataDependentError, MissingRuleError
-from tsfunc.tracebacks import LIBRARIES, Place
 
-SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 T = TypeVar("T")
-
-
-class Passes(Protocol):
-    """The backward passes of a traced function, and the ``.grad`` of tensors from outside."""
-
-    def serve(self, call: BackwardPass) -> bool:
-        """See ``TracerLevel.serves_backward``."""
-
-    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the ``.grad`` of a tensor from outside as the function sees it."""
-
-    def set(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Assign the ``.grad`` of a tensor from outside, for the rest of the trace."""
-
-
-class TraceLevel(TracerLevel):
-    """A trace that is being recorded.
-
-    Attributes:
-        graph: the torch.fx graph so far.
-        symbols: the symbolic numbers of the trace.
-        fake: the mode that computes results.
-        results: the cache of results.
-        sizes: records a symbolic number as a node of the graph.
-        lines: finds the user's line of a call.
-        lifted: the tensors from outside that the function reads, each with its tracer.
-        on_lift: is called with each such tracer and tensor.
-        originals: the tensors that tracers of symbolic sizes are copies of, by their metadata.
-        tensor_guards: the guards on properties of tensors other than types and sizes.
-        bodies: the levels of the control-flow bodies that are being traced, outermost first.
-        of_dtensors: True if inputs or tensors from outside are DTensors.
-        records: True if autograd records on inputs and tensors from outside: NOTE [backward passes
-            in programs] in ``outside_tensors``.
-        passes: the backward passes of the function that reach these tensors.
-        failing: functions that are called with the error if no program is made.
-        masks_choices: True if a batch of choices is traced as choices of the whole batch: NOTE
-            [unreadable choices] in ``transforms/control/cond``.
-    """
-
-    __slots__ = (
-        "bodies",
-        "failing",
-        "fake",
-        "graph",
-        "lifted",
-        "lines",
-        "masks_choices",
-        "of_dtensors",
-        "on_lift",
-        "originals",
-        "passes",
-        "records",
-        "results",
-        "sizes",
-        "symbols",
-        "tensor_guards",
-    )  # fmt: skip
-
-    def __init__(self, name: str, symbols: Symbols, records: bool = False) -> None:
-        super().__init__(DispatchKey.Trace, name)
-        register_dispatch_handlers()
-        self.records = records
-        self.autograd += records
-        self.passes: Passes | None = None
-        self.failing: list[Callable[[BaseException], None]] = []
-        self.masks_choices = False
-        self.graph = torch.fx.Graph()
-        self.symbols = symbols
-        self.fake: FakeTensorMode = symbols.fake
-        self.results = FakeCache(self.fake)
-        self.originals: dict[MetadataKey, torch.Tensor] = {}
-        self.sizes: Callable[[Any], Any] = symbols.record
-        self.lines = Lines()
-        self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
-        self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
-        self.bodies: list[TraceLevel] = []
-        self.of_dtensors = False
-        self.tensor_guards = TensorGuards(name)
-
-    def sees_factory(self, name: str, random: bool) -> bool:
-        return True
-
-    def fake_like(
-        self, example: torch.Tensor, shape: Sequence[Any], strides: Sequence[Any]
-    ) -> torch.Tensor:
-        """Return a fake tensor with the example's dtype, device, and lazy conj or neg bits."""
-        if type(example) is not torch.Tensor and is_dtensor(example):
-            self.of_dtensors = True
-        with DisableTorchFunction(), without_factory_keys():
-            made = new_fake(self.fake, shape, strides, example.dtype, example.device)
-            if not (example.is_conj() or example.is_neg()):
-                return made
-            with self.fake:
-                made = made.conj() if example.is_conj() else made
-                return torch._neg_view(made) if example.is_neg() else made
-
-    def record(
-        self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
-    ) -> torch.fx.Node:
-        """Record a call in the graph, with the user's line."""
-        node = self.graph.call_function(target, tuple(args), kwargs)
-        node.meta["place"] = self.lines.here()[0]
-        return node
-
-    def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
-        """Add an input to the graph with the metadata of a fake value."""
-        return self._leaf(traced_as(value, self.graph.placeholder(name), self, requires_grad))
-
-    def _leaf(self, tracer: TraceTracer) -> TraceTracer:
-        """Return the tracer of a tensor from outside; a leaf if autograd records at the level."""
-        if self.records and tracer.tracks:
-            with DisableTorchFunctionSubclass():
-                tracer.requires_grad_()
-        return tracer
-
-    def passes_backward(self) -> None:
-        self.tensor_guards.of_backward = True
-
-    def serves_backward(self, call: BackwardPass) -> bool:
-        self.passes_backward()
-        return self.passes is not None and self.passes.serve(call)
-
-    def lift(self, value: torch.Tensor) -> TraceTracer:
-        """Lift a tensor from outside: the program reads it at every call, as an input."""
-        known = self.lifted.get(id(value))
-        if known is None:
-            check_layout(value)
-            like = self.fake_like(value, value.shape, value.stride())
-            wanted = f"lifted_{len(self.lifted)}"
-            node = self.graph.create_node("get_attr", wanted, name=wanted)
-            node.target = node.name  # another name if a parameter has this one
-            known = value, self._leaf(traced_as(like, node, self, value.requires_grad))
-            self.lifted[id(value)] = known
-            self.on_lift(known[1], value)
-        return known[1]
-
-    def capture(self, value: torch.Tensor) -> torch.Tensor:
-        return self.lifted_here(value)
-
-    def lifted_here(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as the traced code sees it: a tensor from outside is lifted.
-
-        A tensor that a vmap of torch.func maps over is lifted too. As a plain tensor it would be
-        used at trace time, and its results would be stale once it changes.
-        """
-        if is_traced(value):
-            return value
-        if self.is_of_functorch(value):
-            return batch_of_another(value, self.lifted_here)
-        return self.lift(value)
-
-    def is_of_functorch(self, value: torch.Tensor) -> bool:
-        """True if a tensor belongs to a torch.func transform inside the trace."""
-        depth = _functorch.maybe_get_level(value)
-        return depth == _ENDED or depth > self.functorch_depth
-
-
-# Operators whose results share memory with an argument and are not views of it to autograd.
-_CUT = frozenset({"aten::detach", "aten::_lazy_clone"})
-
-
-class TraceTracer(Tracer):
-    """A tensor with known shape, dtype and device, and without data."""
-
-    __slots__ = ()
-
-    value: torch.Tensor
-    node: torch.fx.Node
-    tracks: bool
-    dispatch_level: TraceLevel
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or NO_KWARGS
-        if func in ANSWERS:
-            out = answer_from_guards(func, args)
-            if out is not NotImplemented:
-                return out
-        if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
-            out = call_past_parser(func, args, kwargs)
-            if out is not NotImplemented:
-                return out
-        return function_handler(func, types, args, kwargs)
-
-    def aliased_here(self) -> TraceTracer:
-        return traced_as(self.value, self.node, self.dispatch_level, False)
-
-    def detached_here(self) -> TraceTracer:
-        level = self.dispatch_level
-        detach = torch.ops.aten.detach.default
-        node = level.record(detach, (self.node,))
-        node.meta["op"] = operator_of(detach)
-        return traced_as(self.value, node, level, False)
-
-    __class__ = property(class_of, set_class)
-    __dict__ = property(attributes_of)
-    __hash__ = hashed
-
-    def from_outside(self) -> bool:
-        return self.node.op != "call_function"
-
-    def origin(self) -> torch.fx.Node:
-        """Return the node of the tensor that the graph takes views of."""
-        node = self.node
-        while node.args and isinstance(source := node.args[0], torch.fx.Node):
-            op = node.meta.get("op")
-            view = node.target is operator.getitem if op is None else op.is_view or op.inplace
-            if not view or (op is not None and op.name in _CUT):
-                break
-            node = source
-        return node
-
-    def conjugated(self) -> bool:
-        self.dispatch_level.tensor_guards.ask_all("{}.is_conj()")
-        return self.value.is_conj()
-
-    def read(self, name: str) -> Any:
-        if name == "item" and self.value.numel() == 1 and not self.value.is_complex():
-            return operator_of(torch.ops.aten.item.default).call((self,), {}, True)
-        if name == "tolist":
-            return [x.tolist() for x in self.unbind()] if self.value.dim() else self.item()
-        if name == "__bool__" and self.value.numel() == 1:
-            refused = refused_outcome(catchable=False)
-            if refused is not None:
-                return self._assume(not refused)
-            answer = self.dispatch_level.tensor_guards.answer(self.node)
-            if answer is not None:
-                return bool(answer)
-        raise DataDependentError(_data_dependent(name, self.dispatch_level))
-
-    def _assume(self, answer: bool) -> bool:
-        """Record an assertion that a test has this answer: NOTE [checks of arguments]."""
-        place = users_place()
-        holds = self.reshape(()) if answer else self.reshape(()).logical_not()
-        message = f"{place}{source_of(place, ': ')}: the check fails"
-        operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
-        return answer
-
-    def describe(self) -> str:
-        level = self.dispatch_level
-        if not level.alive:
-            return f"TraceTracer(of {level.name}, which has ended)"
-        return f"TraceTracer(%{self.node.name} of {level.name}, {self.value!r})"
-
-
-TraceTracer.__getattr__ = attribute  # type: ignore[attr-defined]
-TraceTracer.stride = stride  # type: ignore[method-assign]
-TraceTracer.is_contiguous = contiguous  # type: ignore[method-assign]
-TraceTracer.storage_offset = offset  # type: ignore[method-assign]
-
-
-def traced_as(
-    value: torch.Tensor, node: torch.fx.Node, level: TraceLevel, tracks: bool
-) -> TraceTracer:
-    """Return the tracer of a node, given its fake value."""
-    tracer: TraceTracer | None = None
-    with DisableTorchFunction():
-        if has_symbols(value.shape, {}):
-            tracer = copied(TraceTracer, value, level, level.results.metadata, level.originals)
-        if tracer is None:
-            with suppress_guards(level.fake):
-                tracer = TraceTracer.make(value, level)
-    tracer.value = value
-    tracer.node = node
-    tracer.tracks = tracks and (value.is_floating_point() or value.is_complex())
-    node.meta["val"] = value
-    node.meta["requires_grad"] = tracer.tracks
-    return tracer
 
 
 def traces_dtensors() -> bool:
@@ -467,39 +159,16 @@ def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
             return arg.value
         return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
 
-    values, named = optree.tree_map(fake, (tuple(args), dict(kwargs)), none_is_leaf=True)
+    values = tuple([map_items(fake, arg) for arg in args])
+    named = {name: map_items(fake, arg) for name, arg in kwargs.items()}
     try:
         if isinstance(op, TorchOperator):
             return level.results.of(op, values, named)
         return results_of(level.fake, op.name, op.outward, False, values, named)
     except (DataDependentOutputException, DynamicOutputShapeException):
         if not level.symbols.allow_data():
-            raise DataDependentError(_data_dependent(op.name, level)) from None
+            raise DataDependentError(data_dependent_message(op.name, level)) from None
     return specialize_kernel(op, args, kwargs)
-
-
-def _data_dependent(name: str, level: TraceLevel) -> str:
-    place = users_place()
-    frame = caller_of_handlers()
-    asked = ""
-    if frame.f_code.co_filename.startswith(LIBRARIES[1]):
-        asker = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        asked = f", by {asker}{source_of(asker, ': ')}"
-    return (
-        f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{place}{source_of(place, ': ')}{asked}), but a trace has no data: `if`, `while`, int() "
-        f"and float() on it can't be served. {ways_out()}"
-    )
-
-
-def ways_out() -> str:
-    """Return the advice for code that needs data in a trace."""
-    return (
-        "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
-        "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
-        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
-        "argument that is not a tensor, which becomes a constant."
-    )
 
 
 @register_fallback(DispatchKey.Trace)
@@ -515,47 +184,10 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if op.reshapes and isinstance(args[0], TraceTracer):
         with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
             args[0].value = torch.ops.aten.alias.default(args[0].value)
-    if level.bodies and not any(isinstance(x, torch.Tensor) for x in optree.tree_leaves(args)):
+    if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
         level = level.bodies[-1]  # the body's code is running, and calls a factory
     results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
-    tracks = torch.is_grad_enabled()
-    any_tracks = False
-
-    def node_of(arg: Any) -> Any:
-        nonlocal any_tracks
-        if isinstance(arg, torch.Tensor):
-            own = isinstance(arg, TraceTracer) and arg.dispatch_level is level
-            tracer: TraceTracer = arg if own else level.lift(arg)  # type: ignore[assignment]
-            any_tracks = any_tracks or tracer.tracks
-            return tracer.node
-        return level.sizes(arg) if isinstance(arg, SYMBOLIC) else arg
-
-    nodes, named = optree.tree_map(node_of, (tuple(args), dict(kwargs)), none_is_leaf=True)
-    node = level.record(op.overload, _as_lists(nodes), named)
-    node.meta["op"] = op
-    if not tracks and (level.torch_state.grad_mode or level.torch_state.paused):
-        node.meta["no_grad"] = True
-    fresh = level.symbols.fresh()
-    recorded = _record_results(op, args, kwargs, results, node, level, tracks and any_tracks)
-    if fresh:
-        _register_symbols(recorded, node, level, fresh)
-    return recorded
-
-
-def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
-    """Register the nodes of data-dependent numbers in results: NOTE [sizes of data]."""
-    node.meta["reads_data"] = True
-    found = results if isinstance(results, list | tuple) else [results]
-    values = [x.value if isinstance(x, TraceTracer) else x for x in found]
-    for symbol, i, dim in symbols_in(values, fresh):
-        if dim is None:
-            at = _item(node, i, level) if isinstance(results, list | tuple) else node
-            level.symbols.register(symbol, at, at.name, values[i])
-        else:
-            at = found[i].node
-            level.symbols.register(
-                symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]"
-            )
+    return record_call(op, args, kwargs, results, level)
 
 
 @register("aten::lift_fresh", DispatchKey.Trace)
@@ -565,68 +197,6 @@ def _lift_fresh(value: torch.Tensor) -> Any:
     At every run of a program the function makes a new tensor, which it may write into or return.
     """
     return trace_kernel(operator_of(torch.ops.aten.lift_fresh_copy.default), (value,), {})
-
-
-def _as_lists(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return arguments with torch.Size and tuples as lists, as graphs store them."""
-    return tuple(list(arg) if isinstance(arg, tuple) else arg for arg in args)
-
-
-def _record_results(
-    op: TorchOperator,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    results: Any,
-    node: torch.fx.Node,
-    level: TraceLevel,
-    tracks: bool,
-) -> Any:
-    if op.inplace and isinstance(results, torch.Tensor):
-        own = isinstance(args[0], TraceTracer) and args[0].dispatch_level is level
-        first = args[0] if own else level.lift(args[0])
-        first.tracks = first.tracks or tracks
-        node.meta["val"], node.meta["requires_grad"] = first.value, first.tracks
-        if op.reshapes and has_symbols_in([*first.shape, *first.value.shape]):
-            take_sizes(first, TraceTracer.make(first.value, level))
-            return args[0]
-        return written(op, args, kwargs)
-    if isinstance(results, torch.Tensor):
-        return traced_as(results, node, level, tracks)
-    return _items_traced(results, node, level, tracks)
-
-
-def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: bool) -> Any:
-    """Return several results, including nested lists, each traced as an item of the node."""
-    if not isinstance(results, list | tuple):
-        return results
-    found = []
-    for i, item in enumerate(results):
-        if isinstance(item, torch.Tensor):
-            item = traced_as(item, _item(node, i, level), level, tracks)
-        elif isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item):
-            item = _items_traced(item, _item(node, i, level), level, tracks)
-        found.append(item)
-    return type(results)(found)
-
-
-def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:
-    return level.graph.call_function(operator.getitem, (node, i))
-
-
-_ENDED = -2  # the depth of wrappers of ended transforms, such as cotangents in pullbacks
-
-
-def is_traced(value: Any) -> bool:
-    """True if a value is a tracer of the trace, or of a transform inside it."""
-    if not isinstance(value, Tracer):
-        return False
-    root = value.dispatch_level.root
-    return any(getattr(level, "root", None) is root for level in current_levels())
-
-
-def tracing_here() -> bool:
-    """True if the running code is being traced."""
-    return any(isinstance(level, TraceLevel) for level in current_levels())
 
 
 def surely(guard: Callable[..., T | None], *args: Any) -> T | None:

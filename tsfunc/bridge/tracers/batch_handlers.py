@@ -39,6 +39,7 @@ from tsfunc.bridge.tracers.call_plans import (
     arguments_of,
     dims_at_call,
     fits,
+    is_innermost,
     plans_of_function,
     plans_of_operator,
 )
@@ -50,6 +51,7 @@ from tsfunc.bridge.tracers.operators import (
     operators_by_id,
 )
 from tsfunc.bridge.tracers.parsing import Form
+from tsfunc.bridge.tracers.recipes import record
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
     any_autocast,
@@ -59,6 +61,7 @@ from tsfunc.bridge.tracers.torch_state import (
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
     SlottedTracer,
+    TracerLevel,
     call_below_function,
     function_handler,
     lift_where,
@@ -75,9 +78,9 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
-_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED = (
+_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED, _PARTS = (
     PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
-    PlanStep.DECOMPOSED,
+    PlanStep.DECOMPOSED, PlanStep.PARTS,
 )  # fmt: skip
 
 
@@ -128,6 +131,10 @@ def call_by_plan(
         plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
         if plan.step is _TABLE or state.remap_args is not None or is_inference_mode_enabled():
             return NotImplemented
+        if plan.innermost and not is_innermost(values):
+            return NotImplemented
+        if plan.step is _PARTS and any_autocast():
+            return NotImplemented  # NOTE [autocast and rules]
         for place in plan.unrecorded:
             if level.forward or values[place].requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
@@ -145,6 +152,8 @@ def call_by_plan(
     if not direct:
         if step is _TABLE or step is _ONCE or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
+        if step is _PARTS:
+            return call_below_function(func, types, args, kwargs)
         if step is _DECOMPOSED:
             return _decomposed(plan, level, args, kwargs)
         dims = plan.dims
@@ -389,7 +398,7 @@ def _use_compiled() -> None:
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "arguments_of": arguments_of, "dims_at_call": dims_at_call,
-        "wrapped": _wrapped,
+        "wrapped": _wrapped, "record": record, "tracer_level": TracerLevel,
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ without storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
-from tsfunc.bridge.tracers.torch_state import in_backward_formula
+from tsfunc.bridge.tracers.torch_state import alone, in_backward_formula
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
@@ -105,6 +106,9 @@ class BatchLevel(TracerLevel):
     def examples(self, device: torch.device) -> torch.Tensor:
         """Return the index of each example in the whole call, as a 1-dim int64 tensor."""
         return torch.arange(self.first, self.first + self.batch_size, device=device)
+
+    def outside(self) -> AbstractContextManager[None]:
+        return alone()
 
     @property
     def origin(self) -> BatchLevel:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -45,6 +46,7 @@ PLAIN: Final = frozenset({
 })  # fmt: skip
 _TENSORS: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _NUMBERS: Final = frozenset({int, float})
+_BOUNDS: Final = frozenset({int, type(None)})
 _MOST_PLANS: Final = 512
 
 
@@ -59,6 +61,7 @@ class PlanStep(enum.Enum):
     ONCE = "once"  # call the function on the values, which are the same for all examples
     DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
     RECORDED = "recorded"  # call torch, which records the call at the level
+    PARTS = "parts"  # call a function in Python, whose parts are calls of their own
 
 
 class Plan:
@@ -76,14 +79,16 @@ class Plan:
         first: for a ``BESIDE`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
+        recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
         unrecorded: the positions of plain tensors that must not require gradients.
+        innermost: True if :func:`is_innermost` must hold for the values.
         form: the conversion of the arguments to an operator's schema, or None.
         view: True if a result may have a storage offset, as a view has.
     """
 
     __slots__ = (
-        "dim", "dims", "first", "form", "function", "operator", "rule", "shifts", "step", "target",
-        "unrecorded", "view",
+        "dim", "dims", "first", "form", "function", "innermost", "operator", "recipes", "rule",
+        "shifts", "step", "target", "unrecorded", "view",
     )  # fmt: skip
 
     def __init__(
@@ -104,6 +109,8 @@ class Plan:
         self.form: Form | None = None
         self.first = True
         self.shifts: tuple[int, ...] | None = None
+        self.recipes: Any = None
+        self.innermost = False
         self.view = operator is not None
 
     def __repr__(self) -> str:
@@ -112,6 +119,7 @@ class Plan:
 
 TABLE: Final = Plan(PlanStep.TABLE)
 RECORDED: Final = Plan(PlanStep.RECORDED)
+PARTS: Final = Plan(PlanStep.PARTS)
 
 
 class Plans:
@@ -121,19 +129,21 @@ class Plans:
         operator: the operator, for an overload.
         rule: the function rule of the stage BATCHING of a Python function, or None.
         parsed: True if calls of a Python function may be converted to an operator's schema.
+        parts: True for a function that is written in Python and has no function rule.
         plans: the plans of calls that the level takes, by key.
         recorded: the plans of calls that autograd records at the level, by key.
     """
 
-    __slots__ = ("operator", "parsed", "plans", "recorded", "rule")
+    __slots__ = ("operator", "parsed", "parts", "plans", "recorded", "rule")
 
     def __init__(
         self,
         operator: TorchOperator | None = None,
         rule: FunctionRule | None = None,
         parsed: bool = False,
+        parts: bool = False,
     ) -> None:
-        self.operator, self.rule, self.parsed = operator, rule, parsed
+        self.operator, self.rule, self.parsed, self.parts = operator, rule, parsed, parts
         self.plans: dict[Any, Plan] = {}
         self.recorded: dict[Any, Plan] = {}
 
@@ -146,7 +156,9 @@ class Plans:
         key: Any,
     ) -> Plan:
         """Decide the plan of a call that the level takes, and keep it."""
-        if self.operator is not None:
+        if self.parts:
+            plan = PARTS if all(map(is_plain, kinds)) else TABLE
+        elif self.operator is not None:
             plan = _operator_plan(self.operator, args, kwargs, kinds)
         elif self._depends_on_modes(kwargs, kinds[len(args) :]):
             return TABLE
@@ -158,6 +170,8 @@ class Plans:
         self, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any], key: Any
     ) -> Plan:
         """Decide the plan of a call that autograd records at the level, and keep it."""
+        if self.parts:
+            return _keep(self.recorded, key, self.make(function, (), kwargs, kinds, key))
         return _keep(self.recorded, key, _recorded_plan(function, kwargs, kinds))
 
     def takes(self, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> bool:
@@ -187,7 +201,12 @@ def plans_of_function(function: Any) -> Plans | None:
     rule = registry.find(Stage.BATCHING, function)
     own = METHODS.get(function) is not None and not _serves_numbers(function)
     parsed = has_forms(function) and function not in WRITERS and not own
-    made = Plans(None, rule, parsed) if rule is not None or parsed else None
+    parts = (
+        type(function) is FunctionType
+        and rule is None
+        and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
+    )
+    made = Plans(None, rule, parsed, parts) if rule is not None or parsed or parts else None
     FUNCTION_PLANS[function] = made
     return made
 
@@ -283,7 +302,8 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
     (NOTE [operands of outer levels]).
     """
     count = len(kinds) - len(kwargs)
-    if function in METHODS or not _no_tensors(kinds[count:]):
+    leaves = _leaves(function, kinds) if function in METHODS else True
+    if not leaves or not _no_tensors(kinds[count:]):
         return TABLE
     plain: list[int] = []
     for place, kind in enumerate(kinds[:count]):
@@ -293,11 +313,41 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
             return TABLE
         if kind in _TENSORS:
             plain.append(place)
-    if not plain:
+    if not plain and function not in METHODS:
         return RECORDED
     plan = Plan(PlanStep.RECORDED)
+    plan.innermost = function in METHODS
     plan.unrecorded = tuple(plain)
     return plan
+
+
+def _leaves(function: Any, kinds: Sequence[Any]) -> bool:
+    """True if the function's method leaves calls with arguments of these kinds to torch."""
+    rule = registry.find(Stage.METHOD, function)
+    if rule is None:
+        return False
+    return (
+        _no_tensors(kinds[1:]) if rule.numbers else rule.leaves is not None and rule.leaves(kinds)
+    )
+
+
+def is_innermost(values: Sequence[Any]) -> bool:
+    """True if no bound of a slice is a tensor, and batch dims of outer levels are the first."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            if not is_innermost(value):
+                return False
+        elif isinstance(value, slice):
+            if not _BOUNDS.issuperset((type(value.start), type(value.stop), type(value.step))):
+                return False
+        else:
+            while type(value) in TRACERS:
+                if value.bdim != 0:
+                    return False
+                value = value.value
+            if isinstance(value, torch.Tensor) and type(value) not in _TENSORS:
+                return False
+    return True
 
 
 def _has_own_tensors_only(kind: tuple[Any, ...]) -> bool:

@@ -255,6 +255,10 @@ class DrawnBefore:
         for level, drawn in self._counts:
             level.drawn = drawn
 
+    def holds(self) -> bool:
+        """True if no number of draws has changed since that time."""
+        return all(level.drawn is drawn for level, drawn in self._counts)
+
     def or_further(self, other: DrawnBefore) -> DrawnBefore:
         """Return the larger number of draws of each example, of two times at the same levels."""
         further = DrawnBefore(())

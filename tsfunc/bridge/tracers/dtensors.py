@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from typing import Any
@@ -33,13 +32,16 @@ def _dtensor() -> Any:
 
 
 def converts_to_dtensor(error: BaseException) -> bool:
-    """True if a conversion between plain tensors and DTensors raised the error.
+    """True if a method of DTensor raised the error: a conversion from or to plain tensors.
 
     Such a conversion has no rule for forward mode, and its pullback cuts the graph of a cotangent.
     """
-    folder = os.path.join("torch", "distributed", "tensor", "_")
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(folder in frame.f_code.co_filename for frame, _ in frames)
+    kind = _dtensor()
+    if kind is None:
+        return False
+    methods = [getattr(method, "__func__", method) for method in vars(kind).values()]
+    codes = {getattr(method, "__code__", None) for method in methods}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def unit_cotangent(value: torch.Tensor, *, like_value: bool) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,6 +62,9 @@ class FunctionRule:
         options: True if a rule of the stage BATCHING takes keyword arguments.
         numbers: True if a rule of the stage METHOD serves only calls in which a tensor stands for
             a number.
+        leaves: called with the kinds of the arguments (NOTE [call plans] in ``call_plans``); True
+            if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
+            outer levels are the first and the bounds of slices are not tensors. None: False.
     """
 
     function: Any
@@ -70,6 +73,7 @@ class FunctionRule:
     view: bool = False
     options: bool = False
     numbers: bool = False
+    leaves: Callable[[Sequence[Any]], bool] | None = None
 
     @property
     def name(self) -> str:
@@ -98,6 +102,7 @@ class FunctionRules:
         view: bool = False,
         options: bool = False,
         numbers: bool = False,
+        leaves: Callable[[Sequence[Any]], bool] | None = None,
     ) -> None:
         """Declare one rule for several callables.
 
@@ -105,7 +110,7 @@ class FunctionRules:
             DispatchError: a callable has a rule of that stage already.
         """
         for function in functions:
-            made = FunctionRule(function, stage, rule, view, options, numbers)
+            made = FunctionRule(function, stage, rule, view, options, numbers, leaves)
             _refuse_second(self.declared, made)
             self.declared[stage, function] = made
 

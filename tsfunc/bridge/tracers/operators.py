@@ -335,26 +335,34 @@ def fast_function(op: TorchOperator, args: Sequence[Any], kwargs: Any) -> Any:
     orders use the overload. ``OpOverload._op`` is its C++ callable.
     """
     overload = op.overload
-    name = overload._schema.name.removeprefix("aten::")
-    if overload.namespace != "aten" or name in _OVERLOAD_ONLY:
-        return overload._op
+    function, reduction = _function_of(op)
     # The Python function uses 0 (none) if it is omitted, whatever the schema's default is.
-    at = _place_of(overload, "reduction")
-    if at is not None and len(args) <= at and "reduction" not in kwargs:
+    if function is None or (
+        reduction is not None and len(args) <= reduction and "reduction" not in kwargs
+    ):
         return overload._op
-    numbers = sum(1 for arg in args if isinstance(arg, int | float) and not isinstance(arg, bool))
-    if numbers > 1 and len(args) > 2:
-        return overload._op
+    if len(args) > 2:
+        numbers = [x for x in args if isinstance(x, int | float) and not isinstance(x, bool)]
+        if len(numbers) > 1:
+            return overload._op
     if any(isinstance(arg, list) and None in arg for arg in args):
         return overload._op  # torch's function of that name accepts no list with gaps
-    for owner in (torch, torch.nn.functional):
-        function = getattr(owner, name, None)
-        if isinstance(function, type(torch.sin)):
-            return function
-    return overload._op
+    return function
 
 
 @functools.cache
+def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
+    """Return torch's Python function of an operator's name, and the position of ``reduction``."""
+    overload = op.overload
+    name = overload._schema.name.removeprefix("aten::")
+    if overload.namespace == "aten" and name not in _OVERLOAD_ONLY:
+        for owner in (torch, torch.nn.functional):
+            found = getattr(owner, name, None)
+            if isinstance(found, type(torch.sin)):
+                return found, _place_of(overload, "reduction")
+    return None, None
+
+
 def _place_of(overload: OpOverload, name: str) -> int | None:
     """Return the position of an argument in an overload's schema, or None."""
     names = [argument.name for argument in overload._schema.arguments]

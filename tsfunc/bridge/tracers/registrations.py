@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.operators import operator_of, overload_of
 from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
@@ -71,6 +72,7 @@ FACTORIES = (
     "kaiser_window.periodic kaiser_window.beta lift_fresh"
 ).split()
 
+_handlers = compiled.load()
 _libraries: dict[str, list[torch.library.Library]] = {}
 _lock = threading.Lock()
 
@@ -91,7 +93,10 @@ def _install(key: str, names: Sequence[str]) -> None:
             warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
             if key == RANDOM_KEY_NAME:
-                library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
+                if _handlers is None:
+                    library.impl("_efficientzerotensor", _zero_tangent, key, with_keyset=True)
+                else:
+                    _handlers.install_zero_tangent()
                 for overload in _out_variants():
                     name = overload.name().removeprefix("aten::")
                     library.impl(name, _into(overload, key), key, with_keyset=True)

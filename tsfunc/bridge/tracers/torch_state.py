@@ -16,6 +16,7 @@ fails by name if one is missing):
 - ``_set_grad_enabled``: the function behind ``torch.set_grad_enabled``, as graphs call it;
 - ``_is_any_autocast_enabled``: whether autocast is on for any device, and ``_DisableAutocast``,
   which excludes its keys for a block;
+- ``_DisableTorchDispatch``: takes operators past all dispatch modes for a block;
 - ``_is_fwd_grad_enabled``: whether operators push tangents on this thread, and
   ``forward_ad._set_fwd_grad_enabled``, which sets this for a block;
 - ``_functorch.maybe_current_level``: the depth of torch.func's stack;
@@ -56,6 +57,7 @@ from torch._C import (
     DispatchKeySet,
     _current_graph_task_id,
     _DisableAutocast,
+    _DisableTorchDispatch,
     _dispatch_has_kernel_for_dispatch_key,
     _dispatch_keyset_full_after,
     _dispatch_tls_is_dispatch_key_excluded,
@@ -83,6 +85,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 
+from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
 from tsfunc.dispatch.state import tls
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -478,6 +481,18 @@ def outside_all_levels() -> Iterator[None]:
             except BaseException as error:
                 release_guards(error)
                 raise
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Context manager: torch runs on plain tensors; no level, mode or graph sees it."""
+    with (
+        outside_all_levels(),
+        outside_levels_of_ours(),
+        _DisableTorchDispatch(),
+        torch.no_grad(),
+    ):
+        yield
 
 
 # --- settings that a program depends on

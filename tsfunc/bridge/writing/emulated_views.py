@@ -3,8 +3,23 @@
 An example may have a view of a tensor where the batch has none. The user then gets a copy that
 behaves like a view. The copy is given a hook, and the hook sees each call that takes the
 copy: the hook updates the copy before a read, writes the copy back after a write, and attaches
-itself to each view of the copy. Each kind of copy defines how to copy and write back:
-``gathered_views``, ``reshaped_views``.
+itself to each view of the copy. There are two kinds: views at indices that differ between examples,
+and views in another shape (``reshaped_views``).
+
+NOTE [gathered views]
+For one example ``y[i]`` is a view: a write to the view is a write to ``y``, and the reverse. A
+batch has no such view, because each example has another index. The indexed elements are therefore
+copied into a tensor of their own, the *whole*, and the user gets a view of the whole. The view is
+an emulated view, so its hook sees each call first:
+
+- Before a call reads the view, the whole is copied again if the base has been written to since.
+  torch counts the writes to every storage, including writes that no tracer sees.
+- After a call has written to the view, the whole is copied back to its places in the base.
+- A view of the view (``y[i].T[1:]``) is one more view of the same whole.
+
+These steps are calls at the user's own level, as if the program contained them. All derivatives,
+outer levels and traces therefore see a program without views at differing indices. If the function
+does not own the base, the write is refused like a write to the base itself.
 """
 
 from __future__ import annotations
@@ -33,6 +48,8 @@ class EmulatedView(TracerHook):
     Attributes:
         base: the tensor that the copy replaces a view of.
         whole: the copy; the user holds a view of it.
+        take: copies the viewed elements from the base.
+        put: writes such a copy to the base.
         shape, stride: those of the base at the start; in-place ops such as ``t_()`` may change
             them.
         recorded: True if grad mode was on.
@@ -41,6 +58,8 @@ class EmulatedView(TracerHook):
 
     base: torch.Tensor
     whole: torch.Tensor
+    take: Callable[[torch.Tensor], torch.Tensor]
+    put: Callable[[torch.Tensor, torch.Tensor], Any]
     shape: torch.Size = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     recorded: bool = field(init=False)
@@ -50,14 +69,6 @@ class EmulatedView(TracerHook):
         self.shape, self.stride = self.base.shape, self.base.stride()
         self.recorded = torch.is_grad_enabled()
         self.seen = state_of(self.base)
-
-    def copied(self) -> torch.Tensor:
-        """Return a fresh copy of the viewed elements, from the present values of the base."""
-        raise NotImplementedError
-
-    def put_back(self) -> None:
-        """Write the whole to the base."""
-        raise NotImplementedError
 
     def view(self) -> torch.Tensor:
         """Return the view of the whole that the user gets."""
@@ -74,7 +85,7 @@ class EmulatedView(TracerHook):
             if now[0] is memory and now[1] == count:
                 return
         with torch.set_grad_enabled(self.recorded):
-            self.whole.copy_(self.copied())
+            self.whole.copy_(self.take(self.original_base()))
         self.seen = now
 
     def original_base(self) -> torch.Tensor:
@@ -96,7 +107,7 @@ class EmulatedView(TracerHook):
         # Autograd does not record writes through ``detach()``.
         recorded = torch.is_grad_enabled() and by.requires_grad >= self.whole.requires_grad
         with torch.set_grad_enabled(recorded):
-            self.put_back()
+            self.put(self.original_base(), self.whole)
         self.seen = state_of(self.base)
 
     @staticmethod
@@ -149,3 +160,25 @@ def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None
         memory = memory_under(result)
         if memory is not None and memory in hooks:
             attach_hook(result, hooks[memory])
+
+
+def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+    """Return ``base`` indexed along a dim, as an emulated view: NOTE [gathered views].
+
+    Args:
+        base: the tensor that is indexed.
+        dim: the dim.
+        places: the indices. A 0-dim tensor removes the dim; a 1-dim tensor keeps it.
+    """
+    if not places.dim():
+        places = places.clone()  # the user owns places, and may write to it
+    index = [*[None] * dim, places]
+
+    def take(base: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.aten.index.Tensor(base, index)  # saves no values of base
+        return out
+
+    def put(base: torch.Tensor, whole: torch.Tensor) -> None:
+        torch.ops.aten.index_put_.default(base, index, whole)
+
+    return EmulatedView(base, take(base), take, put).view()

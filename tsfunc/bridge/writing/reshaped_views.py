@@ -4,7 +4,7 @@ For one example most results are contiguous, and programs take views of them. Th
 keeps the batch dim where the arguments had it, which may be between dims of the example; the batch
 then has no such view. An operator's result at the level that has no other holder is laid out
 again, with the batch dim first. A tensor from outside, or a tensor with other views, cannot move,
-because its views would lose their memory; the user then gets a emulated view.
+because its views would lose their memory; the user then gets an emulated view.
 
 Two torch functions, ``native_group_norm`` and ``take_along_dim``, take such views of their inputs
 internally: they get inputs that can be laid out again.
@@ -16,7 +16,6 @@ attributes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -116,29 +115,22 @@ def _view_as_complex(x: BatchTracer) -> torch.Tensor:
     raise NoView("Tensor must have a last dimension with stride 1")
 
 
-@dataclass
-class ReshapedView(EmulatedView):
-    """A emulated view that is a reshape or a reinterpretation of its base.
+def _emulated(base: torch.Tensor, out: torch.Tensor, take: _Map, untake: _Map) -> torch.Tensor:
+    """Return an emulated view that is a reshape or a reinterpretation of its base.
 
-    Attributes:
-        take: copies the elements from the tensor, in the shape of the view.
-        untake: maps such a copy back to the shape of the tensor.
+    Args:
+        base: the tensor.
+        out: a copy of its elements in the shape of the view.
+        take: makes such a copy.
+        untake: maps such a copy to the shape of the tensor.
     """
-
-    take: Callable[[torch.Tensor], torch.Tensor]
-    untake: Callable[[torch.Tensor], torch.Tensor]
-
-    def copied(self) -> torch.Tensor:
-        return self.take(self.original_base())
-
-    def put_back(self) -> None:
-        self.original_base().copy_(self.untake(self.whole))
+    return EmulatedView(base, out, take, lambda base, whole: base.copy_(untake(whole))).view()
 
 
 def _viewing(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the requested view, or a emulated view if only a single example has the view."""
+    """Return the requested view, or an emulated view if only a single example has the view."""
     try:
         return call_torch(func, types, args, kwargs)
     except NoView:
@@ -152,7 +144,7 @@ def _viewing(
         if shape is None:
             raise
     pair = _COMPLEX if func is torch.view_as_complex else (_reshape(shape), _reshape(base.shape))
-    return ReshapedView(base, pair[0](base), *pair).view()
+    return _emulated(base, pair[0](base), *pair)
 
 
 def _strides_alone(x: torch.Tensor) -> list[int]:
@@ -196,7 +188,7 @@ def _reshaping(
         sizes = [[*map(hint_of, each)] for each in (base.shape, _strides_alone(base), out.shape)]
     if 0 in sizes[0] or not has_view(*sizes):
         return out
-    return ReshapedView(base, out, _reshape(out.shape), _reshape(base.shape)).view()
+    return _emulated(base, out, _reshape(out.shape), _reshape(base.shape))
 
 
 def _lies_between(x: Any) -> bool:
@@ -247,14 +239,23 @@ def _take_along_dim(
     return call(*args, **kwargs)
 
 
+def _is_in_front(kinds: Sequence[Any]) -> bool:
+    """True for a batch dim in front of the example's dims, and other arguments that are ints.
+
+    The batch then has a view of some sizes if one example has it.
+    """
+    return kinds[0] == 0 and all(kind in _SIZES for kind in kinds[1:])
+
+
+_SIZES: Final = frozenset({int, list, tuple, torch.Size})
+
 function_rules: Final = FunctionRules()
-function_rules.add(
-    Stage.METHOD, _viewing, torch.Tensor.view, torch.Tensor.view_as, torch.view_as_complex,
-    view=True,
-)  # fmt: skip
+function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view, view=True, leaves=_is_in_front)
+function_rules.add(Stage.METHOD, _viewing, torch.Tensor.view_as, torch.view_as_complex, view=True)
 function_rules.add(
     Stage.METHOD, _reshaping, torch.reshape, torch.Tensor.reshape, torch.Tensor.reshape_as,
     torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel, view=True,
+    leaves=_is_in_front,
 )  # fmt: skip
 function_rules.add(Stage.METHOD, _native_group_norm, torch.native_group_norm)
 function_rules.add(Stage.METHOD, _take_along_dim, torch.take_along_dim, torch.Tensor.take_along_dim)

@@ -16,7 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.backends import Backend
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.questions import implementation
 from tsfunc.bridge.tracers.torch_state import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer

@@ -17,7 +17,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.trace.tracing import tracing_here
+from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import FirstCall

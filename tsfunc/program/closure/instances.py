@@ -23,7 +23,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
-from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
 from tsfunc.dispatch.places import users_place
 from tsfunc.errors import TypeCheckError

@@ -13,7 +13,7 @@ import torch
 
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.scaling import REPLACED
-from tsfunc.bridge.trace.tracing import is_traced
+from tsfunc.bridge.trace.trace_level import is_traced
 from tsfunc.dispatch.places import is_installed, users_place
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance

@@ -13,9 +13,8 @@ import math
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -146,8 +145,7 @@ def _last_uses(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[str]]:
     return dropped
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """A statement of the source.
 
     Attributes:

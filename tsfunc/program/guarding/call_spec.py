@@ -16,9 +16,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode, new_fake_input
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
-from tsfunc.bridge.trace.tensor_guards import (
-    PropertyGuard,
-)
+from tsfunc.bridge.trace.tensor_guards import PropertyGuard
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import is_instance

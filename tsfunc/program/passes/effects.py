@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Container, Iterator
 from typing import Any
@@ -49,7 +50,7 @@ def is_random(node: torch.fx.Node) -> bool:
     if isinstance(node.target, ControlFlow):
         return node.target.opaque or node.target.random
     op = node.meta.get("op")
-    return bool(op is not None and torch.Tag.nondeterministic_seeded in op.overload.tags)
+    return bool(op is not None and op.random)
 
 
 def checks(node: torch.fx.Node) -> bool:
@@ -67,6 +68,9 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 
 def is_pure(node: torch.fx.Node) -> bool:
     """Return True if the node's result depends only on its arguments, and it has no effects."""
+    op = node.meta.get("op")
+    if isinstance(op, TorchOperator) and op.name not in STATISTICS:
+        return not (op.writes or op.random or op.asserts)
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))
 
 
@@ -153,17 +157,23 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         if isinstance(node.target, ControlFlow) or node.target is operator.getitem:
             yield from node.all_input_nodes
         return
-    declared = arguments_of(op)
     if op.name in _UNDECLARED:
         yield from nodes_in(node.args[0])
         return
-    if not any(argument.shares for argument in declared) and op.composite:
-        # A composite operator may return its argument without declaring it (dropout).
-        yield from node.all_input_nodes
+    if not _declares_sharing(op):
+        if op.composite:
+            # A composite operator may return its argument without declaring it (dropout).
+            yield from node.all_input_nodes
         return
     for argument, value in matched(op, node.args, node.kwargs):
         if argument.shares:
             yield from nodes_in(value)
+
+
+@functools.cache
+def _declares_sharing(op: TorchOperator) -> bool:
+    """Return True if an operator declares that a result may share the memory of an argument."""
+    return any(argument.shares for argument in arguments_of(op))
 
 
 def sources(node: torch.fx.Node) -> set[torch.fx.Node]:

@@ -361,11 +361,12 @@ def is_computable(node: torch.fx.Node) -> bool:
 
 
 def _foldable(node: torch.fx.Node, aliases: Aliases, values: Mapping[Any, Any]) -> bool:
+    if not values.keys() >= set(node.all_input_nodes):
+        return False
     value = node.meta.get("val")
     return (
         is_computable(node)
         and not communicates(node)
-        and all(arg in values for arg in node.all_input_nodes)
         and isinstance(value, torch.Tensor)
         and all(isinstance(size, int) for size in value.shape)
         and 0 < value.numel() <= max(MOST_ELEMENTS, *_sizes_of(node, values))

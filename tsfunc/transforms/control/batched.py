@@ -298,7 +298,9 @@ def _physical(operands: Sequence[Any], level: BatchLevel) -> PhysicalBatch | Non
         if own and operand.dispatch_level is not level:
             return None
         flags.append(own and operand.bdim is not None)
-        values.append(batch_first(operand) if flags[-1] else operand.value if own else operand)
+        values.append(
+            batch_first(operand, level) if flags[-1] else operand.value if own else operand
+        )
     return PhysicalBatch.of(values, flags) if are_plain(values) else None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.linear_maps import batch_first
-from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceTracer
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
@@ -111,7 +111,7 @@ def choice_of(value: Any, what: str) -> Choice:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
             level = inner.dispatch_level
             with level.restored():
-                values = batch_first(inner).reshape(level.batch_size)
+                values = batch_first(inner, level).reshape(level.batch_size)
             return ByExample(level, values, _known(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
@@ -188,7 +188,7 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:
             if inner.bdim is not None:
-                return batch_first(inner).reshape(level.batch_size) != 0
+                return batch_first(inner, level).reshape(level.batch_size) != 0
             inner = inner.value
         if not isinstance(inner, torch.Tensor):
             return torch.full((level.batch_size,), bool(inner))

@@ -12,7 +12,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.trace.tracing import SYMBOLIC
+from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.errors import DescriptorError, TsfuncError, UndefinedDerivativeError
 from tsfunc.program.calling.capture import TraceRequest, capture
 from tsfunc.program.files.callees import CalleeGraph

@@ -18,7 +18,7 @@ from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, common
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.trace.tracing import SYMBOLIC, TraceLevel
+from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_places

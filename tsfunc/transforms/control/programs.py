@@ -25,11 +25,12 @@ from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.tracing import TraceLevel, is_traced
-from tsfunc.bridge.tracers.draw_keys import counted, draw_counts, set_draw_counts
+from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
+from tsfunc.bridge.tracers.draw_keys import DrawnBefore, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.questions import same_number
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level
 from tsfunc.dispatch.state import tls
+from tsfunc.errors import DataDependentError
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.operators import (
     AssociativeScan,
@@ -348,6 +349,18 @@ def record_while(
     return carry.tree(call_of(op, carry.hidden, trace, [*inputs, *tensors], numbers, results))
 
 
+_OPEN_DRAWS = (
+    "associative_scan: expected a function without random operators, because the scanned size is "
+    'open in this program and the vmap has randomness="split". Give the scanned dim a fixed size '
+    "in the descriptors, or draw the numbers before the scan and pass them as elements."
+)
+
+
+def _draws(node: torch.fx.Node) -> bool:
+    """True if a node of a body draws random numbers."""
+    return bool(getattr(node.meta.get("op"), "random", False))
+
+
 ELEMENTS = ("the elements", "the result of the function")
 
 
@@ -356,12 +369,23 @@ def record_associative_scan(
 ) -> Any:
     """Record an associative scan as one node, for any length.
 
+    A body that draws random numbers can't be a node: the node combines slices one by one, and the
+    function combines many slices with one draw.
+
     Args:
         fn: combines two slices.
         elems: the pytree to scan.
         axes: the scanned dim of each leaf.
         reverse: True to scan from the end.
         advice: the advice in error messages.
+
+    Returns:
+        The scanned pytree, or None for a function that draws random numbers, if the length is
+        fixed: the caller records each combination.
+
+    Raises:
+        DataDependentError: the function draws random numbers for each example, and the length is
+            not fixed.
     """
     what = "associative_scan"
     trace = _trace()
@@ -370,17 +394,25 @@ def record_associative_scan(
     if reverse:
         moved = [x.flip(0) for x in moved]
     one = Carry(trace, [along_first(x).select(0, 0) for x in moved])
+    counted = False
+
+    def run(*both: Any) -> Any:
+        nonlocal counted
+        before = DrawnBefore()
+        left, right = both[: len(leaves)], both[len(leaves) :]
+        result = fn(optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right))
+        counted = counted or not before.holds()
+        return result
+
     while True:
         slices = one.inputs()
-        body = TracedBody(
-            trace,
-            lambda *both: fn(
-                optree.tree_unflatten(spec, both[: len(leaves)]),
-                optree.tree_unflatten(spec, both[len(leaves) :]),
-            ),
-            [*slices, *slices],
-        )
+        body = TracedBody(trace, run, [*slices, *slices])
         check_carried(what, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
+        if counted or any(_draws(node) for node in body.level.graph.nodes):
+            if isinstance(moved[0].shape[0], int):
+                return None
+            if counted:
+                raise DataDependentError(_OPEN_DRAWS)
         body.settle([x.dtype for x in slices])
         if not one.widened(body.batched()):
             break

@@ -302,7 +302,8 @@ def associative_scan(
     if current_trace() is not None and not (isinstance(size, int) and size < 2):
         one = fn if dim is not None else _of_slices(fn, at)
         found = record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
-        return found
+        if found is not None:
+            return found
     if dim is not None:
         fn = vmap(fn, in_dims=dim, out_dims=dim)
     if reverse:

@@ -16,7 +16,7 @@ from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.sizes.shape_rules import in_order
-from tsfunc.bridge.trace.tracing import TraceLevel
+from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.passes.effects import is_random, writes

@@ -1,7 +1,7 @@
-"""Rules of random operators for ``randomness="split"``: each example draws as if it ran alone.
+"""Samples for ``randomness="split"``: the numbers of each example, from its own random words.
 
-See NOTE [random numbers of an example] in ``philox``. The rules have the arguments of the rules in
-``random``, which call them.
+See NOTE [random numbers of an example] in ``philox``. The rules in ``random`` call these functions.
+Samples have the batch dim first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
-from tsfunc.ops.dims import align, front, logical_shape, op_name, unit_dims
+from tsfunc.ops.dims import front, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Dims, RuleLevel
 
@@ -115,7 +115,7 @@ _SAMPLERS: dict[str, Sampler] = {
 }  # fmt: skip
 
 
-def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
+def in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
     """Reshape one row per example to the shape of an example.
 
     An explicit row count allows 0 elements.
@@ -123,7 +123,7 @@ def _in_shape(rows: Tensor, shape: Sequence[Any]) -> Tensor:
     return rows.reshape(rows.shape[0], *shape)
 
 
-def _sampled(
+def sampled(
     op: Any, level: RuleLevel, shape: Sequence[Any], dtype: torch.dtype, device: Any,
     params: Sequence[Any], kwargs: Mapping[str, Any],
 ) -> Tensor:  # fmt: skip
@@ -137,66 +137,13 @@ def _sampled(
         if sampler is _normal:
             params = (0.0, math.sqrt(0.5))
         parts = sampler(op, draw, 2 * count, real, *params).to(real)
-        out = torch.view_as_complex(_in_shape(parts, (count, 2)))
+        out = torch.view_as_complex(in_shape(parts, (count, 2)))
     else:
         out = sampler(op, draw, count, dtype, *params).to(dtype)
-    return _in_shape(out, shape)
+    return in_shape(out, shape)
 
 
-def sized(
-    op: Any, level: RuleLevel, place: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Rule of a factory whose size is ``args[place]``, after the distribution's parameters."""
-    default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
-    dtype = kwargs.get("dtype") or default
-    device = kwargs.get("device") or torch.get_default_device()
-    return _sampled(op, level, args[place], dtype, device, args[:place], kwargs), 0
-
-
-def randperm(op: Any, level: RuleLevel, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Draw a permutation for each example."""
-    draw = draw_for(level, kwargs.get("device") or torch.get_default_device(), kwargs)
-    order = distributions.permutation(draw, args[0])
-    return order.to(kwargs.get("dtype") or torch.int64), 0
-
-
-def drawn_like(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Draw in the shape and dtype of the first argument, whose values are not used."""
-    x, at = args[0], dims[0]
-    dtype = kwargs.get("dtype") or x.dtype
-    shape = logical_shape(x, at)
-    device = kwargs.get("device") or x.device
-    out = _sampled(op, level, shape, dtype, device, args[1:], kwargs)
-    return (out.movedim(0, at), at) if at else (out, 0)
-
-
-def drawn_inplace(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Overwrite the first argument, which is batched."""
-    x, *params = args
-    if any(isinstance(param, Tensor) for param in params):
-        out = bernoulli(op, level, dims, args, kwargs)
-    else:
-        shape = logical_shape(x, dims[0])
-        out = _sampled(op, level, shape, x.dtype, x.device, params, kwargs)
-    x.copy_(out.movedim(0, dims[0]))
-
-
-def randint_like(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Draw integers below a separate bound for each example."""
-    x, high = args
-    shape = logical_shape(x, dims[0])
-    draw = draw_for(level, x.device, kwargs)
-    drawn = distributions.integers(draw, math.prod(shape), 0, high.to(torch.int64).unsqueeze(1))
-    return _in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
-
-
-def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
+def parameter_rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
     """Return a parameter as rows of float64 numbers: one row per example, or one row for all."""
     x = x.detach()
     x = x.unsqueeze(0) if at is None else front(x, at)
@@ -204,7 +151,7 @@ def _rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
     return x.expand(x.shape[0], *shape).reshape(x.shape[0], math.prod(shape)).to(torch.float64)
 
 
-def _without_gradient(out: Tensor, *params: Any) -> Tensor:
+def without_gradient(out: Tensor, *params: Any) -> Tensor:
     """Make the derivative by the parameters zero, as torch does, instead of undefined."""
     for param in params:
         if isinstance(param, Tensor) and param.requires_grad:
@@ -213,7 +160,7 @@ def _without_gradient(out: Tensor, *params: Any) -> Tensor:
     return out
 
 
-def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
+def broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
     """Return the broadcast shape of the parameters."""
     shapes = [
         logical_shape(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)
@@ -221,47 +168,14 @@ def _broadcast_shape(args: Sequence[Any], dims: Dims) -> Sequence[Any]:
     return list(torch.broadcast_shapes(*shapes))
 
 
-def bernoulli(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Tensor:
-    """Draw in the shape and dtype of the first argument, with the batch dim first.
-
-    The last argument has the probabilities.
-    """
-    shape = logical_shape(args[0], dims[0])
-    draw = draw_for(level, args[0].device, kwargs)
-    drawn = distributions.below(draw, math.prod(shape), _rows(args[-1], dims[-1], shape))
-    return _without_gradient(_in_shape(drawn.to(args[0].dtype), shape), *args)
-
-
-def normal(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Draw standard normal numbers for each example, then scale and shift them."""
-    params, where = (*args, 1.0)[:2], [*dims, None][:2]
-    tensors = [x for x in params if isinstance(x, Tensor)]
-    shape = _broadcast_shape(params, where)
-    dtype = tensors[0].dtype
-    if len(tensors) == 2:
-        dtype = torch.promote_types(dtype, tensors[1].dtype)
-    draw = draw_for(level, tensors[0].device, kwargs)
-    noise = _in_shape(distributions.normal(draw, math.prod(shape), dtype), shape)
-    (mean, std, noise), at = align(
-        [x.detach() if isinstance(x, Tensor) else x for x in params] + [noise], [*where, 0]
-    )
-    return _without_gradient((mean + std * noise).to(dtype), *params), at
-
-
 def multinomial(
-    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Draw by search in the cumulative weights.
+    op: Any, draw: Philox, x: Tensor, at: int | None, number: int, replacement: bool
+) -> Tensor:
+    """Return drawn categories: by search in the cumulative weights.
 
-    Without replacement, take the largest weights after division by exponential numbers. The result
-    has the batch dim first.
+    Without replacement, they have the largest weights after division by exponential numbers.
     """
-    x, number, replacement = (*args, False)[:3]
-    weights = x.detach().unsqueeze(0) if dims[0] is None else front(x.detach(), dims[0])
+    weights = x.detach().unsqueeze(0) if at is None else front(x.detach(), at)
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
     _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
     _require(
@@ -272,24 +186,23 @@ def multinomial(
         fine = (weights >= 0).all() & (weights.sum(-1) > 0).all() & weights.isfinite().all()
         _require(bool(fine), op, "weights that are finite, not negative, and not all 0")
     weights = weights.to(torch.float64)
-    draw = draw_for(level, x.device, kwargs)
     if replacement:
         count: Any = math.prod(lead) * number
-        u = _in_shape(distributions.uniform(draw, count, torch.float64), (*lead, number))
+        u = in_shape(distributions.uniform(draw, count, torch.float64), (*lead, number))
         sums = weights.cumsum(-1)
         sums = sums.expand(max(u.shape[0], sums.shape[0]), *sums.shape[1:]).contiguous()
         drawn = torch.searchsorted(sums, (u * sums[..., -1:]).contiguous(), right=True)
         last = kinds - 1 - (weights > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
-        return torch.minimum(drawn, last), 0
+        return torch.minimum(drawn, last)
     count = math.prod(lead) * kinds
-    waits = _in_shape(distributions.exponential(draw, count, torch.float64), (*lead, kinds))
-    return (weights / waits).topk(number, -1).indices, 0
+    waits = in_shape(distributions.exponential(draw, count, torch.float64), (*lead, kinds))
+    return (weights / waits).topk(number, -1).indices
 
 
-def _sample_rows(
+def _samples(
     draw: Philox, name: str, args: Sequence[Any], dims: Dims, shape: Sequence[Any]
 ) -> Tensor:
-    params = [_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
+    params = [parameter_rows(x, at, shape) for x, at in zip(args, dims, strict=False)]
     if name == "aten::poisson":
         return distributions.poisson(draw, params[0])
     if name == "aten::binomial":
@@ -297,24 +210,26 @@ def _sample_rows(
     return distributions.gamma(draw, params[0])
 
 
-def drawn_from(
+def of_parameters(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Draw from a distribution with tensor parameters: poisson, binomial, gamma, dirichlet."""
+) -> Tensor:
+    """Return numbers of distributions with tensor parameters: poisson, binomial, gamma, dirichlet.
+
+    A generator may follow the parameters.
+    """
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if len(args) > len(tensors):  # a positional generator
+    if len(args) > len(tensors):
         kwargs = {"generator": args[len(tensors)], **kwargs}
     args, dims = tensors, dims[: len(tensors)]
-    shape, dtype = _broadcast_shape(args, dims), args[0].dtype
+    shape, dtype = broadcast_shape(args, dims), args[0].dtype
     draw = draw_for(level, args[0].device, kwargs)
-    rows = _sample_rows(draw, op_name(op), args, dims, shape)
-    out = _in_shape(rows, shape)
+    out = in_shape(_samples(draw, op_name(op), args, dims, shape), shape)
     if op_name(op) == "aten::_sample_dirichlet":
-        return (out / out.sum(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny).to(dtype), 0
+        return (out / out.sum(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny).to(dtype)
     if op_name(op) == "aten::_standard_gamma":
         out = out.clamp_min(torch.finfo(dtype).tiny).to(dtype)
-        return _with_implicit_gradient(args[0], dims[0], out), 0
-    return _without_gradient(out.to(dtype), *args), 0
+        return _with_implicit_gradient(args[0], dims[0], out)
+    return without_gradient(out.to(dtype), *args)
 
 
 def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tensor:
@@ -326,22 +241,3 @@ def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tenso
     fixed = alpha.detach()
     slope: Tensor = torch.ops.aten._standard_gamma_grad(fixed.expand_as(out), out)
     return out + (alpha - fixed) * slope
-
-
-def keep_mask(level: RuleLevel, x: Tensor, at: int | None, keep: float, features: bool) -> Tensor:
-    """Return ones with probability ``keep``, else zeros, with the batch dim first."""
-    shape = logical_shape(x, at)
-    if features:
-        # The dims of a feature map get size 1.
-        kept = 2
-        shape = [*shape[:kept], *[1 for _ in shape[kept:]]]
-    draw = draw_for(level, x.device, {})
-    return _in_shape(distributions.below(draw, math.prod(shape), keep).to(x.dtype), shape)
-
-
-def slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) -> Tensor:
-    """Return uniform slopes that broadcast with ``x``."""
-    shape = logical_shape(x, at)
-    draw = draw_for(level, x.device, {})
-    u = distributions.uniform(draw, math.prod(shape), x.dtype)
-    return _in_shape(u * (upper - lower) + lower, shape).movedim(0, at)

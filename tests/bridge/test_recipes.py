@@ -1,0 +1,226 @@
+"""Recipes repeat the calls of a batching rule: NOTE [recipes] in ``bridge/tracers/recipes.py``.
+
+The recorder is tested on rules of its own. The laws of repeated calls run with the compiled
+handlers, which use recipes, and with the Python ones, whose results are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tsfunc import grad, jvp, vmap
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
+from tsfunc.bridge.tracers.call_plans import Plan, PlanStep
+from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.recipes import record
+from tsfunc.ops import fixed
+
+built = pytest.mark.skipif(
+    "__torch_function__" not in vars(SlottedBatchTracer),
+    reason="the compiled handlers are not built: python -m tsfunc build",
+)
+MM = torch.ops.aten.mm.default
+
+
+def recorded(rule: Any, *args: Any, dims: Any = None, overload: Any = MM) -> Any:
+    plan = Plan(PlanStep.RULE, overload, rule, operator_of(overload))
+    return record(plan, 5, dims or [0] * len(args), args, {})
+
+
+NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
+    "item": lambda x, level: x * x.sum().item(),
+    "random": lambda x, level: x + torch.rand_like(x),
+    "branch": lambda x, level: x if x.sum() > 0 else -x,
+    "constant": lambda x, level: x + torch.tensor([1.0, 2.0]),
+    "offset": lambda x, level: x.as_strided((5, 1), (2, 1)),
+    "randomness": lambda x, level: x * level.randomness,
+    "examples": lambda x, level: x + level.examples(x.device).unsqueeze(1),
+    "write": lambda x, level: x.add_(1),
+    "refusal": lambda x, level: NotImplemented,
+    "number": lambda x, level: x.sum().item(),
+}
+
+
+class TestRecorder:
+    def test_the_calls_of_a_rule_are_recorded_whole(self) -> None:
+        def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
+            return args[0].transpose(1, 2).matmul(args[1]) * level.batch_size, 0
+
+        x, y = torch.randn(5, 2, 3), torch.randn(5, 2, 4)
+        steps, results = recorded(rule, x, y)
+        assert [step[1] for step in steps] == ["aten::transpose", "aten::matmul", "aten::mul"]
+        (((out, dim),),) = results
+        assert dim == 0
+        assert out.equal(x.transpose(1, 2).matmul(y) * 5)
+
+    def test_tensors_that_require_gradients_look_so_to_the_rule(self) -> None:
+        def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
+            return args[0].exp() if args[0].requires_grad else args[0].sin(), 0
+
+        steps, _ = recorded(lambda *a: (rule(*a)[0], 0), torch.randn(5, 2, requires_grad=True))
+        assert [step[1] for step in steps] == ["aten::exp"]
+
+    @pytest.mark.parametrize("name", NOT_RECORDED)
+    def test_calls_that_depend_on_more_than_metadata_are_not(self, name: str) -> None:
+        def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
+            made = NOT_RECORDED[name](args[0], level)
+            return made if made is NotImplemented else (made, 0)
+
+        x = torch.randn(5, 2)
+        before = x.clone()
+        assert recorded(rule, x) is None
+        assert x.equal(before)
+
+    def test_random_numbers_are_not_drawn_for_a_recording(self) -> None:
+        def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
+            return args[0] + torch.randn(5, 2), 0
+
+        before = torch.get_rng_state()
+        assert recorded(rule, torch.randn(0, 2).new_zeros(5, 2)) is None
+        assert torch.get_rng_state().equal(before)
+
+
+def rows(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
+
+
+FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "mm": (torch.mm, ((2, 3), (3, 4))),
+    "bmm": (torch.bmm, ((2, 3, 4), (2, 4, 3))),
+    "mv": (torch.mv, ((2, 3), (3,))),
+    "outer": (torch.outer, ((2,), (3,))),
+    "addmm": (torch.addmm, ((4,), (2, 3), (3, 4))),
+    "linear": (F.linear, ((2, 3), (4, 3), (4,))),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (3,), w, b), ((2, 3), (3,), (3,))),
+    "cat": (lambda x, y: torch.cat([x, y.sin(), x], 1), ((2, 3), (2, 4))),
+    "split": (lambda x: torch.stack(x.split(2, -1)).prod(0), ((3, 4),)),
+    "index": (lambda x: x[1:, None, ::2] * x[0, 1], ((3, 4),)),
+    "reshape": (lambda x: x.reshape(-1, 2).view(2, -1).cumsum(0), ((3, 4),)),
+    "softmax": (lambda x: x.softmax(-1).log(), ((3, 4),)),
+    "product": (lambda x: x @ x.mT, ((3, 4),)),
+    "where": (lambda x, y: torch.where(x > 0, x, y.exp()), ((3, 4), (4,))),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("order", ["value", "grad", "grad outside", "tangent", "nested"])
+def test_repeated_calls_agree_with_the_loop(name: str, order: str) -> None:
+    """The calls of one plan have changing sizes, strides, dtypes and batch dims."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    f, shapes = FUNCTIONS[name]
+
+    def loss(*args: Tensor) -> Tensor:
+        return f(*args).square().sum()
+
+    for size, dtype in itertools.product((4, 3), (torch.float64, torch.float32)):
+        for _ in range(4):  # planned, seen, recorded, repeated
+            args = [torch.randn(size, *shape).to(dtype) for shape in shapes]
+            if rng.random() < 0.5:
+                args[0] = args[0].transpose(0, -1).contiguous().transpose(0, -1)
+            given, g = args, f
+            if order == "grad":
+                g = grad(loss)
+            elif order == "tangent":
+                g = lambda *a: jvp(f, a, tuple(x.cos() for x in a))[1]  # noqa: E731
+            if order == "nested":
+                found = vmap(vmap(f))(*[torch.stack([x, x.sin()]) for x in args])
+                expected = torch.stack(
+                    [
+                        torch.stack([f(*[x[i] for x in each]) for i in range(size)])
+                        for each in (args, [x.sin() for x in args])
+                    ]
+                )
+            elif order == "grad outside":
+                given = [x.clone().requires_grad_() for x in args]
+                vmap(f)(*given).square().sum().backward()
+                leaves = [x.clone().requires_grad_() for x in args]
+                sum(loss(*[x[i] for x in leaves]) for i in range(size)).backward()  # type: ignore[union-attr]
+                for x, y in zip(given, leaves, strict=True):
+                    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+                continue
+            else:
+                found = vmap(g)(*given)
+                expected = torch.stack([g(*[x[i] for x in args]) for i in range(size)])
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@contextmanager
+def counting(*functions: Any) -> Iterator[list[str]]:
+    """Context manager: count the calls of Python functions."""
+    codes = {function.__code__ for function in functions}
+    calls: list[str] = []
+
+    def see(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(see)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+@built
+def test_the_rule_runs_for_new_metadata_only() -> None:
+    f = vmap(grad(lambda w, x: (w.mm(x)).sin().sum()), (None, 0))
+    for size in (7, 11):
+        w, x = torch.randn(2, size), torch.randn(6, size, 5)
+        ran = []
+        for _ in range(5):  # the plan is made, the metadata are seen, the calls are recorded
+            with counting(fixed.product) as calls:
+                f(w, x)
+            ran.append(bool(calls))
+        assert ran[0]
+        assert ran[3:] == [False, False]
+
+
+def test_running_statistics_are_updated_once_by_each_call() -> None:
+    x = torch.randn(4, 6, 3, dtype=torch.float64)
+    mean, var = torch.zeros(4, 3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    expected = [mean.clone(), var.clone()]
+
+    def loss(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, var, training=True).square().sum()
+
+    for _ in range(4):
+        vmap(grad(loss))(x, mean, var)
+        for i in range(4):
+            F.batch_norm(x[i], expected[0][i], expected[1][i], training=True)
+        assert torch.allclose(mean, expected[0])
+        assert torch.allclose(var, expected[1])
+
+
+@built
+def test_numbers_are_part_of_the_recipe() -> None:
+    """A rule sees a number that C++ made a tensor of; another number needs other calls."""
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    for number in (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, -0.0, 0.0):
+
+        def loss(a: Tensor, b: Tensor, number: float = number) -> Tensor:
+            return torch.lerp(a, b, number).sum() + a.clamp(number).sum()
+
+        found = vmap(grad(loss))(x, y)
+        expected = torch.func.vmap(torch.func.grad(loss))(x, y)
+        assert torch.allclose(found, expected)
+
+
+def test_one_tensor_in_two_places_is_not_two() -> None:
+    x, y = rows((4, 3, 3), (4, 3, 3))
+    f = vmap(grad(lambda a, b: a.mm(b).sum()))
+    for first, second in ((x, x), (x, x), (x, x), (x, y), (y, x)):
+        expected = torch.func.vmap(torch.func.grad(lambda a, b: a.mm(b).sum()))(first, second)
+        assert torch.allclose(f(first, second), expected)

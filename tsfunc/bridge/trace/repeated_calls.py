@@ -1,0 +1,297 @@
+"""Calls of a trace that repeat an earlier call, recorded without C++ and without the table.
+
+NOTE [repeated calls]
+A model calls the same functions on tensors of the same metadata again and again. The way of such a
+call through torch's parser, torch's dispatcher, this package's table and the cache of results takes
+several times as long as the recording itself. The first call goes that way and is watched. If it
+has recorded one node whose tensors are the call's own, the trace keeps a :class:`RepeatedCall`: the
+operator, its arguments in terms of the call's, and the metadata of the results. An equal call then
+makes the results and the node from it.
+
+The key of a call is the callable, the metadata of its tensors, which of them are the same tensor,
+the other arguments, and the settings that results depend on. The callable is a C function of torch
+in the function handler, and an operator in the dispatch handler, which autograd calls.
+
+Not kept are calls
+
+- that write, draw random numbers, check, or look at data;
+- of functions with a function rule, and of operators with a kernel of their own for a trace;
+- on tensors of other levels, of users' classes, or from outside of the trace;
+- of functions, where autograd records at the level or autocast is on;
+- while bodies of control flow are traced, ``explain`` watches, or modes or transforms of torch are
+  active.
+
+Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level`` tells whether a
+torch.func transform is active; ``DisableTorchFunction`` disables function modes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch._C import DisableTorchFunction, _functorch
+from torch._ops import OpOverload
+
+from tsfunc.bridge.sizes.fake_results import PLAIN, CachedResults, FakeCache, UnknownError
+from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.dispatch import DispatchKey
+from tsfunc.dispatch.state import tls
+
+# The types of C functions of torch that call operators.
+_FUNCTIONS: Final = frozenset({type(torch.sin), type(torch.Tensor.add)})
+_PLAIN_META: Final = frozenset({"place", "op", "no_grad", "val", "requires_grad"})
+
+
+class _Operand(NamedTuple):
+    """A tensor of a call, by its place among the call's tensors."""
+
+    place: int
+
+
+class RecordedCall(NamedTuple):
+    """A call of an operator that has recorded a node.
+
+    Attributes:
+        op: the operator.
+        args, kwargs: its arguments, with tracers.
+        node: the node.
+        results: the results, as the kernel returns them.
+    """
+
+    op: TorchOperator
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    node: torch.fx.Node
+    results: Any
+
+
+class RepeatedCall(NamedTuple):
+    """How an equal call is recorded.
+
+    Attributes:
+        op: the operator.
+        args, kwargs: its arguments, with an `_Operand` for each tensor.
+        results: the metadata of its results.
+        container: makes the function's results of the operator's; None for a single tensor.
+    """
+
+    op: TorchOperator
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    results: CachedResults
+    container: Callable[[Any], Any] | None
+
+
+class RepeatedCalls:
+    """The calls of one trace: NOTE [repeated calls].
+
+    Args:
+        level: the level of the trace.
+        bodies: the levels of the bodies of control flow that are being traced.
+        results: the cache of the level's results.
+        tracer: the class of its tracers.
+        record: records a call of an operator with given results, under the level's guard.
+    """
+
+    def __init__(
+        self,
+        level: TracerLevel,
+        bodies: Sequence[TracerLevel],
+        results: FakeCache,
+        tracer: type[Tracer],
+        record: Callable[..., Any],
+    ) -> None:
+        self._level, self._bodies, self._results = level, bodies, results
+        self._tracer, self._record = tracer, record
+        self._known: dict[Any, RepeatedCall | None] = {}
+        self._watched: list[RecordedCall] | None = None
+
+    def note(self, call: RecordedCall) -> None:
+        """Note a recorded call, for the call of a function that is watched."""
+        if self._watched is not None:
+            self._watched.append(call)
+
+    def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of a function call that repeats an earlier one, or NotImplemented."""
+        found = self._key(func, args, kwargs, False)
+        known = None if found is None else self._known.get(found[0])
+        return NotImplemented if found is None or known is None else self._repeat(known, found[1])
+
+    def first_or_again(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
+        dispatched: bool,
+    ) -> Any:  # fmt: skip
+        """Return the results of a call.
+
+        Args:
+            func, args, kwargs: the call.
+            call: makes it, if it repeats no earlier one.
+            dispatched: True in the dispatch handler, which is below autograd and autocast.
+        """
+        found = self._key(func, args, kwargs, dispatched)
+        if found is None:
+            return call()
+        key, operands = found
+        if key in self._known:
+            known = self._known[key]
+            return call() if known is None else self._repeat(known, operands)
+        outer, self._watched = self._watched, []
+        try:
+            out = call()
+        finally:
+            watched, self._watched = self._watched, outer
+            if outer is not None:
+                outer += watched
+        self._known[key] = self._described(operands, watched, out)
+        return out
+
+    # --- the keys
+
+    def _key(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dispatched: bool
+    ) -> tuple[Any, list[Any]] | None:
+        """Return the key of a call, and its tensors; None for a call that is not kept."""
+        level, state = self._level, tls.state
+        if (
+            not state.plain
+            or state.remap_args is not None
+            or self._bodies
+            or level._restores
+            or not level.alive
+            or not state.mask & level.bits
+            or _functorch.maybe_current_level() is not None
+            or in_dispatch_modes()
+            or torch.is_inference_mode_enabled()
+        ):
+            return None
+        if not dispatched and (level.autograd or level.forward or any_autocast()):
+            return None
+        if type(func) is OpOverload:
+            func = operator_of(func)
+        elif type(func) not in _FUNCTIONS or func in METHODS or func in WRITERS:
+            return None
+        parts: list[Any] = [func, dispatched, self._results.settings()]
+        operands: list[Any] = []
+        if not self._take(args, parts, operands):
+            return None
+        if kwargs:
+            parts += kwargs
+            if not self._take(kwargs.values(), parts, operands):
+                return None
+        return (tuple(parts), operands) if operands else None
+
+    def _take(self, values: Any, parts: list[Any], operands: list[Any]) -> bool:
+        """Append the key of arguments, and their tensors; False if they have none."""
+        for value in values:
+            kind = type(value)
+            if kind is self._tracer:
+                if value.dispatch_level is not self._level:
+                    return False
+                try:
+                    parts.append(self._results.metadata.known(value.value))
+                except UnknownError:
+                    return False
+                if operands:
+                    parts.append(next((i for i, x in enumerate(operands) if x is value), -1))
+                operands.append(value)
+            elif kind is float:
+                parts += (value, math.copysign(1.0, value))  # 0.0 and -0.0 are equal
+            elif kind in PLAIN and kind is not complex:
+                parts += (kind, value)  # 1, 1.0 and True compare equal
+            elif kind is list or kind is tuple or kind is torch.Size:
+                parts += (kind, len(value))
+                if not self._take(value, parts, operands):
+                    return False
+            else:
+                return False
+        return True
+
+    # --- what is kept
+
+    def _described(
+        self, operands: Sequence[Any], watched: Sequence[RecordedCall], out: Any
+    ) -> RepeatedCall | None:
+        """Return how a call is repeated; None if it can't be."""
+        if len(watched) != 1:
+            return None
+        op, args, kwargs, node, results = watched[0]
+        if (
+            op.overload.namespace != "aten"
+            or op.writes
+            or op.random
+            or op.asserts
+            or not self._results.keeps(op)
+            or not _has_no_own_kernel(op)
+            or not node.meta.keys() <= _PLAIN_META
+        ):
+            return None
+        container: Callable[[Any], Any] | None = None
+        if not isinstance(out, torch.Tensor):
+            if not isinstance(out, list | tuple) or not isinstance(results, list | tuple):
+                return None
+            if not all(type(x) is self._tracer for x in out):
+                return None
+            if list(map(id, out)) != list(map(id, results)):
+                return None
+            container = type(out)
+        elif out is not results or type(out) is not self._tracer:
+            return None
+        places = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
+        try:
+            given = [_placed(arg, places) for arg in args]
+            named = {name: _placed(arg, places) for name, arg in kwargs.items()}
+            values = [x.value for x in results] if container else results.value
+            with DisableTorchFunction():
+                described = self._results.described(values, [x.value for x in operands])
+        except UnknownError:
+            return None
+        return RepeatedCall(op, given, named, described, container)
+
+    def _repeat(self, known: RepeatedCall, operands: Sequence[Any]) -> Any:
+        """Record a call that repeats an earlier one, and return its results."""
+        level = self._level
+        args = [_filled(arg, operands) for arg in known.args]
+        kwargs = {name: _filled(arg, operands) for name, arg in known.kwargs.items()}
+        with level.guard(), DisableTorchFunction():
+            values = self._results.made(known.results, [x.value for x in operands])
+            out = self._record(known.op, args, kwargs, values, level)
+        return out if known.container is None else known.container(out)
+
+
+def _has_no_own_kernel(op: TorchOperator) -> bool:
+    """True if the columns of the keys serve an operator in a trace."""
+    entries = [op.entry(key) for key in (DispatchKey.Trace, DispatchKey.Specialize)]
+    return all(entry is not None and entry.kind == "column" for entry in entries)
+
+
+def _placed(arg: Any, places: Mapping[int, _Operand]) -> Any:
+    """Return an argument of an operator with the call's tensors replaced by their places.
+
+    Raises:
+        UnknownError: it is a tensor that the call does not have, or a symbolic number.
+    """
+    if isinstance(arg, torch.Tensor):
+        found = places.get(id(arg))
+        if found is None:
+            raise UnknownError
+        return found
+    if type(arg) is list or type(arg) is tuple:
+        return type(arg)([_placed(item, places) for item in arg])
+    if type(arg) not in PLAIN:
+        raise UnknownError
+    return arg
+
+
+def _filled(arg: Any, operands: Sequence[Any]) -> Any:
+    """Return an argument of an operator with the tensors of a call at their places."""
+    if type(arg) is _Operand:
+        return operands[arg.place]
+    if type(arg) is list or type(arg) is tuple:
+        return type(arg)([_filled(item, operands) for item in arg])
+    return arg

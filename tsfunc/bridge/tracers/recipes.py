@@ -1,0 +1,149 @@
+"""Recipes: the operators that a batching rule calls, recorded once and repeated.
+
+NOTE [recipes]
+A batching rule calls torch on the values of its arguments. Its calls depend on the metadata of the
+values and on the arguments that are not tensors, but not on data (NOTE [batching rules] in
+``ops/registry``). The compiled handlers record the calls at the second call of an operator with the
+same plan, metadata and arguments, and repeat them from then on without Python.
+
+The rule is recorded on tensors that share the data of the values, as a dispatch mode below autograd
+sees its calls: composite operators stay whole, and decompose when the recipe runs, with autograd
+as it is then. A recording is discarded, and the rule runs at each call, if
+
+- the rule reads data (``item``), draws random numbers, or returns another object than a tensor;
+- the rule reads another property of the level than its batch size;
+- the rule uses a tensor that is neither an argument nor a result, writes to an argument, or takes a
+  storage offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tsfunc.bridge.tracers.call_plans import Plan, plans_of_operator
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.torch_state import without_autograd
+from tsfunc.ops.registry import RuleLevel
+
+Step = tuple[TorchOperator, str, str, tuple[Any, ...], dict[str, Any], Any]
+_READS_OFFSETS = frozenset({"aten::as_strided", "aten::as_strided_"})
+
+
+class _NotRecordable(Exception):
+    """The calls of a rule depend on more than metadata."""
+
+
+class _BatchSize:
+    """The part of a level that a recorded rule may read."""
+
+    __slots__ = ("batch_size",)
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        raise _NotRecordable(name)
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operators that are called.
+
+    Attributes:
+        steps: the calls.
+        given: the identities of the tensors among the arguments.
+        known: those of all tensors that a recorded call may take.
+    """
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self.given = frozenset(map(id, _tensors_of(args)))
+        self.known = set(self.given)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if not isinstance(func, OpOverload):
+            raise _NotRecordable(func)
+        op = operator_of(func)
+        plans_of_operator(op)  # the values may be tracers of outer levels
+        if op.random or op.out_names or op.name in _READS_OFFSETS:
+            raise _NotRecordable(op.name)
+        kwargs = kwargs or {}
+        if not self.known.issuperset(map(id, _tensors_of((*args, *kwargs.values())))):
+            raise _NotRecordable(op.name)
+        if any(id(args[place]) in self.given for place in op.written if place < len(args)):
+            raise _NotRecordable(op.name)  # the recording would write to the user's tensors
+        out = func(*args, **kwargs)
+        if not _has_tensors_only(out):
+            raise _NotRecordable(op.name)
+        self.known.update(map(id, _tensors_of((out,))))
+        schema = func._schema
+        self.steps.append((op, schema.name, schema.overload_name, tuple(args), kwargs, out))
+        return out
+
+
+def _tensors_of(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values and in their lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_of(value)
+
+
+def _has_tensors_only(value: Any) -> bool:
+    """True for a tensor, None, and lists of these."""
+    if isinstance(value, list | tuple):
+        return all(map(_has_tensors_only, value))
+    return value is None or type(value) is torch.Tensor
+
+
+def record(
+    plan: Plan,
+    batch_size: int,
+    dims: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> tuple[list[Step], list[list[tuple[Any, int | None]]]] | None:
+    """Return the calls of a plan's rule and its results with their batch dims, or None.
+
+    Args:
+        plan: the plan of the call.
+        batch_size: the batch size of the level.
+        dims: the batch dims of the arguments.
+        args: tensors with the metadata of the values, and the other arguments.
+        kwargs: the keyword arguments.
+    """
+    assert plan.rule is not None
+    assert plan.operator is not None
+    if plan.operator.written:  # running statistics
+        return None
+    recorder = _Recorder((*args, *kwargs.values()))
+    level = cast(RuleLevel, _BatchSize(batch_size))
+    try:
+        with without_autograd(), recorder:
+            found = plan.rule(plan.target, level, dims, args, kwargs)
+    except Exception:
+        return None  # the rule itself raises the user's error
+    if found is NotImplemented:
+        return None
+    out, out_dims = found
+    if not _has_tensors_only(out):
+        return None
+    single = len(plan.operator.overload._schema.returns) == 1
+    results = [out] if single else out or ()  # a check of errors returns nothing
+    made = []
+    for i, result in enumerate(results):
+        dim = out_dims if single or not isinstance(out_dims, list | tuple) else out_dims[i]
+        parts = result if isinstance(result, list | tuple) else (result,)
+        each = dim if isinstance(dim, list | tuple) else [dim] * len(parts)
+        made.append(list(zip(parts, each, strict=True)))
+    if not recorder.known.issuperset(map(id, _tensors_of(results))):
+        return None
+    return recorder.steps, made
