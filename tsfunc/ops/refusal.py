@@ -99,15 +99,23 @@ def _check(
 
 
 def _signature(value: Any, at: Any) -> Any:
-    """Return the part of an argument that decides if torch accepts a call."""
+    """Return the part of an argument that decides if torch accepts a call.
+
+    Raises:
+        TypeError: a size or number is symbolic.
+    """
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
+        if any(type(size) is not int for size in shape):
+            raise TypeError
         if at is not None:
             shape = shape[:at] + shape[at + 1 :]
         return shape, value.dtype, value.device
     if isinstance(value, list | tuple):
         dims = at if isinstance(at, list | tuple) else [at] * len(value)
         return tuple(map(_signature, value, dims))
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise TypeError
     return value
 
 

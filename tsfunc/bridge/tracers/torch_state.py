@@ -52,8 +52,8 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._C import DispatchKey as TorchKey
 from torch._C import (
+    DisableTorchFunction,
     DispatchKeySet,
     _current_graph_task_id,
     _DisableAutocast,
@@ -81,6 +81,7 @@ from torch._C import (
     _set_grad_enabled,
     _TorchDispatchModeKey,
 )
+from torch._C import DispatchKey as TorchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn.modules import module
@@ -489,6 +490,7 @@ def alone() -> Iterator[None]:
     with (
         outside_all_levels(),
         outside_levels_of_ours(),
+        DisableTorchFunction(),
         _DisableTorchDispatch(),
         torch.no_grad(),
     ):
