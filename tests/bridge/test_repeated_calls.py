@@ -20,7 +20,7 @@ from tests.ops.harness import Call, database_calls
 from tsfunc import MetaTensorType as Meta
 from tsfunc import grad, specialize, vmap
 from tsfunc.bridge.trace.repeated_calls import RepeatedCalls
-from tsfunc.bridge.trace.tracing import trace_kernel
+from tsfunc.bridge.trace.trace_level import trace_kernel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
 from tsfunc.program.calling import capture

@@ -52,6 +52,20 @@ class TestInfo:
         assert str(info).splitlines()[0].startswith("2 of at most 64 programs; 1 calls found one")
         assert "k: 2, was 1" in str(info)
 
+    @pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
+    @pytest.mark.parametrize("requires_grad", [False, True])
+    def test_descriptors_describe_the_arguments(
+        self, layout: torch.layout, requires_grad: bool
+    ) -> None:
+        class Scale:
+            by = 3
+
+        f = specialize(lambda x, k, scale: (x * k).to_dense() * scale.by)
+        x = torch.eye(2, dtype=torch.float64)
+        x = (x if layout is torch.strided else x.to_sparse()).requires_grad_(requires_grad)
+        f(x, 2, Scale())
+        assert f.program.descriptors == {"x": Meta.of(x), "k": 2, "scale": Scale}
+
     CALLS: Sequence[tuple[str, Any, Any]] = (
         ("x.shape[0]: 7, was 5", torch.ones(5), torch.ones(7)),
         ("x.dtype: float64, was float32", torch.ones(5), torch.ones(5, dtype=torch.float64)),

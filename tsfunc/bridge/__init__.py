@@ -34,7 +34,7 @@ from tsfunc.bridge.grad import (
     zero_tangents,
 )
 from tsfunc.bridge.sizes import kernel_sizes
-from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, tracing
+from tsfunc.bridge.trace import anomaly, data_methods, tensor_guards, trace_level, trace_rules
 from tsfunc.bridge.tracers import (
     attributes,
     backward,
@@ -52,11 +52,11 @@ from tsfunc.ops.catalogue.reader import install
 _RULES = (
     attributes, backward, batching_functions, checks, composites, compressed, data_methods,
     foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
-    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, tracing,
+    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, trace_rules,
     writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
-_KERNELS = (anomaly, batching, grad_level, tracing)
+_KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)
 # The modules that declare what the first transform or level of a process prepares.
 _PREPARATIONS = (
     checkpoints, checks, custom_function, outside, saved_tensors, second_order, zero_tangents,

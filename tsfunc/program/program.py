@@ -47,7 +47,8 @@ class Program(ProgramData):
         constants: the names of the lifted tensors that constant folding has computed.
         updates: the assignments that it ends with; the graph's last results are their tensors.
         call_spec: the assumptions about its arguments; None if they were not recorded.
-        descriptors: the same by parameter name, as :func:`specialize` takes it.
+        signature: the signature of the function; None if it was not recorded.
+        descriptors: the assumptions by parameter name, as :func:`specialize` takes them.
         guards: the facts that hold in every call that it answers; printed, one line each;
             ``print`` shows all of them.
         places: the path of each flattened argument, from the name of a parameter.

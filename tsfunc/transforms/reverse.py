@@ -20,7 +20,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.trace.tracing import traces_dtensors
+from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import in_dynamo

@@ -25,7 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.trace.tracing import surely
+from tsfunc.bridge.trace.trace_rules import surely
 from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.config import config

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
-from tsfunc.bridge.trace.trace_level import TraceLevel
-from tsfunc.bridge.trace.tracing import trace_kernel
+from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer import as_seen_by_current_level

@@ -20,8 +20,7 @@ from tsfunc.bridge.control.traced_bodies import in_graph_order, inputs_first
 from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.torch_settings import is_compiling, outside_modes
-from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
-from tsfunc.bridge.trace.tracing import node_of_output
+from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output, traced_as
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.dispatch import state

@@ -146,10 +146,14 @@ def new_fake(
     strides: Sequence[Any],
     dtype: torch.dtype,
     device: torch.device,
+    layout: torch.layout = torch.strided,
 ) -> torch.Tensor:
     """Return a new fake tensor, without an operator call."""
     with DisableTorchFunction(), outside_functorch(), in_kernel_invocation_manager(fake):
-        meta = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+        if layout is torch.strided:
+            meta = torch.empty_strided(shape, strides, dtype=dtype, device=_META)
+        else:
+            meta = torch.empty(shape, dtype=dtype, device=_META, layout=layout)
         return as_fake(fake, meta, device)
 
 
@@ -183,16 +187,17 @@ def new_fake_input(
     dtype: torch.dtype,
     device: torch.device,
     requires_grad: bool = False,
+    layout: torch.layout = torch.strided,
 ) -> torch.Tensor:
     """Return a new fake tensor outside of all levels.
 
     Args:
         fake: the mode of the fake tensor.
-        shape, strides, dtype, device: its metadata.
+        shape, strides, dtype, device, layout: its metadata; strides are for strided tensors.
         requires_grad: whether it requires grad, if its dtype can.
     """
     with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
-        made = new_fake(fake, shape, strides, dtype, device)
+        made = new_fake(fake, shape, strides, dtype, device, layout)
         can = made.is_floating_point() or made.is_complex()
         return made.requires_grad_() if requires_grad and can else made
 

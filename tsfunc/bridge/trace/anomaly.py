@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.trace_level import TraceTracer
-from tsfunc.bridge.trace.tracing import trace_kernel
+from tsfunc.bridge.trace.trace_level import TraceTracer, trace_kernel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
 from tsfunc.tracebacks import LIBRARIES

@@ -1,9 +1,14 @@
-"""A trace that is being recorded: its level, its tracers, and the nodes of its calls.
+"""A trace that is being recorded: its level, its tracers, and the kernels that record its calls.
 
 A traced tensor has a fake value (shape, dtype, device, no data) and a node of a torch.fx graph.
+The Specialize kernel computes the results of an operator on fake values. The Trace kernel runs the
+Specialize kernel, and records the call. Both kernels see the operators as the user called them:
+autograd is outside of the level, so composite operators stay whole, and a program can be
+differentiated, vmapped and traced again.
 
 Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
-which runs operators on shapes; ``DisableTorchFunction`` disables function modes in kernels;
+which runs operators on shapes, and the errors for data-dependent results;
+``DisableTorchFunction`` disables function modes in kernels;
 ``_functorch.maybe_get_level`` is the depth of the torch.func transform that wrapped a tensor.
 """
 
@@ -19,18 +24,23 @@ import torch.fx
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _functorch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensorMode,
 )
 
+from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_mode import new_fake
-from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey
+from tsfunc.bridge.sizes.fake_results import FakeCache, MetadataKey, results_of
 from tsfunc.bridge.sizes.shape_rules import has_symbols_in, take_sizes
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,
+    shape_node,
     size_node,
     symbols_in,
 )
 from tsfunc.bridge.sizes.symbols import Symbols
+from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
 from tsfunc.bridge.trace.tensor_checks import check_layout
 from tsfunc.bridge.trace.tensor_guards import (
@@ -53,7 +63,6 @@ from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.questions import (
-    caller_of_handlers,
     has_symbols,
     suppress_guards,
 )
@@ -69,11 +78,13 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.dispatch import (
     DispatchKey,
+    Operator,
     current_levels,
+    register_fallback,
+    running_level,
 )
 from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.errors import DataDependentError
-from tsfunc.tracebacks import LIBRARIES, Place
+from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -349,7 +360,7 @@ class TraceTracer(Tracer):
             answer = self.dispatch_level.tensor_guards.answer(self.node)
             if answer is not None:
                 return bool(answer)
-        raise DataDependentError(data_dependent_message(name, self.dispatch_level))
+        raise DataDependentError(data_dependent_message(name, self.dispatch_level.name))
 
     def _assume(self, answer: bool) -> bool:
         """Record an assertion that a test has this answer: NOTE [checks of arguments]."""
@@ -404,31 +415,6 @@ def map_items(function: Callable[[Any], Any], arg: Any) -> Any:
     if type(arg) is list or type(arg) is tuple:
         return type(arg)([map_items(function, item) for item in arg])
     return function(arg)
-
-
-def data_dependent_message(name: str, level: TraceLevel) -> str:
-    """Return the message for an operator or a method that needs data in a trace."""
-    place = users_place()
-    frame = caller_of_handlers()
-    asked = ""
-    if frame.f_code.co_filename.startswith(LIBRARIES[1]):
-        asker = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        asked = f", by {asker}{source_of(asker, ': ')}"
-    return (
-        f"{level.name}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{place}{source_of(place, ': ')}{asked}), but a trace has no data: `if`, `while`, int() "
-        f"and float() on it can't be served. {ways_out()}"
-    )
-
-
-def ways_out() -> str:
-    """Return the advice for code that needs data in a trace."""
-    return (
-        "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
-        "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
-        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
-        "argument that is not a tensor, which becomes a constant."
-    )
 
 
 def record_call(
@@ -541,3 +527,59 @@ def is_traced(value: Any) -> bool:
 def tracing_here() -> bool:
     """True if the running code is being traced."""
     return any(isinstance(level, TraceLevel) for level in current_levels())
+
+
+# --- the kernels of the two keys
+
+
+@register_fallback(DispatchKey.Specialize)
+def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Specialize key: compute results on fake values."""
+    level = running_level()
+    assert isinstance(level, TraceLevel)
+
+    def fake(arg: Any) -> Any:
+        if isinstance(arg, TraceTracer) and arg.dispatch_level is level:
+            return arg.value
+        return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
+
+    values = tuple([map_items(fake, arg) for arg in args])
+    named = {name: map_items(fake, arg) for name, arg in kwargs.items()}
+    try:
+        if isinstance(op, TorchOperator):
+            return level.results.of(op, values, named)
+        return results_of(level.fake, op.name, op.outward, False, values, named)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if not level.symbols.allow_data():
+            raise DataDependentError(data_dependent_message(op.name, level.name)) from None
+    return specialize_kernel(op, args, kwargs)
+
+
+@register_fallback(DispatchKey.Trace)
+def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The column of the Trace key: compute the results, and record the call."""
+    level = running_level()
+    assert isinstance(level, TraceLevel)
+    if not isinstance(op, TorchOperator):
+        raise MissingRuleError(
+            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. "
+            f"Register a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
+        )
+    if op.reshapes and isinstance(args[0], TraceTracer):
+        with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
+            args[0].value = torch.ops.aten.alias.default(args[0].value)
+    if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
+        level = level.bodies[-1]  # the body's code is running, and calls a factory
+    results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
+    return record_call(op, args, kwargs, results, level)
+
+
+def node_of_output(value: Any, level: TraceLevel) -> Any:
+    """Return the node, or the constant, for a result of the traced function."""
+    if isinstance(value, TraceTracer) and value.dispatch_level is level:
+        return value.node
+    if isinstance(value, torch.Tensor):
+        return level.lift(value).node
+    if isinstance(value, torch.Size):
+        return shape_node(level.graph, [node_of_output(size, level) for size in value])
+    return level.sizes(value) if isinstance(value, SYMBOLIC) else value

@@ -59,7 +59,6 @@ from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.guarding.call_spec import (
     call_spec_of,
-    described,
     guard_lines,
     guards_on_arguments,
     places_of,
@@ -315,7 +314,7 @@ class FirstCall:
             call_spec=call_spec,
             read_guards=reads,
             places=self.places,
-            descriptors=self.descriptors(inputs, scalars),
+            signature=self.parameters,
             guards=Guards.of(everything, self.name_of),
             state=state_of(
                 self.func, program.lifted, program.updates, len(self.flat), reads.values,
@@ -404,15 +403,6 @@ class FirstCall:
     def name_of(self, position: int) -> str:
         """Return the user's spelling of a flattened argument."""
         return place_text(self.places[position], self.arguments)
-
-    def descriptors(
-        self, inputs: Sequence[InputSpec], scalars: Sequence[ScalarSpec]
-    ) -> dict[str, Any]:
-        """Return descriptors of exactly the calls that a program for these inputs is made for."""
-        leaves = [type(value) if is_instance(value) else value for value in self.flat]
-        for scalar in scalars:
-            leaves[scalar.position] = type(scalar.value)
-        return described(leaves, inputs, self.tree, self.parameters)
 
     def _instances(self, held: Assumptions) -> Instances:
         earlier = self.earlier if held.outside_numbers else {}

@@ -34,8 +34,7 @@ from tsfunc.bridge.trace.opaque import OpaqueValue, without_opaque_values
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
-from tsfunc.bridge.trace.tracing import node_of_output
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random

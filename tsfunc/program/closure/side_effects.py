@@ -29,7 +29,8 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, ways_out
+from tsfunc.bridge.trace.data_dependence import ways_out
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.places import condition_of, is_installed, is_library, place_of, source_of
 from tsfunc.errors import (

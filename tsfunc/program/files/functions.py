@@ -38,7 +38,7 @@ from tsfunc.program.files.state import CellState, FileContext, StateWriter, read
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.guarding.call_spec import CallSpec, described, guards_of_call_spec, places_of
+from tsfunc.program.guarding.call_spec import CallSpec, guards_of_call_spec, places_of
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.values import class_name
@@ -373,25 +373,19 @@ def _of_call_spec(
     field: Field, program: ProgramData, call_spec: CallSpec, signature: inspect.Signature
 ) -> ProgramData:
     try:
-        return dataclasses.replace(
+        read = dataclasses.replace(
             program,
             call_spec=call_spec,
             places=places_of(signature, len(call_spec.leaves), call_spec.tree),
-            descriptors=described(_open(call_spec), call_spec.inputs, call_spec.tree, signature),
+            signature=signature,
             guards=guards_of_call_spec(call_spec, signature),
             property_guards=call_spec.property_guards,
             groups=call_spec.groups,
         )
+        _ = read.descriptors  # raises if the call is not one of the function
     except (TypeError, ValueError) as error:
         field.fail(f"not a call of the function: {error}")
-
-
-def _open(call_spec: CallSpec) -> list[Any]:
-    """Return the flattened arguments, with types in the places of the numbers that may vary."""
-    leaves = list(call_spec.leaves)
-    for spec in call_spec.scalars:
-        leaves[spec.position] = type(spec.value)
-    return leaves
+    return read
 
 
 def _answer(field: Field, program: ProgramData, call_spec: CallSpec, reason: str) -> SavedProgram:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,7 @@ from tsfunc.program.closure.guard_codegen import Guards
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ModuleState, Update
 from tsfunc.program.graphs.codegen import printed
-from tsfunc.program.guarding.call_spec import CallSpec
+from tsfunc.program.guarding.call_spec import CallSpec, described
 from tsfunc.types import Dim
 
 
@@ -38,7 +40,7 @@ class ProgramData:
     constants: frozenset[str] = frozenset()
     updates: tuple[Update, ...] = ()
     call_spec: CallSpec | None = None
-    descriptors: Mapping[str, Any] = field(default_factory=dict)
+    signature: inspect.Signature | None = None
     guards: Guards = field(default_factory=Guards)
     places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
@@ -50,6 +52,13 @@ class ProgramData:
     read_guards: ReadGuards | None = None
     raised: Mapping[str, Dim] = field(default_factory=dict)
     numbers: Mapping[str, int | float | type] = field(default_factory=dict)
+
+    @functools.cached_property
+    def descriptors(self) -> Mapping[str, Any]:
+        """The assumptions about the arguments by parameter name, as ``specialize`` takes them."""
+        if self.call_spec is None or self.signature is None:
+            return {}
+        return described(self.call_spec, self.signature)
 
     def __call__(self, flat: Sequence[Any]) -> Any:
         """Run the program on flattened arguments, and return its results in their structure."""

@@ -175,10 +175,11 @@ def _leaf(value: Any) -> Any:
 
 
 def without_data(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
-    """Return a tensor of the same dtype, sizes, strides and device without memory."""
+    """Return a tensor of the same dtype, sizes, strides, device and layout without memory."""
     return new_fake_input(
-        fake, example.shape, example.stride(), example.dtype, example.device, example.requires_grad
-    )
+        fake, example.shape, example.stride(), example.dtype, example.device,
+        example.requires_grad, example.layout,
+    )  # fmt: skip
 
 
 def placeholder(
@@ -198,15 +199,12 @@ def placeholder(
 # --- places of the flattened arguments of a call among its parameters, and their descriptors
 
 
-def described(
-    leaves: Sequence[Any],
-    inputs: Sequence[InputSpec],
-    tree: optree.PyTreeSpec,
-    parameters: inspect.Signature,
-) -> dict[str, Any]:
-    """Return descriptors of flattened arguments by parameter, with the inputs' tensor types."""
-    flat = list(leaves)
-    for spec in inputs:
+def described(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
+    """Return descriptors, by parameter, of exactly the calls that a description is true of."""
+    flat = [leaf.cls if isinstance(leaf, Watched) else leaf for leaf in call_spec.leaves]
+    for scalar in call_spec.scalars:
+        flat[scalar.position] = type(scalar.value)
+    for spec in call_spec.inputs:
         flat[spec.position] = MetaTensorType(
             list(spec.dims),
             dtype=spec.example.dtype,
@@ -214,8 +212,8 @@ def described(
             requires_grad=None if spec.any_grad else spec.example.requires_grad,
             layout=spec.example.layout,
         )
-    args, kwargs = optree.tree_unflatten(tree, flat)
-    return dict(parameters.bind(*args, **kwargs).arguments)
+    args, kwargs = optree.tree_unflatten(call_spec.tree, flat)
+    return dict(signature.bind(*args, **kwargs).arguments)
 
 
 def places_of(

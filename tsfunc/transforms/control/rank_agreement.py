@@ -27,7 +27,7 @@ from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observing
 from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.trace.trace_level import TraceTracer
-from tsfunc.bridge.trace.tracing import records_outside
+from tsfunc.bridge.trace.trace_rules import records_outside
 from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.abstract_eval import abstract_results

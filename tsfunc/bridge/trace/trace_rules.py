@@ -1,12 +1,7 @@
-"""The Trace and Specialize keys: the kernels that record a program.
+"""Rules of single operators and methods in a trace, and questions about running traces.
 
-The Specialize kernel computes the results of an operator on fake values. The Trace kernel runs the
-Specialize kernel, and records the call. Both kernels see the operators as the user called them:
-autograd is outside of the level, so composite operators stay whole, and a program can be
-differentiated, vmapped and traced again.
-
-Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has the errors for
-data-dependent results; ``DisableTorchFunction`` disables function modes in kernels.
+Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` disables function modes in
+kernels.
 """
 
 from __future__ import annotations
@@ -18,29 +13,19 @@ from typing import Any, Final, TypeVar
 import torch
 import torch.fx
 from torch._C import DisableTorchFunction
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
 
-from tsfunc import pytrees
-from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import (
     call_past_parser,
-    shape_node,
 )
 from tsfunc.bridge.trace.tensor_guards import offset_outside
 from tsfunc.bridge.trace.trace_level import (
-    SYMBOLIC,
     TraceLevel,
     TraceTracer,
-    data_dependent_message,
-    map_items,
-    record_call,
+    trace_kernel,
     tracing_here,
 )
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.questions import (
     defer_guards,
     has_symbols,
@@ -50,13 +35,9 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.dispatch import (
     DispatchKey,
-    Operator,
     current_levels,
     register,
-    register_fallback,
-    running_level,
 )
-from tsfunc.errors import DataDependentError, MissingRuleError
 
 T = TypeVar("T")
 
@@ -148,48 +129,6 @@ def _view_as_real(value: TraceTracer) -> Any:
     return trace_kernel(operator_of(torch.ops.aten.view_as_real.default), (value,), {})
 
 
-@register_fallback(DispatchKey.Specialize)
-def specialize_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Specialize key: compute results on fake values."""
-    level = running_level()
-    assert isinstance(level, TraceLevel)
-
-    def fake(arg: Any) -> Any:
-        if isinstance(arg, TraceTracer) and arg.dispatch_level is level:
-            return arg.value
-        return level.lift(arg).value if isinstance(arg, torch.Tensor) else arg
-
-    values = tuple([map_items(fake, arg) for arg in args])
-    named = {name: map_items(fake, arg) for name, arg in kwargs.items()}
-    try:
-        if isinstance(op, TorchOperator):
-            return level.results.of(op, values, named)
-        return results_of(level.fake, op.name, op.outward, False, values, named)
-    except (DataDependentOutputException, DynamicOutputShapeException):
-        if not level.symbols.allow_data():
-            raise DataDependentError(data_dependent_message(op.name, level)) from None
-    return specialize_kernel(op, args, kwargs)
-
-
-@register_fallback(DispatchKey.Trace)
-def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The column of the Trace key: compute the results, and record the call."""
-    level = running_level()
-    assert isinstance(level, TraceLevel)
-    if not isinstance(op, TorchOperator):
-        raise MissingRuleError(
-            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. "
-            f"Register a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
-        )
-    if op.reshapes and isinstance(args[0], TraceTracer):
-        with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
-            args[0].value = torch.ops.aten.alias.default(args[0].value)
-    if level.bodies and not any(isinstance(x, torch.Tensor) for x in pytrees.leaves_of(args)):
-        level = level.bodies[-1]  # the body's code is running, and calls a factory
-    results = op.run_key(DispatchKey.Specialize, level, args, kwargs)
-    return record_call(op, args, kwargs, results, level)
-
-
 @register("aten::lift_fresh", DispatchKey.Trace)
 def _lift_fresh(value: torch.Tensor) -> Any:
     """Return a copy of the tensor that ``torch.tensor(data)`` has just made.
@@ -212,14 +151,3 @@ def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
         ]
         found = guard(*args)
     return None if any(open_facts) else found
-
-
-def node_of_output(value: Any, level: TraceLevel) -> Any:
-    """Return the node, or the constant, for a result of the traced function."""
-    if isinstance(value, TraceTracer) and value.dispatch_level is level:
-        return value.node
-    if isinstance(value, torch.Tensor):
-        return level.lift(value).node
-    if isinstance(value, torch.Size):
-        return shape_node(level.graph, [node_of_output(size, level) for size in value])
-    return level.sizes(value) if isinstance(value, SYMBOLIC) else value

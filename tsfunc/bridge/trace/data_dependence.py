@@ -1,0 +1,37 @@
+"""The message for code that needs the data of a traced tensor, with the ways to write it."""
+
+from __future__ import annotations
+
+from tsfunc.bridge.tracers.questions import caller_of_handlers
+from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.tracebacks import LIBRARIES, Place
+
+
+def data_dependent_message(name: str, what: str) -> str:
+    """Return the message for an operator or a method that needs data in a trace.
+
+    Args:
+        name: the operator or the method.
+        what: the name of the trace.
+    """
+    place = users_place()
+    frame = caller_of_handlers()
+    asked = ""
+    if frame.f_code.co_filename.startswith(LIBRARIES[1]):
+        asker = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        asked = f", by {asker}{source_of(asker, ': ')}"
+    return (
+        f"{what}: a traced tensor was used as a Python number or bool ({name}, at "
+        f"{place}{source_of(place, ': ')}{asked}), but a trace has no data: `if`, `while`, int() "
+        f"and float() on it can't be served. {ways_out()}"
+    )
+
+
+def ways_out() -> str:
+    """Return the advice for code that needs data in a trace."""
+    return (
+        "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "
+        "torch.where(pred, x, y), and use x.item() for a number that goes into tensors and sizes; "
+        "what is known of such a number is said with torch._check(n > 0). Or make the value an "
+        "argument that is not a tensor, which becomes a constant."
+    )
