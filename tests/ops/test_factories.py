@@ -71,6 +71,10 @@ SPACES: dict[str, tuple[Any, ...]] = {
 def test_spaces(name: str) -> None:
     op = overload(f"aten::{name}")
     assert check(op, *SPACES[name]) and check(op, *SPACES[name], dtype=torch.float64)
+    for dtype in (torch.complex64, torch.complex128):
+        ends = [a * (1 + 1j) if isinstance(a, torch.Tensor) else a for a in SPACES[name][:2]]
+        ends = [a.to(dtype) if isinstance(a, torch.Tensor) else a for a in ends]
+        assert check(op, *ends, *SPACES[name][2:])
     if name.startswith("linspace"):
         # Steps that a float holds exactly: where others are cut off is up to the kernel.
         whole = [a * 0 + 16 if isinstance(a, torch.Tensor) else a for a in SPACES[name][:2]]

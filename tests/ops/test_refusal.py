@@ -143,6 +143,18 @@ ARGUMENTS: dict[str, tuple[Call, str]] = {
     "two sizes to infer": (lambda x: x.view(-1, -1), "only one dimension can be inferred"),
     "renorm": (lambda x: x[0].renorm(2, 0, 1.0), "at least 2 dimensions"),
     "linspace": (lambda x: torch.linspace(x[0], 1.0, 3), "only supports 0-dimensional"),
+    "linspace of complex numbers": (
+        lambda x: torch.linspace(x[0, 0] * 1j, 1.0, 3, dtype=torch.float32),
+        "can't be safely cast",
+    ),
+    "logspace to a complex number": (
+        lambda x: torch.logspace(x[0, 0], 1j, 3, dtype=torch.float32),
+        "can't be safely cast",
+    ),
+    "a product without elements": (
+        lambda x: x[:, :0] @ x[:0].long(),
+        "expected m1 and m2 to have the same dtype",
+    ),
     "masked_fill": (lambda x: x.masked_fill(x > 0, x[0]), "only supports a 0-dimensional value"),
     "masked_scatter": (lambda x: x.masked_scatter(x, x), "boolean masks"),
     "embedding": (

@@ -184,6 +184,60 @@ def test_a_number_in_a_tuple_becomes_an_input_and_the_length_is_guarded() -> Non
     assert f(ONES).equal(ONES * 5.5 + 3)
 
 
+class _Scaled:
+    def __init__(self) -> None:
+        self.scales: tuple[float, ...] = (0.5, 2.0)
+
+    def of(self, x: Tensor) -> Tensor:
+        assert self.scales is self.scales
+        low, high = self.scales
+        return (x * low + high) * len(self.scales)
+
+
+class _ScaledModule(_Scaled, nn.Module):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        _Scaled.__init__(self)
+
+
+class _InSlots(_Scaled):
+    __slots__ = ("scales",)
+
+
+class _Assigns(_Scaled):
+    def of(self, x: Tensor) -> Tensor:
+        self.last = self.scales
+        self.scales = self.scales[1], self.scales[0] + 1
+        return x * self.scales[0] + self.scales[1]
+
+
+class _ShownWhole(_Scaled):
+    def of(self, x: Tensor) -> Tensor:
+        out: Tensor = super().of(x) + vars(self)["scales"][1]
+        return out
+
+
+@pytest.mark.parametrize("cls", [_Scaled, _ScaledModule, _InSlots, _Assigns, _ShownWhole])
+def test_numbers_in_a_tuple_that_is_an_attribute_become_inputs(cls: type[_Scaled]) -> None:
+    one, other = cls(), cls()
+    f = specialize(lambda x: one.of(x))
+    seed = random.SystemRandom().randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(6):
+        one.scales = other.scales = rng.uniform(2, 3), rng.uniform(2, 3)
+        torch.testing.assert_close(f(ONES), other.of(ONES))
+        assert one.scales == other.scales and all(type(each) is float for each in one.scales)
+        assert getattr(one, "last", None) == getattr(other, "last", None)
+    assert cls is _ShownWhole or f.cache_info().programs == 2
+    one.scales = other.scales = 2, 3
+    torch.testing.assert_close(f(ONES), other.of(ONES))
+    one.scales = 2.0, 3.0, 4.0
+    if cls is not _Assigns:
+        with pytest.raises(ValueError, match="too many values"):
+            f(ONES)
+
+
 @pytest.mark.parametrize("what", showing())
 def test_what_objects_show_is_guarded(what: str) -> None:
     f, change = showing()[what]

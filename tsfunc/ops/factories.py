@@ -46,11 +46,23 @@ def linspace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
-    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
-    if any(logical_rank(x, at) for x, at in ends):
+    if not _ends_fit(dims, args, kwargs):
         return refused(op, dims, args, kwargs)
     numbers, dtype = _evenly_between(dims, args, kwargs)
     return numbers.to(dtype), 0
+
+
+def _ends_fit(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if both ends are single numbers, which are complex only if the result is."""
+    ends = list(zip(args[:2], dims, strict=False))
+    if any(isinstance(x, Tensor) and logical_rank(x, at) for x, at in ends):
+        return False
+    dtype = kwargs.get("dtype")
+    return dtype is None or dtype.is_complex or not any(map(_is_complex, args[:2]))
+
+
+def _is_complex(end: Any) -> bool:
+    return end.is_complex() if isinstance(end, Tensor) else isinstance(end, complex)
 
 
 def _evenly_between(
@@ -59,6 +71,8 @@ def _evenly_between(
     """Return evenly spaced numbers before rounding, and the dtype of the result."""
     (start, end), _ = align(args[:2], dims)
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    if kwargs.get("dtype") is None and any(map(_is_complex, args[:2])):
+        dtype = dtype.to_complex()
     like = start if isinstance(start, Tensor) else end
     exact = dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
     start, end = (
@@ -89,8 +103,7 @@ def logspace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return powers of the base at evenly spaced exponents."""
-    ends = [(x, at) for x, at in zip(args, dims, strict=False) if isinstance(x, Tensor)]
-    if any(logical_rank(x, at) for x, at in ends):
+    if not _ends_fit(dims, args, kwargs):
         return refused(op, dims, args, kwargs)
     exponents, dtype = _evenly_between(dims, args, kwargs)
     return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), 0

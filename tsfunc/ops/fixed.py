@@ -151,6 +151,8 @@ def matmul(
     p, q = dims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
         return refused(op, dims, args, kwargs)
+    if x.dtype is not y.dtype:  # a product without elements would accept them
+        refused(op, dims, args, kwargs)
     try:
         return product(x, p, y, q)
     except RuntimeError:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import get_default_nowrap_functions
 
-from tsfunc.bridge.trace.tensor_checks import USERS_CLASS, users_class
-from tsfunc.bridge.trace.tensor_guards import set_class
+from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_class
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 

@@ -30,7 +30,8 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.tensor_guards import ANSWERS, VERSION, asked_by_user, refuse_version
+from tsfunc.bridge.trace.tensor_answers import ANSWERS, VERSION, refuse_version
+from tsfunc.bridge.trace.tensor_guards import asked_by_user
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import LOOKS

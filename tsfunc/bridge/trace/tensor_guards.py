@@ -1,4 +1,4 @@
-"""Guards on properties of tensors other than types and sizes: leaf, view, contiguous and so on.
+"""The properties of tensors that a trace depends on: class, layout, view, contiguous and so on.
 
 NOTE [tensor guards]
 Two tensors of one dtype and one shape may differ for a function that reads ``x.is_leaf`` or
@@ -15,31 +15,113 @@ Private names used here (torch 2.13 and 2.14): ``Tensor._version``, ``_base`` an
 describe how a tensor's memory is shared and written; ``_is_param`` and ``_is_buffer`` mark other
 tensor classes as instances of ``Parameter`` and ``Buffer`` (``isinstance``); ``_backward_hooks``
 has the hooks of a tensor; ``UntypedStorage._cdata`` is the address of a storage, also of a fake
-one.
+one; ``_C._dynamo.guards.TensorGuards`` compares tensors with examples in one call into C++.
 """
 
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import torch
 from torch._C import DisableTorchFunctionSubclass
+from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
-from tsfunc.bridge.trace.tensor_checks import USERS_CLASS, users_class
+from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.attributes import of_the_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.dispatch.places import called_by_user, users_place
-from tsfunc.errors import TypeCheckError
+from tsfunc.errors import ClosureError, TypeCheckError
 
-_T = torch.Tensor
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# --- classes and layouts of tensors, and the quick comparison
+
+
+USERS_CLASS: Final = "_users_class"  # of a tracer class with the members of a user's class
+
+
+@functools.cache
+def users_class(cls: type) -> type:
+    """Return a tensor class if it is the user's, else ``torch.Tensor``.
+
+    The user's class may redefine operators, so its instances have programs of their own.
+    """
+    return torch.Tensor if cls.__module__.partition(".")[0] in ("torch", "tsfunc") else cls
+
+
+_COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def check_layout(value: torch.Tensor, name: str | None = None) -> None:
+    """Refuse a tensor whose layout a trace can't follow.
+
+    Args:
+        value: the tensor.
+        name: the argument that it belongs to; None for a tensor from elsewhere.
+
+    Raises:
+        TypeCheckError: an argument has such a layout.
+        ClosureError: another tensor has such a layout.
+    """
+    # Python answers a TypeError of an operator such as `*` by an error of its own.
+    error = ClosureError if name is None else TypeCheckError
+    place = name or "a tensor that the function captures or makes"
+    if value.layout in _COMPRESSED:
+        raise error(
+            f"specialize: expected strided or COO tensors, got {value.layout} for {place}. A trace "
+            f"can't follow compressed tensors. Pass x.to_dense() or x.to_sparse()."
+        )
+    if value.is_nested:
+        raise error(
+            f"specialize: expected strided or COO tensors, got a nested tensor for {place}. A "
+            f"trace has no sizes for its examples. Pass x.to_padded_tensor(0.0), or specialize the "
+            f"function of one example and call vmap of it with the nested tensor."
+        )
+
+
+def is_tensor_of(value: Any, cls: type) -> bool:
+    """True if a value is a tensor and ``users_class`` maps its class to ``cls``."""
+    return isinstance(value, torch.Tensor) and users_class(type(value)) is cls
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Return a function that is True only for tensors with the same properties as the examples.
+
+    The function may be False for tensors that do match: tensors of another class, or one tensor in
+    two places. Such tensors need a full check.
+
+    Args:
+        examples: tensors with their sizes and strides.
+
+    Returns:
+        The function, which takes as many tensors as there are examples; None without examples, or
+        if an example is not a plain strided tensor.
+    """
+    if not examples or any(type(x) not in _PLAIN or x.layout != torch.strided for x in examples):
+        return None
+    # torch's annotation is one list for all tensors; the function takes a list of lists.
+    sizes: Any = [list(x.shape) for x in examples]
+    strides: Any = [list(x.stride()) for x in examples]
+    with torch_state.outside_all_levels():
+        guards = TensorChecks(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
+
+
+# --- guards on other properties
 
 
 def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
@@ -256,10 +338,11 @@ def _guards_of(value: Any) -> TensorGuards | None:
     A kernel's questions are the most frequent ones and no guards: NOTE [questions of the user's
     code].
     """
-    return _guards_if_asked(value) if in_user_code() else None
+    return guards_if_asked(value) if in_user_code() else None
 
 
-def _guards_if_asked(value: Any) -> TensorGuards | None:
+def guards_if_asked(value: Any) -> TensorGuards | None:
+    """Return the tensor guards of a tensor's trace, if code outside of this package asks."""
     if not isinstance(value, Tracer):
         return None
     found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
@@ -267,9 +350,13 @@ def _guards_if_asked(value: Any) -> TensorGuards | None:
 
 
 # Frames between the asking code and the answer, besides every ``__torch_function__``.
-_HANDLERS: Final[frozenset[CodeType]] = frozenset(
-    {function_handler.__code__, of_the_value.__code__}
-)
+_HANDLERS: Final[set[CodeType]] = {function_handler.__code__, of_the_value.__code__}
+
+
+def passes_question_on(function: F) -> F:
+    """Mark a function between the code that asks and the answer."""
+    _HANDLERS.add(function.__code__)
+    return function
 
 
 def asked_by_user() -> bool:
@@ -279,174 +366,10 @@ def asked_by_user() -> bool:
                           or frame.f_code.co_name == "__torch_function__")  # fmt: skip
 
 
-def _wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def past_handlers(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return a tracer's own property, without a call of ``__torch_function__``."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _is_recorded(value: Any) -> bool:
-    """True if the traced function itself records autograd on a tracer (``requires_grad_()``)."""
-    return bool(_wrapper(_GETS["requires_grad"], value))
-
-
-def _is_leaf(guards: TensorGuards, value: Any) -> bool:
-    if _is_recorded(value):
-        return bool(_wrapper(_GETS["is_leaf"], value))
-    argument = guards.argument(value)
-    guards.of_grad = True
-    if not value.tracks:
-        return True
-    if argument is None or not argument.example.requires_grad:  # computed, or written in place
-        return False
-    return bool(guards.ask(argument, "{}.is_leaf"))
-
-
-def _grad_fn(guards: TensorGuards, value: Any) -> Any:
-    if _is_recorded(value):
-        return _wrapper(_GETS["grad_fn"], value)
-    argument = guards.argument(value)
-    guards.of_grad = True
-    if value.tracks and not (
-        argument is not None
-        and argument.example.requires_grad
-        and guards.ask(argument, "{}.grad_fn is None")
-    ):
-        guards.refuse(
-            "grad_fn is read",
-            "the values of a program have nodes of autograd only when it runs",
-            "Ask x.requires_grad or x.is_leaf.",
-        )
-    return None
-
-
-def _output_nr(guards: TensorGuards, value: Any) -> int:
-    argument = guards.argument(value)
-    if argument is not None:
-        return int(guards.ask(argument, "{}.output_nr"))
-    node = _grad_fn(guards, value)
-    return 0 if node is None else int(_wrapper(_GETS["output_nr"], value))
-
-
-def _version(guards: TensorGuards, value: Any) -> NoReturn:
-    refuse_version(guards)
-
-
-def refuse_version(guards: TensorGuards) -> NoReturn:
-    """Raise for a read of a tensor's ``_version``."""
-    guards.refuse(
-        "_version is read",
-        "it counts the writes into a tensor, which are others in every call",
-        "Read it before the call, and pass it.",
-    )
-
-
-def _is_view(guards: TensorGuards, value: Any) -> bool:
-    argument = guards.argument(value)
-    if argument is None:
-        guards.refuse(
-            "_is_view() of a computed value is called",
-            "a program may share the memory of its values, or not",
-            "Use x.clone() for memory of its own.",
-        )
-    return bool(guards.ask(argument, "{}._is_view()"))
-
-
-def _base(guards: TensorGuards, value: Any) -> None:
-    if _is_view(guards, value):
-        guards.refuse(
-            "_base is read", "the argument is a view of a tensor that is none", "Pass that."
-        )
-
-
-def _hooks(guards: TensorGuards, value: Any) -> None:
-    argument = guards.argument(value)
-    if argument is not None and not guards.ask(argument, "{}._backward_hooks is None"):
-        guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
-
-
-def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
-    """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
-    found = getattr(_T, name)
-    func = found if callable(found) else found.__get__
-
-    def answer(guards: TensorGuards, value: Any) -> Any:
-        argument = guards.argument(value)
-        return _wrapper(func, value) if argument is None else guards.ask(argument, fact)
-
-    return answer
-
-
-def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
-    """Answer for lazy conjugation or negation, which views take from arguments."""
-
-    def answer(guards: TensorGuards, value: Any) -> Any:
-        guards.ask_all(f"{{}}.{name}()")
-        return getattr(value.value, name)()
-
-    return answer
-
-
-def _grad(guards: TensorGuards, value: Any) -> Any:
-    """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
-    argument, passes = guards.argument(value), value.dispatch_level.passes
-    if argument is None or passes is None:
-        return _wrapper(_GRAD, value)
-    return passes.get(argument.example)
-
-
-def _set_grad(guards: TensorGuards, value: Any) -> Any:
-    argument = guards.argument(value)
-    if argument is None:
-        return NotImplemented
-    if value.dispatch_level.bodies:
-        guards.refuse(
-            f"{argument.name}.grad is assigned",
-            "it is assigned in the body of a branch or a loop, which has only results",
-            "Return the gradient from the body, and assign it after the branch or loop.",
-        )
-    _grad(guards, value)  # the program assigns it if it differs from that before
-    return NotImplemented
-
-
-def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
-    guards.refuse(
-        "is_set_to() is called", "the tensors of another call may not share one memory",
-        "Compare what they are made from before the call.",
-    )  # fmt: skip
-
-
-_GETS: Final[Mapping[str, Any]] = {
-    name: member.__get__ for name, member in vars(_T.__base__).items() if hasattr(member, "__get__")
-}
-_GRAD: Final = _GETS["grad"]
-VERSION: Final = _GETS["_version"]
-ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
-    _GETS["is_leaf"]: _is_leaf,
-    _GETS["grad_fn"]: _grad_fn,
-    _GETS["output_nr"]: _output_nr,
-    _GETS["_version"]: _version,
-    _GETS["_base"]: _base,
-    _GETS["_backward_hooks"]: _hooks,
-    _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
-    _GRAD: _grad,
-    vars(_T.__base__)["grad"].__set__: _set_grad,
-    vars(_T.__base__)["grad"].__delete__: _set_grad,
-    _T._is_view: _is_view,
-    _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
-    torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),
-    _T.is_conj: _bit("is_conj"),
-    torch.is_conj: _bit("is_conj"),
-    _T.is_neg: _bit("is_neg"),
-    torch.is_neg: _bit("is_neg"),
-    _T.is_set_to: _is_set_to,
-}
-
-
-def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
-    """Return the answer to a question about a traced tensor, else NotImplemented."""
-    answer = ANSWERS.get(func)
-    guards = None if answer is None else _guards_if_asked(args[0])
-    return NotImplemented if answer is None or guards is None else answer(guards, args[0])
 
 
 # --- methods that do not go through __torch_function__
@@ -457,7 +380,7 @@ def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
     guards = _guards_of(self)
     if guards is not None:
         guards.ask_strides(self.value)
-    return _wrapper(_T.stride, self, *args, **kwargs)
+    return past_handlers(torch.Tensor.stride, self, *args, **kwargs)
 
 
 def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
@@ -468,7 +391,7 @@ def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_
         return bool(guards.ask(argument, _FORMATS[memory_format]))
     if guards is not None:
         guards.ask_strides(self.value)
-    return bool(_wrapper(_T.is_contiguous, self, memory_format=memory_format))
+    return bool(past_handlers(torch.Tensor.is_contiguous, self, memory_format=memory_format))
 
 
 _FORMATS: Final = {
@@ -480,7 +403,7 @@ _FORMATS: Final = {
 
 def offset(self: Any) -> Any:
     """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
-    own = _wrapper(_T.storage_offset, self)
+    own = past_handlers(torch.Tensor.storage_offset, self)
     return own if _guards_of(self) is None else own + offset_outside(self)
 
 
@@ -546,7 +469,7 @@ def attributes_of(self: Any) -> Any:
     return guards.attribute_of(argument, "__dict__")
 
 
-_DICT: Final = vars(_T)["__dict__"]
+_DICT: Final = vars(torch.Tensor)["__dict__"]
 
 
 function_rules: Final = FunctionRules()

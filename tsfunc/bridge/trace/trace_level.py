@@ -42,13 +42,12 @@ from tsfunc.bridge.sizes.symbolic_numbers import (
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
-from tsfunc.bridge.trace.tensor_checks import check_layout
+from tsfunc.bridge.trace.tensor_answers import ANSWERS, answer_from_guards
 from tsfunc.bridge.trace.tensor_guards import (
-    ANSWERS,
     TensorGuards,
-    answer_from_guards,
     attribute,
     attributes_of,
+    check_layout,
     class_of,
     contiguous,
     hashed,

@@ -485,13 +485,19 @@ class GuardBuilder:
                 self.numbers.add(item, at, guards)
                 self.numbers.put_into(value, key, functools.partial(self.numbers.of, text))
             elif settable and type(item) is tuple and self.numbers.are_inputs(item, text):
-                self._tuple_of_numbers(value, key, at)
+                self.numbers.put_into(value, key, self.tuple_of_numbers(item, at))
             else:
                 self.guard(item, at)
 
-    def _tuple_of_numbers(self, container: Any, key: Any, source: Source) -> None:
-        """Guard a tuple, some of whose numbers are inputs, and replace it by one of symbols."""
-        guards, numbers, items = self.guards_of(source.own), self.numbers, container[key]
+    def tuple_of_numbers(
+        self, items: tuple[Any, ...], source: Source
+    ) -> Callable[[], tuple[Any, ...]]:
+        """Guard a tuple, some of whose numbers are inputs.
+
+        Returns:
+            A function that returns one tuple with symbols in place of these numbers.
+        """
+        guards, numbers = self.guards_of(source.own), self.numbers
         guards.add(TypeOf(source, tuple), LengthIs(source, len(items)))
         texts: list[str | None] = []
         for i, item in enumerate(items):
@@ -503,11 +509,12 @@ class GuardBuilder:
             else:
                 self.guard(item, at)
 
+        @functools.cache
         def replaced() -> tuple[Any, ...]:
             pairs = zip(items, texts, strict=True)
             return tuple(item if text is None else numbers.of(text) for item, text in pairs)
 
-        numbers.put_into(container, key, replaced)
+        return replaced
 
 
 def _items(value: Any) -> dict[Any, Any]:

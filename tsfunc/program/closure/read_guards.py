@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.trace.tensor_checks import is_tensor_of, quick_check, users_class
+from tsfunc.bridge.trace.tensor_guards import is_tensor_of, quick_check, users_class
 from tsfunc.program.closure.guard_codegen import (
     _NO_KEY,
     ClosureGuard,

@@ -62,6 +62,8 @@ class WatchedObject:
         self.source = source
         self.lines: dict[str, str] = {}
         self._held: set[str] = set()
+        # The attributes with numbers that are inputs: the value, its place, the value with symbols.
+        self._inputs: dict[str, tuple[Any, Source, Callable[[], Any]]] = {}
         self._before = _contents(value)
 
     def read(self, name: str, plain: Any) -> Any:
@@ -157,14 +159,16 @@ class WatchedObject:
                     source = source.at("{}" + step, text, owner)
                 if not exactly and numbers.is_input(value, text):
                     numbers.add(value, source, self._guards)
+                    self._inputs[name] = value, source, functools.partial(numbers.of, text)
+                elif not exactly and type(value) is tuple and numbers.are_inputs(value, text):
+                    self._inputs[name] = value, source, builder.tuple_of_numbers(value, source)
                 else:
                     builder.guard(value, source)
-        number = numbers.inputs.get(f"{self.source.text}.{name}")
-        if number is not None and value is number.value and name not in self.lines:
-            if exactly:
-                self._guards.add(SameContents(number.source, number.value))
-            else:
-                return numbers.of(f"{self.source.text}.{name}")
+        read, source, symbolic = self._inputs.get(name, (MISSING, self.source, None))
+        if symbolic is not None and value is read and name not in self.lines:
+            if not exactly:
+                return symbolic()
+            self._guards.add(SameContents(source, value))
         return self._typed(name, value)
 
     def _typed(self, name: str, value: Any) -> Any:

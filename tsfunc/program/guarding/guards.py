@@ -32,8 +32,13 @@ from typing import Any, Protocol
 import torch
 
 from tsfunc.bridge.sizes.symbols import Condition
-from tsfunc.bridge.trace.tensor_checks import is_tensor_of, quick_check, users_class
-from tsfunc.bridge.trace.tensor_guards import PropertyGuard, reader_of
+from tsfunc.bridge.trace.tensor_guards import (
+    PropertyGuard,
+    is_tensor_of,
+    quick_check,
+    reader_of,
+    users_class,
+)
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.guard_builder import has_contents, has_value, viewed_state
 from tsfunc.program.closure.guard_codegen import Guard, GuardCode, Names

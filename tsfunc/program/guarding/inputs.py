@@ -26,7 +26,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.tensor_checks import check_layout
+from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
 from tsfunc.types.descriptors import child_at

@@ -1,0 +1,189 @@
+"""The answers to the questions of a traced function about its tensors: NOTE [tensor guards].
+
+An answer for an argument becomes a guard, one for a computed value is known or refused.
+
+Private names used here (torch 2.13 and 2.14): ``Tensor._version``, ``_base``, ``_is_view`` and
+``_backward_hooks`` are among the properties that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+
+from tsfunc.bridge.trace.tensor_guards import (
+    TensorGuards,
+    guards_if_asked,
+    passes_question_on,
+    past_handlers,
+)
+
+_T = torch.Tensor
+
+
+def _is_recorded(value: Any) -> bool:
+    """True if the traced function itself records autograd on a tracer (``requires_grad_()``)."""
+    return bool(past_handlers(_GETS["requires_grad"], value))
+
+
+def _is_leaf(guards: TensorGuards, value: Any) -> bool:
+    if _is_recorded(value):
+        return bool(past_handlers(_GETS["is_leaf"], value))
+    argument = guards.argument(value)
+    guards.of_grad = True
+    if not value.tracks:
+        return True
+    if argument is None or not argument.example.requires_grad:  # computed, or written in place
+        return False
+    return bool(guards.ask(argument, "{}.is_leaf"))
+
+
+def _grad_fn(guards: TensorGuards, value: Any) -> Any:
+    if _is_recorded(value):
+        return past_handlers(_GETS["grad_fn"], value)
+    argument = guards.argument(value)
+    guards.of_grad = True
+    if value.tracks and not (
+        argument is not None
+        and argument.example.requires_grad
+        and guards.ask(argument, "{}.grad_fn is None")
+    ):
+        guards.refuse(
+            "grad_fn is read",
+            "the values of a program have nodes of autograd only when it runs",
+            "Ask x.requires_grad or x.is_leaf.",
+        )
+    return None
+
+
+def _output_nr(guards: TensorGuards, value: Any) -> int:
+    argument = guards.argument(value)
+    if argument is not None:
+        return int(guards.ask(argument, "{}.output_nr"))
+    node = _grad_fn(guards, value)
+    return 0 if node is None else int(past_handlers(_GETS["output_nr"], value))
+
+
+def _version(guards: TensorGuards, value: Any) -> NoReturn:
+    refuse_version(guards)
+
+
+def refuse_version(guards: TensorGuards) -> NoReturn:
+    """Raise for a read of a tensor's ``_version``."""
+    guards.refuse(
+        "_version is read",
+        "it counts the writes into a tensor, which are others in every call",
+        "Read it before the call, and pass it.",
+    )
+
+
+def _is_view(guards: TensorGuards, value: Any) -> bool:
+    argument = guards.argument(value)
+    if argument is None:
+        guards.refuse(
+            "_is_view() of a computed value is called",
+            "a program may share the memory of its values, or not",
+            "Use x.clone() for memory of its own.",
+        )
+    return bool(guards.ask(argument, "{}._is_view()"))
+
+
+def _base(guards: TensorGuards, value: Any) -> None:
+    if _is_view(guards, value):
+        guards.refuse(
+            "_base is read", "the argument is a view of a tensor that is none", "Pass that."
+        )
+
+
+def _hooks(guards: TensorGuards, value: Any) -> None:
+    argument = guards.argument(value)
+    if argument is not None and not guards.ask(argument, "{}._backward_hooks is None"):
+        guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
+
+
+def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
+    """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
+    found = getattr(_T, name)
+    func = found if callable(found) else found.__get__
+
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        argument = guards.argument(value)
+        return past_handlers(func, value) if argument is None else guards.ask(argument, fact)
+
+    return answer
+
+
+def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
+    """Answer for lazy conjugation or negation, which views take from arguments."""
+
+    def answer(guards: TensorGuards, value: Any) -> Any:
+        guards.ask_all(f"{{}}.{name}()")
+        return getattr(value.value, name)()
+
+    return answer
+
+
+def _grad(guards: TensorGuards, value: Any) -> Any:
+    """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
+    argument, passes = guards.argument(value), value.dispatch_level.passes
+    if argument is None or passes is None:
+        return past_handlers(_GRAD, value)
+    return passes.get(argument.example)
+
+
+def _set_grad(guards: TensorGuards, value: Any) -> Any:
+    argument = guards.argument(value)
+    if argument is None:
+        return NotImplemented
+    if value.dispatch_level.bodies:
+        guards.refuse(
+            f"{argument.name}.grad is assigned",
+            "it is assigned in the body of a branch or a loop, which has only results",
+            "Return the gradient from the body, and assign it after the branch or loop.",
+        )
+    _grad(guards, value)  # the program assigns it if it differs from that before
+    return NotImplemented
+
+
+def _is_set_to(guards: TensorGuards, value: Any) -> NoReturn:
+    guards.refuse(
+        "is_set_to() is called", "the tensors of another call may not share one memory",
+        "Compare what they are made from before the call.",
+    )  # fmt: skip
+
+
+_GETS: Final[Mapping[str, Any]] = {
+    name: member.__get__ for name, member in vars(_T.__base__).items() if hasattr(member, "__get__")
+}
+_GRAD: Final = _GETS["grad"]
+VERSION: Final = _GETS["_version"]
+ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
+    _GETS["is_leaf"]: _is_leaf,
+    _GETS["grad_fn"]: _grad_fn,
+    _GETS["output_nr"]: _output_nr,
+    _GETS["_version"]: _version,
+    _GETS["_base"]: _base,
+    _GETS["_backward_hooks"]: _hooks,
+    _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
+    _GRAD: _grad,
+    vars(_T.__base__)["grad"].__set__: _set_grad,
+    vars(_T.__base__)["grad"].__delete__: _set_grad,
+    _T._is_view: _is_view,
+    _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),
+    _T.is_conj: _bit("is_conj"),
+    torch.is_conj: _bit("is_conj"),
+    _T.is_neg: _bit("is_neg"),
+    torch.is_neg: _bit("is_neg"),
+    _T.is_set_to: _is_set_to,
+}
+
+
+@passes_question_on
+def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
+    """Return the answer to a question about a traced tensor, else NotImplemented."""
+    answer = ANSWERS.get(func)
+    guards = None if answer is None else guards_if_asked(args[0])
+    return NotImplemented if answer is None or guards is None else answer(guards, args[0])
