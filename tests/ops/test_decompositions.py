@@ -32,8 +32,19 @@ def with_true_norms(args: list[Any]) -> list[Any]:
     return [cotangent, v, g, norms, dim]
 
 
+def with_true_statistics(args: list[Any]) -> list[Any]:
+    """The statistics that a batch norm saves are those of its input, which the decomposition reads."""
+    cotangent, x, weight, running_mean, running_var, _, _, training, eps, *rest = args
+    dims = [0, *range(2, x.dim())]
+    mean, scale = x.mean(dims), (x.var(dims, correction=0) + eps).rsqrt()
+    return [cotangent, x, weight, running_mean, running_var, mean, scale, training, eps, *rest]
+
+
 # Arguments that belong together.
-RELATED = {"aten::_weight_norm_differentiable_backward": with_true_norms}
+RELATED = {
+    "aten::_weight_norm_differentiable_backward": with_true_norms,
+    "aten::batch_norm_backward": with_true_statistics,
+}
 
 
 def copied(args: list[Any]) -> list[Any]:

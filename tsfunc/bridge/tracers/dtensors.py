@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from typing import Any
@@ -39,7 +40,8 @@ def converts_to_dtensor(error: BaseException) -> bool:
     kind = _dtensor()
     if kind is None:
         return False
-    methods = [getattr(method, "__func__", method) for method in vars(kind).values()]
+    # Decorators are unwrapped, because functions that are not methods share the code of a wrapper.
+    methods = [inspect.unwrap(getattr(m, "__func__", m)) for m in vars(kind).values()]
     codes = {getattr(method, "__code__", None) for method in methods}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
