@@ -512,9 +512,12 @@ def _functorch_stack() -> None:
     """torch._C._dispatch_find_schema_or_throw torch._C._dispatch_get_all_op_names
     torch._C._dispatch_has_kernel torch._C._dispatch_has_kernel_for_dispatch_key
     torch._C._jit_resolve_packet torch._ops.OpOverload torch._ops.OpOverloadPacket
-    torch._ops.HigherOrderOperator OpOverload._schema OpOverload._op OpOverload._op_dk
+    torch._ops.HigherOrderOperator torch._ops._higher_order_ops
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    OpOverload._schema OpOverload._op OpOverload._op_dk
     OpOverloadPacket._qualified_op_name""",
-    use="The catalogue lists operators; a call finds its overload, its schema and its kernels.",
+    use="The catalogue lists operators; a call finds its overload, its schema and its kernels; "
+    "higher-order operators ignore this package's keys.",
     stand_in="torch.ops for the list, torch.jit's schemas and the overloads tried in their order.",
     risk=Risk.MEDIUM,
 )
@@ -530,6 +533,9 @@ def _operators() -> None:
     schema = sin.default._schema
     _expect([a.name for a in schema.arguments] == ["self"], "the arguments of aten::sin")
     _expect(isinstance(sin.default, torch._ops.OpOverload), "an OpOverload")
+    keys = torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS
+    _expect(isinstance(keys, list), "the keys that higher-order operators ignore")
+    _expect(callable(torch._ops._higher_order_ops["cond"].fallthrough), "a way to ignore a key")
     _expect(torch.equal(sin.default._op(x), x.sin()), "the operator's function")
     key: Any = C.DispatchKey.CPU
     _expect(torch.equal(sin.default._op_dk(key, x), x.sin()), "the kernel for one key")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -121,7 +122,7 @@ class RepeatedCalls:
         """Return the results of a function call that repeats an earlier one, or NotImplemented."""
         found = self._key(func, args, kwargs, False)
         known = None if found is None else self._known.get(found[0])
-        return NotImplemented if found is None or known is None else self._repeat(known, found[1])
+        return NotImplemented if found is None or known is None else self._repeat(known, found[1], False)
 
     def first_or_again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
@@ -140,7 +141,7 @@ class RepeatedCalls:
         key, operands = found
         if key in self._known:
             known = self._known[key]
-            return call() if known is None else self._repeat(known, operands)
+            return call() if known is None else self._repeat(known, operands, dispatched)
         outer, self._watched = self._watched, []
         try:
             out = call()
@@ -253,12 +254,17 @@ class RepeatedCalls:
             return None
         return RepeatedCall(op, given, named, described, container)
 
-    def _repeat(self, known: RepeatedCall, operands: Sequence[Any]) -> Any:
-        """Record a call that repeats an earlier one, and return its results."""
+    def _repeat(self, known: RepeatedCall, operands: Sequence[Any], dispatched: bool) -> Any:
+        """Record a call that repeats an earlier one, and return its results.
+
+        The dispatch handler restores the grad mode of the level, as it restores the rest of
+        torch's state. The function handler is in that mode: levels inside have restored it.
+        """
         level = self._level
         args = [_filled(arg, operands) for arg in known.args]
         kwargs = {name: _filled(arg, operands) for name, arg in known.kwargs.items()}
-        with level.guard(), DisableTorchFunction():
+        mode = nullcontext() if dispatched else torch.set_grad_enabled(torch.is_grad_enabled())
+        with level.guard(), DisableTorchFunction(), mode:
             values = self._results.made(known.results, [x.value for x in operands])
             out = self._record(known.op, args, kwargs, values, level)
         return out if known.container is None else known.container(out)

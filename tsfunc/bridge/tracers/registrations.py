@@ -18,7 +18,10 @@ registered here are those of the classes themselves. The registration is for the
 have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual.
 
 Private names used here (torch 2.13 and 2.14): ``torch.library`` itself is public; the kernels are
-registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``.
+registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``. In ``torch._ops``,
+``_higher_order_ops`` has the higher-order operators, ``HigherOrderOperator.fallthrough`` lets one
+ignore a key, and ``_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS`` lists the keys that
+operators made later ignore.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._C import _parse_dispatch_key
 
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.operators import operator_of, overload_of
@@ -86,6 +90,7 @@ def _install(key: str, names: Sequence[str]) -> None:
     with _lock:
         if key in _libraries:
             return
+        _let_higher_order_operators_ignore(key)
         library = torch.library.Library("aten", "IMPL")
         every = torch.library.Library("_", "IMPL")
         with warnings.catch_warnings():
@@ -107,6 +112,14 @@ def _install(key: str, names: Sequence[str]) -> None:
                 if overload is not None:
                     library.impl(name, _kernel(overload, key), key, with_keyset=True)
         _libraries[key] = [library, every]
+
+
+def _let_higher_order_operators_ignore(key: str) -> None:
+    """Let torch's higher-order operators, those made later too, go past a key to the next one."""
+    parsed = _parse_dispatch_key(key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(parsed)
+    for operator in list(torch._ops._higher_order_ops.values()):
+        operator.fallthrough(parsed)
 
 
 def _kernel(overload: Any, key: str) -> Callable[..., Any]:
