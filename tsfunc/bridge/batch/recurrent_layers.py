@@ -4,6 +4,10 @@ torch has one operator for all layers and steps of an ``LSTM``, and its C++ code
 as the example has. A scan of one step serves all lengths. The product of the inputs and their
 weights does not depend on the step before, so it is a single product over all steps.
 
+NOTE [packed sequences]
+C++ code reads the sizes of the steps of a packed sequence as numbers, so the layers and
+``pad_packed_sequence`` have no form for a batch of packed sequences: vmap refuses them.
+
 Private names used here (torch 2.13 and 2.14): ``torch._VF`` has the functions that recurrent
 modules call.
 """
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor
@@ -23,6 +27,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
+from tsfunc.dispatch.places import users_place
+from tsfunc.errors import DataDependentError
 
 # The computation of one step: from the input's product, the states before and the weights to the
 # states after it; the first state is also the result.
@@ -139,6 +145,31 @@ _STEPS: Final = {
 _FUNCTIONS: Final = {getattr(torch._VF, name): LAYERS[f"aten::{name}.input"] for name in _CELLS}
 
 
+def _is_packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """True if a layer is called on a packed sequence: data, sizes of steps, states, weights."""
+    return func in _FUNCTIONS and isinstance(args[3], list | tuple)
+
+
+def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
+    name = func.__name__.lstrip("_")
+    raise DataDependentError(
+        f"vmap: {name} of a packed sequence, at {users_place()}: expected padded sequences, since "
+        f"torch reads the lengths of packed ones as Python numbers, also if all examples have the "
+        f"same lengths. Pass the padded sequences to the layer and select each result at its "
+        f"length (outputs.gather(...)), or call the layer outside of the vmapped function."
+    )
+
+
+def _padded(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Refuse packed sequences of a batch: NOTE [packed sequences]."""
+    level = innermost_level(args)
+    if isinstance(level, BatchLevel) and level.alive:
+        _refuse_packed(func)
+    return call_torch(func, types, args, kwargs)
+
+
 def _recurrent(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -150,15 +181,18 @@ def _recurrent(
     """
     if needs_plain_sizes(*args):
         composed: Callable[..., Any] | None = _STEPS.get(func)
-        if composed is None and not isinstance(args[2], Tensor):  # not of a packed sequence
+        if composed is None and not _is_packed(func, args):
             composed = _FUNCTIONS[func]
         if composed is not None:
             return composed(*args, **kwargs)
     level = innermost_level(args)
     if isinstance(level, BatchLevel) and level.alive:
+        if _is_packed(func, args):
+            _refuse_packed(func)
         args = tuple([lift_where(arg, level, is_outside) for arg in args])
     return call_torch(func, types, args, kwargs)
 
 
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _recurrent, *_STEPS, *_FUNCTIONS)
+function_rules.add(Stage.METHOD, _padded, torch._VF._pad_packed_sequence)
