@@ -16,7 +16,7 @@ from sympy import Eq, Ge, Gt, symbols, sympify
 from torch import Tensor
 from torch.utils._sympy.functions import FloorDiv
 
-from tsfunc import Dim, specialize
+from tsfunc import Dim, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 from tsfunc.bridge.sizes.bounds import holds, holds_at
 from tsfunc.errors import ConstraintViolation, DataDependentError, DescriptorViolation
@@ -654,6 +654,24 @@ def test_an_assertion_of_torch_is_a_check() -> None:
     assert g.cache_info().programs == 1 and "n > 2" in g.guards
     with pytest.raises(AssertionError, match="too few"):
         g(torch.ones(2))
+
+
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.SlowFallbackWarning")
+def test_a_loop_over_the_examples_is_named_with_its_remedy() -> None:
+    @torch.library.custom_op("test_constraints::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    operator = torch.ops.test_constraints.twice
+    f = specialize(lambda x: vmap(operator)(x), {"x": Meta(["b", 2])})
+    remedy = "test_constraints::twice once for each example.*no batching rule.*register_vmap"
+    with pytest.raises(ConstraintViolation, match=rf"(?s)b == 3 .*test_constraints\.py.*{remedy}"):
+        f(torch.ones(3, 2))
+    torch.library.register_vmap(operator.default, lambda info, dims, x: (x * 2, dims[0]))
+    for b in (3, 5):
+        assert f(torch.ones(b, 2)).equal(torch.full((b, 2), 2.0))
+    assert f.cache_info().programs == 1
 
 
 def test_shapes_of_other_ranks_are_compared_by_rank_first() -> None:

@@ -390,6 +390,19 @@ def _switches() -> None:
 
 
 @_entry(
+    "Padding of packed sequences",
+    "torch._VF._pad_packed_sequence",
+    use="vmap refuses the padding of packed sequences with the remedy.",
+    stand_in="The error of the C++ function, which reads the sizes of a tracer as numbers.",
+    risk=Risk.LOW,
+)
+def _padding() -> None:
+    lengths = torch.tensor([1, 1])
+    padded, counts = torch._VF._pad_packed_sequence(torch.ones(2, 3), lengths, False, 0.0, 2)
+    _expect(padded.shape == (2, 1, 3) and counts.tolist() == [2], "one padded sequence")
+
+
+@_entry(
     "Lazy zeros of forward mode",
     "Tensor._is_zerotensor",
     use="Zero tangents without memory become plain zeros where they meet a tracer.",

@@ -12,10 +12,10 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
     TracerLevel,
-    all_as_seen_by_current_level,
     current_tracer_level,
     innermost_level,
     tracer_level_outside,

@@ -25,9 +25,10 @@ from tsfunc.bridge.grad.remat_policy import Policy, SavedResults, policy_of
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.draw_keys import counted, set_draw_counts
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.bridge.tracers.registrations import prepare
-from tsfunc.bridge.tracers.tracer import NO_KWARGS, as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import like, with_places

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
-from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.consts import consts_of
 

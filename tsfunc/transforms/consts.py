@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.grad.autograd import is_perturbed
-from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.program.closure.code_reads import code_reads
 
 _SKIPPED = (types.ModuleType, type, types.BuiltinFunctionType, str, bytes, int, float, complex)

@@ -20,7 +20,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import comes_from, next_node
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (

@@ -21,8 +21,9 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
+from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, all_as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.errors import MissingRuleError
 from tsfunc.transforms.arguments import (

@@ -25,7 +25,8 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.bridge.tracers.tracer import TracerLevel, all_as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,

@@ -28,9 +28,9 @@ from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.substitution import substitute_tensors
-from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.tracebacks import folding

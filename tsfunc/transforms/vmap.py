@@ -22,8 +22,9 @@ from tsfunc.bridge.tracers.boundaries import boundary, outermost
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
-from tsfunc.bridge.tracers.tracer import HOOKED, as_seen_by_current_level, sync_all
+from tsfunc.bridge.tracers.tracer import HOOKED, sync_all
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.dispatch.state import tls
 from tsfunc.tracebacks import folding

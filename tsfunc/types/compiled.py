@@ -171,19 +171,6 @@ class CompiledDescriptors:
             raise self._violation(mismatches)
         return context
 
-    def leaf_descriptor(self, path: Path) -> MetaTensorType | None:
-        """Return the only metadata that can describe a tensor at `path`; None if the leaf is open.
-
-        Args:
-            path: the parameter's name, then the entries of
-                ``optree.tree_flatten_with_path(value, none_is_leaf=True)``.
-
-        A leaf with several alternatives is open here; the `Bindings` of a call have the
-        alternative that was chosen.
-        """
-        alternatives = self._alternatives(path)
-        return alternatives.pop() if len(alternatives) == 1 else None
-
     def _alternatives(self, path: Path) -> set[MetaTensorType | None]:
         """Return the metadata that can describe a tensor at `path`; None in it leaves it open."""
         if not path or path[0] not in self.descriptors:

@@ -326,7 +326,8 @@ class _Spelled(tuple[Any, ...]):
 
 
 def _forms(shape: Iterable[Any]) -> tuple[DimForm, ...]:
-    return tuple(map(parse_dim, shape))
+    """Return the parsed forms of dims that are checked already; only text has another form."""
+    return tuple(parse_dim(each) if isinstance(each, str) else each for each in shape)
 
 
 def on_device(got: torch.device, expected: torch.device) -> bool:

@@ -15,6 +15,7 @@ import optree
 import torch
 
 from tsfunc.bridge.batch.torch_rules import by_torchs_rule, has_torchs_rule
+from tsfunc.bridge.sizes.shape_environment import needed_number
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.tracers.decompositions import (
     decomposition_of,
@@ -196,7 +197,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     _check_written(op, level, args)
     results = []
     begin = _beginning(op, level, kwargs)
-    for i in range(level.batch_size):
+    for i in range(needed_number(level.batch_size, _reason(op))):
         begin(i)
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
         one_args, one_kwargs = optree.tree_unflatten(tree, sliced)
@@ -218,6 +219,16 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         return out
     both = zip(out, returned, strict=True)
     return tuple(part if place is None else args[place] for part, place in both)
+
+
+def _reason(op: Operator) -> str:
+    """Return why a loop needs the number of examples, and the remedy."""
+    return (
+        f"vmap runs {op.name} once for each example, because it has no batching rule for this "
+        f"call, and a program has a fixed number of calls. For one program for every number of "
+        f"examples, give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an operator "
+        f"of your own), or call other operators there."
+    )
 
 
 def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None:

@@ -40,8 +40,9 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.questions import suppress_guards
-from tsfunc.bridge.tracers.tracer import LevelProxy, Tracer, TracerLevel, as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using
 

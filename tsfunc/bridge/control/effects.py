@@ -30,8 +30,8 @@ from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.tracer import as_seen_by_current_level
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.dispatch.state import tls
 

@@ -42,14 +42,9 @@ from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import draw_counts, keeping_draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.function_registry import METHODS
+from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import replayed
-from tsfunc.bridge.tracers.tracer import (
-    LevelProxy,
-    Tracer,
-    TracerLevel,
-    as_seen_by_current_level,
-    sync,
-)
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.dispatch.state import Level, capturing, tls, using
 from tsfunc.ops.splitting import groups_of
 

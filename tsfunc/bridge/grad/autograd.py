@@ -32,10 +32,11 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.questions import known_to_hold
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
-from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, as_seen_by_current_level, sync
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default

@@ -43,13 +43,8 @@ from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiab
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.tracer import (
-    Tracer,
-    TracerLevel,
-    as_seen_by_current_level,
-    innermost_level,
-    refuse_escaped,
-)
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
 from tsfunc.dispatch.recording import run_as
 
 _torch_vmap = Function.vmap

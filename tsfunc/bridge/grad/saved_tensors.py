@@ -22,6 +22,7 @@ that a thread has entered.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,7 @@ def _enter(self: saved_tensors_hooks) -> None:
 def _replace_entered() -> None:
     """Replace the hooks that this thread has entered, outside of all levels."""
     entered = []
-    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (hooks := _innermost()) is not None:
         entered.append(hooks)
         _autograd._pop_saved_tensors_default_hooks()
     for pack, unpack in reversed(entered):
@@ -58,7 +59,8 @@ def _replace_entered() -> None:
 
 
 on_first_transform(setattr, saved_tensors_hooks, "__enter__", _enter)
-on_first_transform(_replace_entered)
+_innermost = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+on_first_transform(_replace_entered, needed=_innermost)
 
 
 class _UnhookedTensor:

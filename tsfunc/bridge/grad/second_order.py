@@ -39,12 +39,14 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
-from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import pullbacks
 from tsfunc.bridge.tracers.boundaries import outermost
-from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels, watching_random
-from tsfunc.bridge.tracers.torch_state import RANDOM_KEY_NAME, after, below_autograd
+from tsfunc.bridge.tracers.registrations import (
+    on_first_level,
+    register_replacements,
+    watching_random,
+)
+from tsfunc.bridge.tracers.torch_state import below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.differentiable_decompositions import (
     BACKWARD_DECOMPOSED,
@@ -202,24 +204,10 @@ def _differentiated(value: torch.Tensor) -> bool:
     return traced or value.requires_grad or forward_ad.unpack_dual(value).tangent is not None
 
 
-def _register() -> None:
-    """Register the kernels of the replaced operators; a compiled one calls Python where it must."""
-    handlers = compiled.load()
-    if handlers is None:
-        register_kernels(
-            RANDOM_KEY_NAME,
-            {
-                name: functools.partial(_replaced, decomposition, met)
-                for name, decomposition, met, _ in _replacements()
-            },
-        )
-        return
-    rest = after(RANDOM_KEY_NAME)
-    for name, decomposition, met, twice in _replacements():
-        overload = overload_of(name)
-        if overload is not None:
-            kernel = functools.partial(_replaced, decomposition, met, overload, rest)
-            handlers.replace(name.removeprefix("aten::"), kernel, twice)
-
-
-on_first_level(_register)
+on_first_level(
+    register_replacements,
+    {
+        name: (functools.partial(_replaced, decomposition, met), twice)
+        for name, decomposition, met, twice in _replacements()
+    },
+)

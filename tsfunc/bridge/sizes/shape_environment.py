@@ -50,6 +50,7 @@ def environment_class() -> Any:
             guard_origins: for each guard the line, whether it is required as asked (as questions of
                 the user's code are), and whether the function raises if the answer differs.
             kept: its methods that cache their results.
+            reasons: for a line, why this package needs a size as a number there.
             counts: True while an operator computes its number of results, which must stay the same.
             parts: symbols of slices and rows at positions of data: NOTE [parts at data].
         """
@@ -63,6 +64,7 @@ def environment_class() -> Any:
             )
             self.symbols = symbols
             self.guard_origins: list[tuple[Place, bool, bool]] = []
+            self.reasons: dict[Place, str] = {}
             self.counts = False
             self.parts: dict[Any, Any] = {}
 
@@ -106,6 +108,19 @@ def environment_class() -> Any:
             return holds
 
     return Environment
+
+
+def needed_number(size: Any, reason: str) -> int:
+    """Return a size as a Python number.
+
+    Args:
+        size: the size, which may be symbolic.
+        reason: what needs the number, and the remedy, for the error if descriptors leave it open.
+    """
+    reasons = getattr(size.node.shape_env, "reasons", None) if type(size) is torch.SymInt else None
+    if reasons is not None:
+        reasons[users_place()] = reason
+    return int(size)
 
 
 class _CachedMethod:

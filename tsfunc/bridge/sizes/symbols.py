@@ -60,12 +60,14 @@ class Need:
         place: the user's line.
         by_user: True if the user's code tests the fact or gets a number of results that depends on
             it; False if torch or this package tests it for another reason.
+        reason: why this package needs it, and the remedy; empty for other facts.
     """
 
     fact: str
     expr: Any
     place: Place
     by_user: bool
+    reason: str = ""
 
 
 class Condition(NamedTuple):
@@ -304,7 +306,13 @@ class Symbols:
             return []
         names = self._as_dims()
         return [
-            Need(self.spell(exact(guard.expr)), exact(guard.expr).xreplace(names), place, by_user)
+            Need(
+                self.spell(exact(guard.expr)),
+                exact(guard.expr).xreplace(names),
+                place,
+                by_user,
+                self._env.reasons.get(place, ""),
+            )
             for guard, (place, by_user, is_check) in zip(
                 self._env.guards, self._env.guard_origins, strict=True
             )

@@ -24,7 +24,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import Level, tls, using
 

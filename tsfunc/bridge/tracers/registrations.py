@@ -248,6 +248,25 @@ def register_kernels(key: str, kernels: Mapping[str, Kernel]) -> None:
                 library.impl(name.removeprefix("aten::"), made, key, with_keyset=True)
 
 
+def register_replacements(kernels: Mapping[str, tuple[Kernel, bool]]) -> None:
+    """Register kernels of operators for the time while a level is active.
+
+    Args:
+        kernels: as for ``register_kernels``, each with True if compiled handlers may leave it out
+            for one derivative without forward mode.
+    """
+    if _handlers is None:
+        plain = {name: kernel for name, (kernel, _) in kernels.items()}
+        register_kernels(RANDOM_KEY_NAME, plain)
+        return
+    rest = after(RANDOM_KEY_NAME)
+    for name, (kernel, twice) in kernels.items():
+        overload = overload_of(name)
+        if overload is not None:
+            made = functools.partial(kernel, overload, rest)
+            _handlers.replace(name.removeprefix("aten::"), made, twice)
+
+
 # --- the dispatch handlers of tracers
 
 
@@ -291,18 +310,29 @@ def _compiled_dispatch_handler(cls: type[Tracer], *call: Any) -> Any:
 # --- preparations
 
 
-_on_first_transform: list[Callable[[], None]] = []
-_on_first_level: list[Callable[[], None]] = []
+# A call, and the condition under which it is made; None for no condition.
+_Preparation = tuple[Callable[[], Any], Callable[[], Any] | None]
+
+_on_first_transform: list[_Preparation] = []
+_on_first_level: list[_Preparation] = []
 
 
-def on_first_transform(function: Callable[..., Any], *args: Any) -> None:
-    """Declare a call to make once, when the process enters its first transform."""
-    _on_first_transform.append(functools.partial(function, *args))
+def on_first_transform(
+    function: Callable[..., Any], *args: Any, needed: Callable[[], Any] | None = None
+) -> None:
+    """Declare a call to make once, when the process enters its first transform.
+
+    Args:
+        function: the function to call.
+        args: its arguments.
+        needed: returns a false value then if the call has nothing to do.
+    """
+    _on_first_transform.append((functools.partial(function, *args), needed))
 
 
 def on_first_level(function: Callable[..., Any], *args: Any) -> None:
     """Declare a call to make once, when the process enters its first tracer level."""
-    _on_first_level.append(functools.partial(function, *args))
+    _on_first_level.append((functools.partial(function, *args), None))
 
 
 def prepare() -> None:
@@ -310,11 +340,12 @@ def prepare() -> None:
     _run(_on_first_transform)
 
 
-def _run(preparations: list[Callable[[], None]]) -> None:
+def _run(preparations: list[_Preparation]) -> None:
     if preparations:
         with _lock:
-            for preparation in preparations:
-                preparation()
+            for call, needed in preparations:
+                if needed is None or needed():
+                    call()
             preparations.clear()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.tracers.tracer import substitutions
+from tsfunc.bridge.tracers.level_proxies import substitutions
 from tsfunc.dispatch.state import tls
 
 

@@ -199,7 +199,7 @@ def _refusal(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function needs more than they promise:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}",
+        f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}{_reasons(unmet)}",
         suggested,
     )
 
@@ -224,6 +224,12 @@ def _undescribed(unmet: Sequence[Need], fixed: Mapping[str, Sequence[int]]) -> s
         if size in numbers
     ]
     return "".join(lines[:3])
+
+
+def _reasons(unmet: Sequence[Need]) -> str:
+    return "".join(
+        f"\n{reason}" for reason in dict.fromkeys(need.reason for need in unmet) if reason
+    )
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:

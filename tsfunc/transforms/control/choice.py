@@ -15,7 +15,8 @@ from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.functorch import differs_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DataDependentError
 
 

@@ -28,7 +28,8 @@ from tsfunc.bridge.mesh.levels import MeshAxes, MeshLevel, mesh_levels, observin
 from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.trace.trace_rules import records_outside
-from tsfunc.bridge.tracers.tracer import Tracer, as_seen_by_current_level
+from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.state import tls
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.collectives import pmax, pmin, psum
