@@ -33,7 +33,7 @@ def with_true_norms(args: list[Any]) -> list[Any]:
 
 
 def with_true_statistics(args: list[Any]) -> list[Any]:
-    """The statistics that a batch norm saves are those of its input, which the decomposition reads."""
+    """The statistics that a batch norm saves are those of its input."""
     cotangent, x, weight, running_mean, running_var, _, _, training, eps, *rest = args
     dims = [0, *range(2, x.dim())]
     mean, scale = x.mean(dims), (x.var(dims, correction=0) + eps).rsqrt()

@@ -122,7 +122,9 @@ class RepeatedCalls:
         """Return the results of a function call that repeats an earlier one, or NotImplemented."""
         found = self._key(func, args, kwargs, False)
         known = None if found is None else self._known.get(found[0])
-        return NotImplemented if found is None or known is None else self._repeat(known, found[1], False)
+        if found is None or known is None:
+            return NotImplemented
+        return self._repeat(known, found[1], False)
 
     def first_or_again(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],

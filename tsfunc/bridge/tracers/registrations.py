@@ -116,7 +116,7 @@ def _install(key: str, names: Sequence[str]) -> None:
 
 def _let_higher_order_operators_ignore(key: str) -> None:
     """Let torch's higher-order operators, those made later too, go past a key to the next one."""
-    parsed = _parse_dispatch_key(key)
+    parsed: Any = _parse_dispatch_key(key)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(parsed)
     for operator in list(torch._ops._higher_order_ops.values()):
         operator.fallthrough(parsed)
