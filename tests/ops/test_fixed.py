@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -39,6 +40,30 @@ SHAPES = [
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_matmul(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     assert check(aten.matmul.default, rand(*shapes[0]), rand(*shapes[1]))
+
+
+@pytest.mark.parametrize("batched", [(0, 0), (0, None), (None, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "x", "y"),
+    [
+        ("mm", (0, 3), (3, 4)), ("mm", (2, 0), (0, 4)), ("mv", (3, 0), (0,)), ("dot", (0,), (0,)),
+        ("vdot", (0,), (0,)), ("matmul", (0, 3), (3, 4)),
+        ("nn.functional.linear", (0, 3), (4, 3)), ("nn.functional.linear", (0,), (4, 0)),
+    ],
+)  # fmt: skip
+def test_products_without_elements_refuse_two_dtypes(
+    name: str, x: tuple[int, ...], y: tuple[int, ...], batched: tuple[int | None, int | None]
+) -> None:
+    product = operator.attrgetter(name)(torch)
+    args = [torch.ones(x, dtype=torch.float64), torch.ones(y, dtype=torch.float32)]
+    with pytest.raises(RuntimeError):
+        product(*args)
+    batch = [
+        arg if dim is None else torch.stack([arg] * 2)
+        for arg, dim in zip(args, batched, strict=True)
+    ]
+    with pytest.raises(RuntimeError, match="dtype"):
+        tsfunc.vmap(product, batched)(*batch)
 
 
 def test_products_of_fixed_rank() -> None:

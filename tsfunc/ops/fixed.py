@@ -97,6 +97,12 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
     return x.bmm(y)
 
 
+def _check_dtypes(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise torch's error if the factors differ in dtype: a product without elements accepts it."""
+    if args[0].dtype is not args[1].dtype:
+        refused(op, dims, args, kwargs)
+
+
 def of_ranks(first: int, second: int) -> Rule:
     """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
@@ -107,6 +113,7 @@ def of_ranks(first: int, second: int) -> Rule:
         p, q = dims
         if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
             return refused(op, dims, args, kwargs)
+        _check_dtypes(op, dims, args, kwargs)
         try:
             return product(x, p, y, q)
         except RuntimeError:
@@ -151,8 +158,7 @@ def matmul(
     p, q = dims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
         return refused(op, dims, args, kwargs)
-    if x.dtype is not y.dtype:  # a product without elements would accept them
-        refused(op, dims, args, kwargs)
+    _check_dtypes(op, dims, args, kwargs)
     try:
         return product(x, p, y, q)
     except RuntimeError:
@@ -166,6 +172,7 @@ def vdot(
     """Conjugate the first vector and call dot."""
     if not _fit(dims, args, 1, 1):
         return refused(op, dims, args, kwargs)
+    _check_dtypes(op, dims, args, kwargs)
     return product(args[0].conj(), dims[0], args[1], dims[1])
 
 
@@ -181,6 +188,7 @@ def linear(
     bias = args[2] if len(args) > 2 else None
     at, q = dims[0], dims[1]
     r = dims[2] if len(dims) > 2 else None
+    _check_dtypes(op, dims, args, kwargs)
     if bias is not None and bias.dtype is not weight.dtype:  # a separate sum would promote it
         refused(op, dims, args, kwargs)
     exact = bias is None or (bias.dim() == 1 and weight.dim() == 2)

@@ -217,7 +217,8 @@ def _gradient(x: Tensor, *, spacing: Any = None, dim: Any = None, edge_order: in
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     rank = x.dim()
     in_range = all(-rank <= d < rank for d in dims) and len({d % rank for d in dims}) == len(dims)
-    if len(spacing) != len(dims) or edge_order not in (1, 2) or not in_range:
+    in_rank = all(points.dim() == 1 for points in spacing if isinstance(points, Tensor))
+    if len(spacing) != len(dims) or edge_order not in (1, 2) or not (in_range and in_rank):
         return NotImplemented  # torch raises the error
     return [
         _differences(x, points, d % rank, edge_order)
