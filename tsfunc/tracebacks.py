@@ -23,7 +23,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import optree
@@ -114,12 +114,16 @@ def is_boundary(method: F) -> F:
 
 def inner_function(func: Any) -> Any:
     """Return the callable inside a boundary, or the callable itself if it has no boundary."""
+    cells = _cells_of_boundary(func)
+    return cells["entry"].cell_contents if "entry" in cells else func
+
+
+def _cells_of_boundary(func: Any) -> dict[str, CellType]:
+    """Return the captured variables of a boundary by name; none for another callable."""
     code = getattr(func, "__code__", None)
-    if code in _boundaries and func.__closure__:
-        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
-        if "entry" in cells:
-            return cells["entry"].cell_contents
-    return func
+    if code not in _boundaries or not func.__closure__:
+        return {}
+    return dict(zip(code.co_freevars, func.__closure__, strict=True))
 
 
 # --- folding
@@ -269,11 +273,9 @@ def spelled(func: Any) -> str:
     """Return the expression by which the user built a function: ``vmap(grad(loss))``."""
     if isinstance(func, functools.partial):
         return spelled(func.func)
-    code = getattr(func, "__code__", None)
-    if code in _boundaries and func.__closure__:
-        cells = dict(zip(code.co_freevars, func.__closure__, strict=True))
-        if "name" in cells:
-            return label(cells["name"].cell_contents, cells["func"].cell_contents)
+    cells = _cells_of_boundary(func)
+    if "name" in cells:
+        return label(cells["name"].cell_contents, cells["func"].cell_contents)
     if isinstance(func, torch.nn.Module):
         return type(func).__name__
     return str(getattr(func, "__name__", type(func).__name__))

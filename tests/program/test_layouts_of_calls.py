@@ -56,13 +56,18 @@ def drawn_tensor(draw: random.Random) -> Tensor:
     return base.t() if kind == "transposed" else base
 
 
+def fresh_draw() -> random.Random:
+    """Return a generator with a new seed, which is printed and is torch's seed too."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    torch.manual_seed(seed)
+    return random.Random(seed)
+
+
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("copy", COPIES)
 def test_programs_decide_by_layout_as_their_functions(copy: str, use: str) -> None:
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
+    draw = fresh_draw()
 
     def f(x: Tensor) -> Tensor:
         return USES[use](COPIES[copy](x))
@@ -105,10 +110,7 @@ PUSHED: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]
 @pytest.mark.parametrize("view", VIEWS)
 def test_tangents_have_the_layout_of_their_primals(view: str, pushed: str) -> None:
     """torch requires it of tensors whose views are taken; a program's may have gaps in memory."""
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
+    draw = fresh_draw()
     f = PUSHED[pushed](VIEWS[view])
     program = specialize(f, {"x": MetaTensorType(["a", "b"])})
     for _ in range(3):

@@ -116,7 +116,7 @@ def test_what_is_printed_and_known(case: Any) -> None:
         assert str(loaded.program) == str(f.program)
     assert str(loaded.properties()) == str(f.properties())
     assert dict(loaded.descriptors) == dict(f.descriptors)
-    # What the function has from its surroundings is a constant: no guard of what is loaded.
+    # The loaded program holds captured values as constants and does not guard them.
     assert set(loaded.guards) <= set(f.guards)
     for program in loaded.programs:
         program.verify()

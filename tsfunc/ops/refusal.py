@@ -16,7 +16,7 @@ symbolic sizes are not checked in this way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +50,18 @@ def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any])
 def _example(value: Any, at: Any) -> Any:
     """Return the tensor of one example, which can be written to without a change of the batch."""
     if isinstance(value, list | tuple):
-        dims = at if isinstance(at, list | tuple) else [at] * len(value)
-        return [_example(item, dim) for item, dim in zip(value, dims, strict=True)]
+        return _map_items(_example, value, at)
     if not isinstance(value, Tensor) or at is None:
         return value
     if value.shape[at] == 0:
         return value.new_zeros([size for dim, size in enumerate(value.shape) if dim != at])
     return value.select(at, 0).clone()
+
+
+def _map_items(function: Callable[[Any, Any], Any], values: Sequence[Any], at: Any) -> list[Any]:
+    """Apply a function to each item of a list and its batch dim; ``at`` is one dim, or a list."""
+    dims = at if isinstance(at, list | tuple) else [at] * len(values)
+    return [function(value, dim) for value, dim in zip(values, dims, strict=True)]
 
 
 def checked(rule: Rule) -> Rule:
@@ -112,8 +117,7 @@ def _signature(value: Any, at: Any) -> Any:
             shape = shape[:at] + shape[at + 1 :]
         return shape, value.dtype, value.device
     if isinstance(value, list | tuple):
-        dims = at if isinstance(at, list | tuple) else [at] * len(value)
-        return tuple(map(_signature, value, dims))
+        return tuple(_map_items(_signature, value, at))
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise TypeError
     return value
@@ -125,8 +129,7 @@ def _zeros(value: Any, at: Any) -> Any:
         shape = [size for dim, size in enumerate(value.shape) if dim != at]
         return torch.zeros(shape, dtype=value.dtype, device=value.device)
     if isinstance(value, list | tuple):
-        dims = at if isinstance(at, list | tuple) else [at] * len(value)
-        return list(map(_zeros, value, dims))
+        return _map_items(_zeros, value, at)
     return value
 
 

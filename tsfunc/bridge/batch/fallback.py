@@ -28,8 +28,8 @@ from tsfunc.bridge.tracers.operators import (
     functional_form,
     operator_of,
     overload_of,
+    tensors_in,
 )
-from tsfunc.bridge.writing.writes import tensors_in
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note

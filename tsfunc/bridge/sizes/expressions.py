@@ -130,7 +130,7 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
         if isinstance(leaf, int):
             return leaf
         if leaf not in sizes:
-            raise ValueError(f"there is no dim {leaf[:40]!r}")
+            raise ValueError(f"expected the name of a dim, got {leaf[:40]!r}")
         return sizes[leaf]
 
     return fold_form(form, size_of, _ON_SIZES)

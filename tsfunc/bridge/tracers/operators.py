@@ -430,3 +430,14 @@ def matched(
         if name not in names:
             raise TypeError(f"{op.name} has no argument {name}")
         yield names[name], value
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_in(value)
+    elif isinstance(values, dict):
+        yield from tensors_in(list(values.values()))

@@ -18,7 +18,7 @@ as it is then. A recording is discarded, and the rule runs at each call, if
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc.bridge.tracers.call_plans import Plan, plans_of_operator
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of, tensors_in
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.ops.registry import RuleLevel
 
@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, args: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
-        self.given = frozenset(map(id, _tensors_of(args)))
+        self.given = frozenset(map(id, tensors_in(args)))
         self.known = set(self.given)
 
     def __torch_dispatch__(
@@ -75,26 +75,17 @@ class _Recorder(TorchDispatchMode):
         if op.random or op.out_names or op.name in _READS_OFFSETS:
             raise _NotRecordable(op.name)
         kwargs = kwargs or {}
-        if not self.known.issuperset(map(id, _tensors_of((*args, *kwargs.values())))):
+        if not self.known.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
             raise _NotRecordable(op.name)
         if any(id(args[place]) in self.given for place in op.written if place < len(args)):
             raise _NotRecordable(op.name)  # the recording would write to the user's tensors
         out = func(*args, **kwargs)
         if not _has_tensors_only(out):
             raise _NotRecordable(op.name)
-        self.known.update(map(id, _tensors_of((out,))))
+        self.known.update(map(id, tensors_in(out)))
         schema = func._schema
         self.steps.append((op, schema.name, schema.overload_name, tuple(args), kwargs, out))
         return out
-
-
-def _tensors_of(values: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among values and in their lists."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_of(value)
 
 
 def _has_tensors_only(value: Any) -> bool:
@@ -144,6 +135,6 @@ def record(
         parts = result if isinstance(result, list | tuple) else (result,)
         each = dim if isinstance(dim, list | tuple) else [dim] * len(parts)
         made.append(list(zip(parts, each, strict=True)))
-    if not recorder.known.issuperset(map(id, _tensors_of(results))):
+    if not recorder.known.issuperset(map(id, tensors_in(results))):
         return None
     return recorder.steps, made

@@ -11,7 +11,7 @@ Private names used here (torch 2.13 and 2.14): ``torch._C._nn`` has the C functi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from torch.autograd import forward_ad
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.function_registry import WRITERS, FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradLevel
-from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, updates_statistics
+from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, tensors_in, updates_statistics
 from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.module_state import note_write
@@ -89,17 +89,6 @@ def prepare_write(
     for target in targets:
         if not _is_of(target, level):  # it may have been promoted together with an earlier target
             adopt(name, target, level, batched=batched, words=words)
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
 
 
 def _is_of(tensor: torch.Tensor, level: TracerLevel) -> bool:

@@ -236,7 +236,7 @@ class Watcher(Protocol):
         """Return the value of an attribute; `plain` reads it as the class itself does."""
 
     def assigned(self, instance: Any, name: str, *value: Any) -> None:
-        """Note that an attribute is about to be assigned, or deleted if there is no value."""
+        """Note that an attribute is about to be assigned, or deleted if the value is missing."""
 
 
 class _Here(threading.local):
