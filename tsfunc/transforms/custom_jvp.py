@@ -131,10 +131,10 @@ class custom_jvp(Rule):
         directions = call.of_rest(given, zero_of)
         if symbolic:
             zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
-            places = call.places[: call.count]
+            positions = call.positions[: call.count]
             leaves, tree = pytrees.flatten(zeros)
-            for place, t in zip(places, given, strict=True):
-                leaves[place] = t
+            for position, t in zip(positions, given, strict=True):
+                leaves[position] = t
             directions = pytrees.unflatten(tree, leaves)
         returned = self.rule(*fixed, primals, directions)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -156,11 +156,11 @@ class custom_jvp(Rule):
                 f"the structure {pytrees.spelled(call.out_tree)}, got {pytrees.spelled(tree)}."
             )
         checked = []
-        for place, x in zip(call.out_places, call.results, strict=True):
+        for position, x in zip(call.out_places, call.results, strict=True):
             where = f"custom_jvp: the rule of {self.name}:"
-            if not isinstance(leaves[place], SymbolicZero):
-                check_like(f"{where} the result, as the function returns it,", leaves[place], x)
-            t = tangents[place] if x.is_differentiable else None
+            if not isinstance(leaves[position], SymbolicZero):
+                check_like(f"{where} the result, as the function returns it,", leaves[position], x)
+            t = tangents[position] if x.is_differentiable else None
             checked.append(check_like(f"{where} the tangent of a result", t, x))
         return checked
 

@@ -48,8 +48,8 @@ def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     """Return one unit vector over the entries of all tensors, in the shapes of the tensors."""
     units, start = [], 0
     for x in tensors:
-        places = torch.arange(start, start + x.numel(), device=x.device)
-        unit = (places == index.to(x.device)).to(x.dtype)
+        positions = torch.arange(start, start + x.numel(), device=x.device)
+        unit = (positions == index.to(x.device)).to(x.dtype)
         units.append(unit.view(x.shape))
         start += x.numel()
     return units

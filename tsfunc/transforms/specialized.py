@@ -29,8 +29,8 @@ from tsfunc.bridge.trace.trace_rules import surely
 from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
 from tsfunc.config import config
-from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import (
     DataDependentError,
     DescriptorError,

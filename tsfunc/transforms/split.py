@@ -22,7 +22,7 @@ from tsfunc.bridge.batch.split_level import SplitLevel, StartAnew, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.vmap_spec import Spec
@@ -158,7 +158,7 @@ class _NoSplitter:
     def agree(self, answers: torch.Tensor) -> None:
         """Raise: a trace has no values to split by."""
         raise DataDependentError(
-            f"{self.level.name}, at {users_place()}: a value of each example decides what the "
+            f"{self.level.name}, at {user_location()}: a value of each example decides what the "
             f"function does. data_dependent='split' looks at the values, but a trace has none. "
             f"Write the choice with torch.where, or keep the vmap outside of specialize."
         )

@@ -46,8 +46,8 @@ def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
     """Unwrap the arguments, find the batching rule of ``op`` and run it on the values."""
     level = _running_level()
     if level.splitter is not None and isinstance(op, TorchOperator):
-        for place in op.written:
-            before_write(level, args[place : place + 1])
+        for position in op.written:
+            before_write(level, args[position : position + 1])
     _, values, kinds = unwrap_args(args, level)
     dims = dims_of(kinds, values)
     any_batched = any(dim is not None for dim in dims)

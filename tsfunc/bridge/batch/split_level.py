@@ -12,7 +12,7 @@ the vmapped call runs the function for each of them from its start. As a result:
 - a batch whose examples keep leaving one by one is given up, and the rest of it is run example by
   example. The number of complete runs is never more than a loop over the examples makes.
 
-A value made before the batch became smaller has a place for each example of the earlier batch. A
+A value made before the batch became smaller has an entry for each example of the earlier batch. A
 tracer is narrowed at the next access: its ``value`` is a property that selects the remaining
 examples, under the state that the level captured, so that the graphs of outer levels include the
 selection.
@@ -177,12 +177,12 @@ class SplitLevel(BatchLevel):
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
         """Select the remaining examples of a value from an earlier generation."""
-        places = self._picked.get(generation)
-        if places is None:
-            places = torch.searchsorted(self._past[generation], self.subset)
-            self._picked[generation] = places
+        positions = self._picked.get(generation)
+        if positions is None:
+            positions = torch.searchsorted(self._past[generation], self.subset)
+            self._picked[generation] = positions
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
-            taken = take_examples(value, at, places)
+            taken = take_examples(value, at, positions)
         self._moves.moved(value, taken, self)
         return taken
 
@@ -200,9 +200,10 @@ class SplitLevel(BatchLevel):
         if level is not None:
             raise StartAnew(level)
 
-    def note_argument(self, value: torch.Tensor, place: int) -> None:
-        """Record that ``value`` is the input at ``place``; the caller must see writes into it."""
-        self._moves.note_argument(value, self, place)
+    def note_argument(self, value: torch.Tensor, position: int) -> None:
+        """Record that ``value`` is the input at ``position``; the caller must see writes into "
+        "it."""
+        self._moves.note_argument(value, self, position)
 
 
 def was_written(value: torch.Tensor) -> bool:
@@ -288,16 +289,16 @@ class _Moves:
         others = [at for other, at in family if other.cdata != memory.cdata and not other.expired()]
         return min(others, key=lambda level: level.depth, default=None)
 
-    def note_argument(self, value: torch.Tensor, level: SplitLevel, place: int) -> None:
+    def note_argument(self, value: torch.Tensor, level: SplitLevel, position: int) -> None:
         """Record that a memory belongs to an argument of a level's call."""
         memory = _storage_of(value)
         if memory is not None:
-            self._arguments.setdefault(memory.cdata, (memory, set()))[1].add((level, place))
+            self._arguments.setdefault(memory.cdata, (memory, set()))[1].add((level, position))
 
     def arguments_at(self, memory: StorageWeakRef, level: SplitLevel) -> set[int]:
         """Return the arguments of a level's call that a memory belongs to, or was copied from."""
         known = self._arguments.get(memory.cdata)
-        return set() if known is None else {place for at, place in known[1] if at is level}
+        return set() if known is None else {position for at, position in known[1] if at is level}
 
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:

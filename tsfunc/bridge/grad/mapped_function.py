@@ -244,12 +244,12 @@ class MappedFunction:
         self.state = []
         for leaf in stored:
             value = value_of(leaf, level)
-            place = _place(value, values, known)
-            if place is None and isinstance(value, torch.Tensor):
-                place = ("result", len(results))
+            position = _place(value, values, known)
+            if position is None and isinstance(value, torch.Tensor):
+                position = ("result", len(results))
                 results.append(leaf)
                 known.append(value)
-            self.state.append(place or ("other", value))
+            self.state.append(position or ("other", value))
 
     def _batch_all(self, results: list[Any], size: int) -> None:
         """Batch all results with differentiable dtypes: see NOTE [results of a mapped function]."""

@@ -20,9 +20,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.questions import in_user_code
-from tsfunc.dispatch.places import users_place
-from tsfunc.dispatch.refusals import may_be_caught, refused_value
-from tsfunc.tracebacks import Place
+from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
+from tsfunc.dispatch.user_code import user_location
+from tsfunc.tracebacks import Location
 
 
 class SignedZeroError(Exception):
@@ -63,8 +63,8 @@ def environment_class() -> Any:
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
-            self.guard_origins: list[tuple[Place, bool, bool]] = []
-            self.reasons: dict[Place, str] = {}
+            self.guard_origins: list[tuple[Location, bool, bool]] = []
+            self.reasons: dict[Location, str] = {}
             self.counts = False
             self.parts: dict[Any, Any] = {}
 
@@ -79,7 +79,7 @@ def environment_class() -> Any:
                 if asking is None and forward_ad._current_level >= 0 and _asks_if_empty(expr):
                     return false  # NOTE [tangents of unknown sizes]
                 tests = asking if isinstance(expr, Boolean) else None
-                refused = None if tests is None else refused_value(tests)
+                refused = None if tests is None else raising_outcome(tests)
                 if refused is None:
                     answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
                     if answer is None:
@@ -95,16 +95,18 @@ def environment_class() -> Any:
                     users = asking is not None and in_user_code()
                     by_user = users and not _PYTHONS_QUESTIONS.isdisjoint(called)
                     is_check = asking is not None and (
-                        refused_value(asking) is not None
+                        raising_outcome(asking) is not None
                         or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(asking))
                     )
-                    self.guard_origins += [(users_place(), by_user or self.counts, is_check)] * new
+                    self.guard_origins += [
+                        (user_location(), by_user or self.counts, is_check)
+                    ] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
             holds = self.kept["guard_or_defer_runtime_assert"](expr, *args, **kwargs)
             if self.num_deferred_runtime_asserts > count:
-                self.symbols.assert_in_program(expr, users_place())
+                self.symbols.assert_in_program(expr, user_location())
             return holds
 
     return Environment
@@ -119,7 +121,7 @@ def needed_number(size: Any, reason: str) -> int:
     """
     reasons = getattr(size.node.shape_env, "reasons", None) if type(size) is torch.SymInt else None
     if reasons is not None:
-        reasons[users_place()] = reason
+        reasons[user_location()] = reason
     return int(size)
 
 

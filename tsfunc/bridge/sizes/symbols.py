@@ -42,7 +42,7 @@ from tsfunc.bridge.sizes.shape_environment import environment_class, source_call
 from tsfunc.bridge.sizes.symbolic_numbers import divided
 from tsfunc.bridge.tracers.questions import KINDS
 from tsfunc.errors import FailedCheckError
-from tsfunc.tracebacks import Place
+from tsfunc.tracebacks import Location
 from tsfunc.types import Dim
 
 # Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by
@@ -57,7 +57,7 @@ class Need:
     Attributes:
         fact: the fact as Python code.
         expr: the fact as an expression in symbols with the names of the dims.
-        place: the user's line.
+        location: the user's line.
         by_user: True if the user's code tests the fact or gets a number of results that depends on
             it; False if torch or this package tests it for another reason.
         reason: why this package needs it, and the remedy; empty for other facts.
@@ -65,7 +65,7 @@ class Need:
 
     fact: str
     expr: Any
-    place: Place
+    location: Location
     by_user: bool
     reason: str = ""
 
@@ -252,19 +252,19 @@ class Symbols:
             if number is not None:
                 node.meta["number"] = number
 
-    def assert_in_program(self, expr: Any, place: Place) -> None:
+    def assert_in_program(self, expr: Any, location: Location) -> None:
         """Let the program check a fact when it runs."""
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
             return  # the trace has ended, or the symbols are not part of the program
-        text = f"{self.spell(expr)} does not hold, which the program relies on (at {place})."
+        text = f"{self.spell(expr)} does not hold, which the program relies on (at {location})."
         if self._bodies:
             graph, number = self._bodies[-1]
             holds = number(self._env.create_symboolnode(expr))
         else:
             graph, holds = self.graph, self._node(expr)
         node = graph.call_function(check_size, (holds, text))
-        node.meta["place"] = place
+        node.meta["location"] = location
 
     @contextmanager
     def in_body(self, graph: torch.fx.Graph, number: Callable[[Any], Any]) -> Iterator[None]:
@@ -309,11 +309,11 @@ class Symbols:
             Need(
                 self.spell(exact(guard.expr)),
                 exact(guard.expr).xreplace(names),
-                place,
+                location,
                 by_user,
-                self._env.reasons.get(place, ""),
+                self._env.reasons.get(location, ""),
             )
-            for guard, (place, by_user, is_check) in zip(
+            for guard, (location, by_user, is_check) in zip(
                 self._env.guards, self._env.guard_origins, strict=True
             )
             if not is_check and not self._is_of_scalars(guard.expr)
@@ -322,8 +322,8 @@ class Symbols:
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
         """Return the conditions on numbers among the arguments, and the checks.
 
-        A failed check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) raises in the
-        function itself, so the check is a condition of the program instead of a need of the
+        A failed check of sizes (NOTE [checks of arguments] in ``dispatch/user_checks``) raises in
+        the function itself, so the check is a condition of the program instead of a need of the
         descriptors.
 
         Args:

@@ -52,7 +52,7 @@ def _message(node: Any) -> str:
 
 
 def _line_of(entry: str) -> str | None:
-    """Return the place of a line of a traceback; None if it is code of a library."""
+    """Return the location of a line of a traceback; None if it is code of a library."""
     found = re.match(r'\s*File "(.*)", line (\d+), in (.*)', entry)
     if found is None or found[1].startswith(LIBRARIES):
         return None

@@ -38,7 +38,7 @@ from tsfunc.bridge.tracers.attributes import of_the_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
-from tsfunc.dispatch.places import called_by_user, users_place
+from tsfunc.dispatch.user_code import called_by_user, user_location
 from tsfunc.errors import ClosureError, TypeCheckError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -310,7 +310,7 @@ class TensorGuards:
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {remedy}")
+        raise TypeCheckError(f"{self.what}: {read} at {user_location()}; {why}. {remedy}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer

@@ -82,7 +82,7 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -195,7 +195,7 @@ class TraceLevel(TracerLevel):
         node.args = tuple(args)
         if kwargs:
             node.kwargs = kwargs
-        node.meta["place"] = self.lines.here()[0]
+        node.meta["location"] = self.lines.here()[0]
         return node
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
@@ -363,9 +363,9 @@ class TraceTracer(Tracer):
 
     def _assume(self, answer: bool) -> bool:
         """Record an assertion that a test has this answer: NOTE [checks of arguments]."""
-        place = users_place()
+        location = user_location()
         holds = self.reshape(()) if answer else self.reshape(()).logical_not()
-        message = f"{place}{source_of(place, ': ')}: the check fails"
+        message = f"{location}{source_line(location, ': ')}: the check fails"
         operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
         return answer
 

@@ -135,8 +135,8 @@ def call_by_plan(
             return NotImplemented
         if plan.step is _PARTS and any_autocast():
             return NotImplemented  # NOTE [autocast and rules]
-        for place in plan.unrecorded:
-            if level.forward or values[place].requires_grad:
+        for position in plan.unrecorded:
+            if level.forward or values[position].requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
         return call_below_function(func, types, args, kwargs)
     if not state.plain:

@@ -318,7 +318,7 @@ def read(tracer: BatchTracer, name: str) -> Any:
                     return outcome
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
-        raise DataDependentError(messages.read_of_nothing(name, level))
+        raise DataDependentError(messages.read_of_empty_batch(name, level))
     at, value = tracer.bdim, tracer.value
     assert at is not None
     if type(value) is torch.Tensor and value.numel() == level.batch_size:

@@ -57,9 +57,9 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo, run_compiled_as_python
 from tsfunc.bridge.tracers.torch_state import casting, release_guards
 from tsfunc.config import config
-from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import active_levels, tls
-from tsfunc.tracebacks import Place, describes_arguments, fold, is_boundary, label
+from tsfunc.dispatch.user_code import user_location
+from tsfunc.tracebacks import Location, describes_arguments, fold, is_boundary, label
 
 # --- the thread's state at the outermost transform
 
@@ -263,21 +263,21 @@ class Lines:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._places: list[Place] = []
+        self._locations: list[Location] = []
 
-    def here(self) -> tuple[Place, bool]:
+    def here(self) -> tuple[Location, bool]:
         """Return the line, and whether the call belongs to its backward pass."""
         node = _current_autograd_node()
-        place = self._of(node._sequence_nr()) if node is not None else None
-        backward = place is not None
-        place = place or users_place()
+        location = self._of(node._sequence_nr()) if node is not None else None
+        backward = location is not None
+        location = location or user_location()
         number = _autograd._get_sequence_nr()
         # An autograd thread has a counter of its own.
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
-            self._places.append(place)
-        return place, backward
+            self._locations.append(location)
+        return location, backward
 
-    def _of(self, number: int) -> Place | None:
+    def _of(self, number: int) -> Location | None:
         i = bisect.bisect_right(self._numbers, number)
-        return self._places[i] if i < len(self._places) else None
+        return self._locations[i] if i < len(self._locations) else None

@@ -40,9 +40,9 @@ from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import place_of
-from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_checks import starts_trace
+from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import answer_of_counters
@@ -361,7 +361,7 @@ class _Trace:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
-                    "trace failed", what=request.what, at=place_of(error),
+                    "trace failed", what=request.what, at=error_location(error),
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise

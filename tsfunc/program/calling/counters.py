@@ -77,11 +77,11 @@ class NodeFunction:
         self, node: torch.fx.Node, nodes: Sequence[torch.fx.Node], roots: Sequence[torch.fx.Node]
     ) -> None:
         graph = torch.fx.Graph()
-        places = {each: graph.placeholder(each.name) for each in roots}
+        positions = {each: graph.placeholder(each.name) for each in roots}
         for each in nodes:
-            if each not in places:
-                places[each] = graph.node_copy(each, places.__getitem__)
-        graph.output((places[node],))
+            if each not in positions:
+                positions[each] = graph.node_copy(each, positions.__getitem__)
+        graph.output((positions[node],))
         _, self._run = generate("answer", graph, range(len(roots)), {})
 
     def __call__(self, *counters: torch.Tensor) -> Any:

@@ -43,7 +43,7 @@ from typing import Any, Literal
 
 import torch
 
-from tsfunc.dispatch.places import is_library
+from tsfunc.dispatch.user_code import is_library
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances

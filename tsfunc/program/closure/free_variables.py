@@ -1,7 +1,7 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of libraries: NOTE [code of libraries] in ``dispatch/places.py``. Further code is
+to, except those of libraries: NOTE [code of libraries] in ``dispatch/user_code``. Further code is
 scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
 and strings are guarded by value, containers by their elements, tensors and all other objects by
 identity. The program reads a tensor's data at every call, so later writes to the tensor have
@@ -29,7 +29,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.places import is_installed
+from tsfunc.dispatch.user_code import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source

@@ -25,7 +25,7 @@ import torch.fx
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import (
@@ -164,9 +164,9 @@ class Instances:
         known = self._instances.get(id(instance))
         if known is None or self._paused:
             return
-        place = known.lines[name] = str(users_place())
+        location = known.lines[name] = str(user_location())
         for each in value:
-            known.check(name, each, f"assigned at {place}")
+            known.check(name, each, f"assigned at {location}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -395,7 +395,7 @@ class Gradients:
         if problem is not None:
             why, remedy = problem
             raise TypeCheckError(
-                f"{self._level.name}: backward() at {users_place()} would add to "
+                f"{self._level.name}: backward() at {user_location()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
         self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))

@@ -400,10 +400,10 @@ class Writer:
     def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operators of a body; return its results."""
         values: dict[torch.fx.Node, Any] = {}
-        places = iter(body.inputs)
+        positions = iter(body.inputs)
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                values[node] = given = operands[next(places)]
+                values[node] = given = operands[next(positions)]
                 if isinstance(given, torch.fx.Node) and "val" in node.meta:
                     given.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
