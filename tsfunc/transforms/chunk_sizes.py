@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tsfunc.bridge.tracers.memory import Meter
+from tsfunc.bridge.tracers.memory_meter import Meter
 from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import MemoryBudgetWarning
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import comes_from, next_node
+from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
@@ -197,7 +197,7 @@ def _is_transposed(args: Any) -> bool:
     """True if an argument depends on such tangents (NOTE [transposed rules])."""
     tangents, since = _transposed.tangents, _transposed.since
     return bool(tangents) and any(
-        comes_from(x, tangents, since)
+        depends_on_leaves(x, tangents, since)
         for x in pytrees.leaves_of(args)
         if isinstance(x, torch.Tensor)
     )
@@ -225,7 +225,7 @@ class _Jvp(RuleFunction):
         by = [i for i, need in enumerate(needed) if need and differentiable(operands[i])]
         of = [i for i, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
         pulled: list[Any] = [None] * call.count
-        since = next_node()
+        since = next_sequence_number()
 
         def pushed(*tangents: Any) -> tuple[Any, ...]:
             given: list[Any] = [None] * call.count

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
 from tsfunc.bridge.tracers.boundaries import Lines
-from tsfunc.bridge.tracers.watching import PlainCalls
+from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
 from tsfunc.dispatch.recording import recording

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch.split_level import SplitLevel, StartAnew, was_written
+from tsfunc.bridge.batch.split_level import RestartRun, SplitLevel, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
@@ -129,7 +129,7 @@ class Runner:
         inputs = _inputs(self.sources, level, single)
         try:
             out = self.run(level, inputs)
-        except StartAnew as anew:
+        except RestartRun as anew:
             if anew.level is not level:
                 raise
             self._copying = self._copying or level.writes_arguments

@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.batch.torch_rules import by_torchs_rule, has_torchs_rule
+from tsfunc.bridge.batch.torch_rules import has_torch_rule, run_torch_rule
 from tsfunc.bridge.sizes.shape_environment import needed_number
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.tracers.decompositions import (
@@ -49,7 +49,7 @@ def without_rule(
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
-        out = by_torchs_rule(op, level, args, kwargs)
+        out = run_torch_rule(op, level, args, kwargs)
         if out is not NotImplemented:
             return out
         decomposition = _decomposition_of(op)
@@ -61,7 +61,7 @@ def without_rule(
     return loop(op, level, args, kwargs)
 
 
-def way_of(name: str) -> str:
+def describe_execution(name: str) -> str:
     """Return a description of how vmap runs an operator that has no row."""
     overload = overload_of(name)
     if overload is None:
@@ -69,7 +69,7 @@ def way_of(name: str) -> str:
     op = operator_of(overload)
     if op.out_names:
         return "by the form that returns its result, which is then copied"
-    if op.overload.namespace != "aten" and has_torchs_rule(op):
+    if op.overload.namespace != "aten" and has_torch_rule(op):
         return "by the rule that was registered with torch"
     if own_decomposition(name) is not None:
         return "by its parts, as written here"

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
+from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage

@@ -39,11 +39,11 @@ from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer,
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.memory import physical
+from tsfunc.bridge.writing.storages import physical
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
-class StartAnew(BaseException):
+class RestartRun(BaseException):
     """Internal: aborts the run of a level's examples, which the vmapped call then repeats.
 
     The base class is not ``Exception``, so that the user's function does not catch it.
@@ -106,7 +106,7 @@ class SplitLevel(BatchLevel):
         self._past: list[torch.Tensor] = []
         self._picked: dict[int, torch.Tensor] = {}
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]
-        self._moves: _Moves = outer[0]._moves if outer else _Moves()
+        self._moves: _NarrowedStorages = outer[0]._moves if outer else _NarrowedStorages()
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.subset.to(device)
@@ -133,7 +133,7 @@ class SplitLevel(BatchLevel):
             The positions of the remaining examples in the batch, or None if all examples agree.
 
         Raises:
-            StartAnew: the batch is split; its first example runs by itself, and the others later.
+            RestartRun: the batch is split; its first example runs by itself, and the others later.
         """
         self.reads_values = True
         groups = groups_of(answers)
@@ -146,13 +146,13 @@ class SplitLevel(BatchLevel):
         self.subset = self.subset[kept]
         self.generation += 1
         self.batch_size = len(kept)
-        if self._comes_apart():
+        if self._keeps_splitting():
             self.put_off += self.subset[1:].split(1)
             self.subset = self.subset[:1]
-            raise StartAnew(self)
+            raise RestartRun(self)
         return kept
 
-    def _comes_apart(self) -> bool:
+    def _keeps_splitting(self) -> bool:
         """Return True if examples kept leaving in small groups until a quarter was gone.
 
         The condition is at least three splits with at most two examples per split on average. The
@@ -172,7 +172,7 @@ class SplitLevel(BatchLevel):
 
     def twin(self, name: str) -> BatchLevel:
         twin = super().twin(name)
-        twin.splitter = _BeginningAnew(self)
+        twin.splitter = _RestartSplitter(self)
         return twin
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
@@ -194,11 +194,11 @@ class SplitLevel(BatchLevel):
         arguments = self._moves.arguments_at(memory, self)
         if arguments and not self.copying:
             self.writes_arguments = True
-            raise StartAnew(self)
+            raise RestartRun(self)
         self.written |= arguments
-        level = self._moves.parted_at(memory)
+        level = self._moves.diverged_at(memory)
         if level is not None:
-            raise StartAnew(level)
+            raise RestartRun(level)
 
     def note_argument(self, value: torch.Tensor, position: int) -> None:
         """Record that ``value`` is the input at ``position``; the caller must see writes into "
@@ -242,7 +242,7 @@ class SplitTracer(FastBatchTracer):
         self._generation = level.generation
 
 
-class _BeginningAnew:
+class _RestartSplitter:
     """The splitter of a level that a rule enters for the batch of another level.
 
     A rule's values have one batch size, so they can't be narrowed within the rule. If examples
@@ -253,12 +253,12 @@ class _BeginningAnew:
         self.level = level
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Return None if all examples agree, and raise StartAnew otherwise."""
+        """Return None if all examples agree, and raise RestartRun otherwise."""
         if self.level.agree(answers) is not None:
-            raise StartAnew(self.level)
+            raise RestartRun(self.level)
 
 
-class _Moves:
+class _NarrowedStorages:
     """The storages that were one memory before examples parted.
 
     Nested levels share one record, because an outer level may move memory that an inner level
@@ -283,7 +283,7 @@ class _Moves:
         if before.cdata in self._arguments:
             self._arguments[after.cdata] = after, self._arguments[before.cdata][1]
 
-    def parted_at(self, memory: StorageWeakRef) -> SplitLevel | None:
+    def diverged_at(self, memory: StorageWeakRef) -> SplitLevel | None:
         """Return the outermost level at which a memory parted from another one that is alive."""
         family = self._families.get(memory.cdata, ())
         others = [at for other, at in family if other.cdata != memory.cdata and not other.expired()]

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.tracer import Tracer
 
 # A function of a context, an operator and its arguments, as in torch.utils.checkpoint.
@@ -182,7 +182,7 @@ def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]
-    return not (tracers and (tangents_here() or any(_recorded_outside(x) for x in tracers)))
+    return not (tracers and (can_carry_tangents() or any(_recorded_outside(x) for x in tracers)))
 
 
 def _recorded_outside(tracer: Any) -> bool:

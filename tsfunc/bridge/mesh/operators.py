@@ -183,13 +183,13 @@ _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
     """Return an exchange of a tensor at any level."""
-    if runs_now(x):
+    if is_plain_exchange(x):
         return exchange(x, kind, ints, axis, mesh)
     out: Tensor = MAP(x, kind, ints, axis, mesh)
     return out
 
 
-def runs_now(x: Tensor) -> bool:
+def is_plain_exchange(x: Tensor) -> bool:
     """True if an exchange of the tensor concerns neither autograd nor a transform or a trace."""
     return (
         type(x) is Tensor

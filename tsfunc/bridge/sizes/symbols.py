@@ -7,14 +7,14 @@ a symbol is first made.
 
 NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
-branches as in the call. The questions about the symbol (:meth:`Symbols.needs`) determine whether
-another size would take another branch. Operators treat sizes 0 and 1 specially, so another hint
-replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
+branches as in the call. The conditions on the symbol that were tested (:meth:`Symbols.needs`)
+determine whether another size would take another branch. Operators treat sizes 0 and 1 specially,
+so another hint replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
 symbol without a hint, made together with the node that computes it (:meth:`Symbols.register`).
-Questions about the symbol have no answer; assertions (``torch._check``, and operators' checks of
+Conditions on the symbol can't be evaluated; assertions (``torch._check``, and operators' checks of
 their arguments) become calls of :func:`check_size` in the program.
 
 A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and its
@@ -36,11 +36,11 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
-from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
+from tsfunc.bridge.sizes.scoped_facts import scoped_facts
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.symbolic_numbers import divided
-from tsfunc.bridge.tracers.questions import KINDS
+from tsfunc.bridge.tracers.user_queries import KINDS
 from tsfunc.errors import FailedCheckError
 from tsfunc.tracebacks import Location
 from tsfunc.types import Dim
@@ -125,7 +125,8 @@ class Symbols:
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
-        asks: returns the value of a node that computes a number, if the trace can know it.
+        computed_value: returns the value of a node that computes a number, if the trace can know
+            it.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Symbols:
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
-        self.asks: Callable[[torch.fx.Node], Any] = lambda node: None
+        self.computed_value: Callable[[torch.fx.Node], Any] = lambda node: None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
@@ -276,7 +277,7 @@ class Symbols:
         """
         self._bodies.append((graph, number))
         try:
-            with facts_of_its_own(self._env):
+            with scoped_facts(self._env):
                 yield
         finally:
             self._bodies.pop()
@@ -292,13 +293,13 @@ class Symbols:
             return self._env.create_symintnode(symbol, hint=None)
         return self._env.create_symfloatnode(symbol, hint=None)
 
-    # --- questions
+    # --- conditions
 
     def answer(self, expr: Any) -> Any:
-        """Return the answer to a question about numbers of data; None if it is not known."""
+        """Return the value of a condition on numbers of data; None if it is not known."""
         if self.graph is None or self._bodies or not expr.free_symbols <= self._names.keys():
             return None
-        return self.asks(self._node(expr))
+        return self.computed_value(self._node(expr))
 
     def needs(self) -> list[Need]:
         """Return the facts about named dims that the trace relies on."""
@@ -476,7 +477,7 @@ class Symbols:
         Python's collector does not see such a cycle, so neither would be freed.
         """
         self.graph, self._inputs = None, {}
-        self.asks = lambda node: None
+        self.computed_value = lambda node: None
         self._nodes.clear()
         self._definitions.clear()
 

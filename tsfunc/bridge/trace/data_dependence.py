@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tsfunc.bridge.tracers.questions import caller_of_handlers
+from tsfunc.bridge.tracers.user_queries import caller_of_handlers
 from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.tracebacks import LIBRARIES, Location
 
@@ -23,11 +23,11 @@ def data_dependent_message(name: str, what: str) -> str:
     return (
         f"{what}: a traced tensor was used as a Python number or bool ({name}, at "
         f"{location}{source_line(location, ': ')}{asked}), but a trace has no data: `if`, `while`, "
-        f"int() and float() on it can't be served. {ways_out()}"
+        f"int() and float() on it can't be served. {remedies()}"
     )
 
 
-def ways_out() -> str:
+def remedies() -> str:
     """Return the advice for code that needs data in a trace."""
     return (
         "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "

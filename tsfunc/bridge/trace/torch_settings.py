@@ -105,7 +105,7 @@ class _WatchedGenerator:
     def __getattr__(self, name: str) -> Any:
         thread = threading.get_ident()
         what = next((what for of, what in reversed(self.traces) if of == thread), None)
-        if what is not None and _asked_by_user():
+        if what is not None and _is_user_call():
             raise TypeCheckError(
                 f"{what}: the seed or the state of torch's random numbers is set or read at "
                 f"{user_location()} (.{name} of the default generator), which a program does not "
@@ -142,7 +142,7 @@ def no_seeding(what: str) -> Iterator[None]:
 _BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
 
 
-def _asked_by_user() -> bool:
+def _is_user_call() -> bool:
     """True if code outside of torch and this package calls a function of ``torch.random``."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back

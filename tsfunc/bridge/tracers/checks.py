@@ -36,9 +36,9 @@ from torch.distributions import Distribution, constraints
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.user_queries import caller_of_handlers, forwards_call
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
@@ -62,12 +62,12 @@ def refused_outcome(*, catchable: bool) -> bool | None:
     """
     frame = caller_of_handlers()
     if frame.f_code in _MATRIX_CONSTRAINTS:
-        asking: FrameType | None = frame
-        while asking is not None and asking.f_code in _MATRIX_CONSTRAINTS:
-            asking = asking.f_back
-        if asking is None or asking.f_code not in _VALIDATIONS:
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code in _MATRIX_CONSTRAINTS:
+            caller = caller.f_back
+        if caller is None or caller.f_code not in _VALIDATIONS:
             return None
-        return False if catchable or not may_be_caught(asking) else None
+        return False if catchable or not may_be_caught(caller) else None
     return raising_outcome(frame, catchable=catchable)
 
 
@@ -111,7 +111,7 @@ def listed(examples: Sequence[tuple[int, ...]]) -> str:
 FAILED_CHECKS: Final[list[FailedCheck]] = []
 
 
-@passes_call_on
+@forwards_call
 def outcome_of_check(tracer: BatchTracer) -> bool | None:
     """Return the outcome of the test that runs now on a batched tracer; None if it is not a check.
 
@@ -122,7 +122,7 @@ def outcome_of_check(tracer: BatchTracer) -> bool | None:
     return None if refused is None else _outcome(tracer, refused)
 
 
-@passes_call_on
+@forwards_call
 def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     """Return the outcome of a test for all examples, and record those with a refused outcome."""
     holds = tracer.reshape(()) != 0
@@ -223,7 +223,7 @@ on_first_transform(setattr, torch, "_check_tensor_all_with", _check_tensor_all_w
 def _is_all_true(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return an answer for each example; the operator's own rule reduces over the batch."""
+    """Return a bool for each example; the operator's own rule reduces over the batch."""
     (value,) = args
     return value.all()
 

@@ -42,8 +42,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.memory import memory_of, physical
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
+from tsfunc.bridge.writing.storages import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]

@@ -34,7 +34,7 @@ from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import OURS, Instances
-from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Missing, NoMember, SameObject
+from tsfunc.program.closure.read_guards import MemberIs, Missing, NoMember, ResultIs, SameObject
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
@@ -217,7 +217,7 @@ class FreeVariables:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
-            self.guards.add(AnswerIs(abc.get_cache_token, (), abc.get_cache_token()))
+            self.guards.add(ResultIs(abc.get_cache_token, (), abc.get_cache_token()))
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
         """Guard an attribute of a class, and that no derived class overrides it.
@@ -374,7 +374,7 @@ class FreeVariables:
             self.scan(vars(variable.owner).get("__getattr__"))
         name, source = variable.name, variable.source
         if name is None:
-            self.guards.add(AnswerIs(is_empty, (source,), True))
+            self.guards.add(ResultIs(is_empty, (source,), True))
         elif isinstance(variable.owner, dict):
             self.guards.add(Missing(source, name, "{1!r} in {0}"))
         else:

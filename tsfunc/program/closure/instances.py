@@ -35,8 +35,8 @@ from tsfunc.program.closure.guard_builder import (
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
-    AnswerIs,
     Distinct,
+    ResultIs,
 )
 from tsfunc.program.closure.results import (
     Updates,
@@ -134,7 +134,7 @@ class Instances:
         hooks = hooks_of_all_modules()
         if not self._met_modules:
             guards = self.builder.guards_of(True)
-            guards.add(AnswerIs(hooks_of_all_modules, (), hooks))
+            guards.add(ResultIs(hooks_of_all_modules, (), hooks))
             for hook in hooks:
                 self.met(hook)
         self._met_modules = True
@@ -204,7 +204,7 @@ class Instances:
             TypeCheckError: a program can't repeat one of the assignments.
             Retrace: the function puts tensors into an object that it only changes.
         """
-        # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
+        # Distinct objects must stay distinct in later calls: the trace has evaluated `a is b`.
         for own in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(own)
             known = [i.source for i in self._instances.values()]
@@ -398,7 +398,7 @@ class Gradients:
                 f"{self._level.name}: backward() at {user_location()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
-        self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
+        self._builder.guards_of(source.own).add(ResultIs(_is_plain_leaf, (source,), True))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the ``.grad`` that the function has replaced."""

@@ -29,7 +29,7 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.data_dependence import ways_out
+from tsfunc.bridge.trace.data_dependence import remedies
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.user_code import (
@@ -439,7 +439,7 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
             f"{what}: {condition or text} depends on data, which a trace does not have, and is "
             f"needed at {location}{source_line(location, ': ')}\nIf it always holds, state it "
             f"before with torch._check({condition or '...'}): the program then checks it when it "
-            f"runs. {ways_out()}"
+            f"runs. {remedies()}"
         ) from None
     for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
         if theirs in text:

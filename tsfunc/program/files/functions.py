@@ -32,7 +32,7 @@ from tsfunc.program.files.programs import (
     encode_call_spec,
     encode_program,
     storable,
-    what_it_does,
+    without_metadata,
 )
 from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
@@ -201,7 +201,7 @@ def _write_programs(
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
         encoded = encode_program(program, tensors, state, only)
-        number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
+        number = written.setdefault(json_bytes(without_metadata(encoded)), len(written))
         numbers[program] = number
         if f"programs/{number}.json" not in entries:
             entries[f"programs/{number}.json"] = json_bytes(encoded)

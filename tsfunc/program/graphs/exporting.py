@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.torch_exporting import exported_by_torch
+from tsfunc.bridge.trace.torch_export import exported_by_torch
 from tsfunc.bridge.tracers.torch_state import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.data import ProgramData

@@ -45,8 +45,8 @@ from tsfunc.bridge.trace.torch_tracing import (
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import KINDS
 from tsfunc.bridge.tracers.torch_state import set_grad_mode
+from tsfunc.bridge.tracers.user_queries import KINDS
 
 # --- recurrent layers over a named dim of time, as torch's scan
 

@@ -30,7 +30,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
-from tsfunc.bridge.tracers.questions import same_size
+from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 from tsfunc.program.passes.effects import (
     Aliases,
