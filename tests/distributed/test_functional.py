@@ -307,11 +307,13 @@ def distribution_inside(rank: int, size: int) -> None:
 
             def distributed(x: Tensor, placement: Any = placement, source: Any = source) -> Tensor:
                 placed = distribute_tensor(x, mesh, [placement], src_data_rank=source)
-                return whole(placed * placed)
+                out: Tensor = whole(placed * placed)
+                return out
 
             def redistributed(x: Tensor, placement: Any = placement) -> Tensor:
                 local = DTensor.from_local(x, mesh, [Replicate()])
-                return whole(local.redistribute(mesh, [placement]) ** 2)
+                out: Tensor = whole(local.redistribute(mesh, [placement]) ** 2)
+                return out
 
             for transform in DISTRIBUTED.values():
                 with pytest.raises(MissingRuleError, match="DTensor"):

@@ -90,8 +90,9 @@ def _watch_distribution() -> None:
     code = _code_of_distribution()
 
     def check(placements: Any) -> None:
-        caller = getframe(1)
-        if caller.f_code is code:
+        frame = inspect.currentframe()
+        caller = None if frame is None else frame.f_back
+        if caller is not None and caller.f_code is code:
             _refuse_distribution(caller.f_locals["tensor"])
         checks(placements)
 
