@@ -1,7 +1,8 @@
 """torch's own control flow, such as ``torch.cond``, called inside of tsfunc's transforms.
 
-torch compiles such a call with Dynamo, which does not support the tracers. While a level is active
-the call is therefore made without Dynamo, and its operator, such as
+torch compiles such a call with Dynamo, which does not support the tracers. The derivatives of the
+compiled call have no derivatives: its second derivative is zero, or wrong, or an error. While a
+level or a derivative is active the call is therefore made without Dynamo, and its operator, such as
 ``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library
 (``transforms/control/torch_forms``).
 
@@ -23,7 +24,9 @@ import torch._higher_order_ops.utils
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.tracers.boundaries import outermost
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, registry
+from tsfunc.bridge.tracers.registrations import replace_in_transforms
 from tsfunc.dispatch.state import tls
 
 OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
@@ -39,6 +42,7 @@ def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) ->
     rules = FunctionRules()
     rules.add(Stage.METHOD, called, operator)
     registry.load([rules])
+    replace_in_transforms(operator, func)
 
 
 class _Given(TorchFunctionMode):
@@ -54,9 +58,14 @@ class _Given(TorchFunctionMode):
         return OURS.get(func, func)(*args, **(kwargs or {}))
 
 
+def _in_transform() -> bool:
+    """True if a level is active, or a derivative of plain tensors."""
+    return bool(tls.state.levels) or outermost.recording > 0 or outermost.forward > 0
+
+
 def _redirect_to_own(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None) -> Any:
-        if not tls.state.levels:
+        if not _in_transform():
             return compiled(fn, args, kwargs)
         with _Given():
             return fn(*args, **(kwargs or {}))
@@ -70,7 +79,7 @@ def replace_halving(func: Callable[..., Any]) -> None:
     halving = home.generic_associative_scan
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (func if tls.state.levels else halving)(*args, **kwargs)
+        return (func if _in_transform() else halving)(*args, **kwargs)
 
     home.generic_associative_scan = call
 
