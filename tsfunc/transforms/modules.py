@@ -10,7 +10,7 @@ import torch.func
 from torch import Tensor, nn
 
 from tsfunc.bridge.mesh.sharded_modules import gathered
-from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
+from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.tracebacks import folding
 
@@ -68,7 +68,7 @@ def functional_call(
             f"A function takes its tensors as arguments."
         )
     with (
-        flat_weights_kept(module),
+        preserve_flat_weights(module),
         gathered(module, parameter_and_buffer_dicts, tie_weights) as state,
     ):
         return TORCH_FUNC["functional_call"](

@@ -25,7 +25,7 @@ from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_clas
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, map_items
 from tsfunc.bridge.tracers.tracer import Tracer
 
-# Members that concern the object and not its meaning, and those that a tracer answers itself.
+# Members that concern the object and not its meaning, and those that a tracer handles itself.
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 _KEPT = frozenset(
     {"__torch_function__", "__torch_dispatch__", "__weakref__", "__slots__", "__annotations__"}
@@ -141,7 +141,7 @@ class UserCall:
 class Operand(NamedTuple):
     """The position of a tensor among the inputs of a node."""
 
-    index: int
+    place: int
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -152,7 +152,7 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 def _filled(nodes: Sequence[torch.fx.Node], arg: Any) -> Any:
     if isinstance(arg, Operand):
-        return nodes[arg.index]
+        return nodes[arg.place]
     return map_items(partial(_filled, nodes), arg) if type(arg) in (list, tuple) else arg
 
 
