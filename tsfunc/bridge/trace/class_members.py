@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 from torch.overrides import get_default_nowrap_functions
 
 from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_class
@@ -162,12 +163,15 @@ def _keeping_calls(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Handle a call, and keep it on the node that it records, if there is exactly one."""
+    """Handle a call, and keep it on the node that it records, if there is exactly one.
+
+    Batching rules call overloads, and classes implement functions: a program chooses the function.
+    """
     level = next((x.dispatch_level for x in args if isinstance(x, TraceTracer)), None)
     last = None if level is None else next(reversed(level.graph.nodes), None)
     out = TraceTracer.__torch_function__(func, types, args, kwargs)
     first = out[0] if isinstance(out, list | tuple) and out else out
-    if level is None or not isinstance(first, TraceTracer):
+    if level is None or isinstance(func, OpOverload) or not isinstance(first, TraceTracer):
         return out
     made = []
     for node in reversed(level.graph.nodes):

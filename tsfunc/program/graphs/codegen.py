@@ -121,7 +121,8 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         return f"{left} {_OPERATORS[target]} {right}"
     if target is torch.ops.aten.sym_size.int:
         return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
-    op, args, kwargs = node.meta.get("op"), node.args, node.kwargs
+    op, args = node.meta.get("op"), node.args
+    kwargs: Mapping[str, Any] = node.kwargs
     call: UserCall | None = node.meta.get("call")
     on_node = None if call is None else call.on(node)
     if isinstance(target, ControlFlow):
