@@ -25,7 +25,7 @@ from tsfunc.types.values import (
     Path,
     children_of,
     describe,
-    place_text,
+    path_text,
     same_keys,
     same_value,
     tensor_text,
@@ -77,7 +77,7 @@ class CheckContext(abc.ABC):
         leaves: the metadata that describes each tensor, by the tensor's path.
     """
 
-    __slots__ = ("_dims", "_entered", "_failures", "_pending", "_places", "leaves", "roots",
+    __slots__ = ("_dims", "_entered", "_failures", "_pending", "_binding_paths", "leaves", "roots",
                  "sizes")  # fmt: skip
 
     def __init__(self, roots: Mapping[str, object], dims: Mapping[str, Dim] | None = None) -> None:
@@ -85,7 +85,7 @@ class CheckContext(abc.ABC):
         self._dims = {} if dims is None else dims
         self.sizes: dict[str, int] = {}
         self.leaves: dict[Path, MetaTensorType] = {}
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._binding_paths: dict[str, tuple[Path, str]] = {}
         self._pending: list[tuple[Path, str, DimExpr, int]] = []
         self._failures: list[Failure] = []
         self._entered: set[tuple[int, type]] = set()
@@ -97,7 +97,7 @@ class CheckContext(abc.ABC):
 
     def fail(self, path: Path, part: str, expected: object, got: str) -> None:
         """Add a mismatch of the value at `path`, in its attribute or item `part`."""
-        mismatch = Mismatch(f"{place_text(path, self.roots)}{part}", str(expected), got)
+        mismatch = Mismatch(f"{path_text(path, self.roots)}{part}", str(expected), got)
         self._failures.append(Failure((len(path), bool(part)), mismatch))
 
     # --- single values
@@ -219,14 +219,14 @@ class CheckContext(abc.ABC):
         """Return a context with the same state, for an alternative that may not fit."""
         trial = type(self)(self.roots, self._dims)
         trial.sizes, trial.leaves = dict(self.sizes), dict(self.leaves)
-        trial._places, trial._pending = dict(self._places), list(self._pending)
+        trial._binding_paths, trial._pending = dict(self._binding_paths), list(self._pending)
         trial._entered = set(self._entered)
         return trial
 
     def _adopt(self, trial: CheckContext) -> None:
         """Take over the state of a fork of this context, without its mismatches."""
         self.sizes, self.leaves, self._entered = trial.sizes, trial.leaves, trial._entered
-        self._places, self._pending = trial._places, trial._pending
+        self._binding_paths, self._pending = trial._binding_paths, trial._pending
 
     # --- tensors
 
@@ -271,7 +271,7 @@ class CheckContext(abc.ABC):
             return self.fail(path, part, f"{known} ({self._bound_at(dim.name)})", str(size))
         if known is None:
             self.sizes[dim.name] = size
-            self._places[dim.name] = (path, part)
+            self._binding_paths[dim.name] = (path, part)
             dim = self._dims.get(dim.name, dim)
         elif dim.name in self._dims:  # all of its bounds were checked at its first place
             return
@@ -296,8 +296,8 @@ class CheckContext(abc.ABC):
 
     def _bound_at(self, name: str) -> str:
         """Return a text with the place that bound a named dim."""
-        path, part = self._places[name]
-        return f"{name} is {self.sizes[name]} at {place_text(path, self.roots)}{part}"
+        path, part = self._binding_paths[name]
+        return f"{name} is {self.sizes[name]} at {path_text(path, self.roots)}{part}"
 
     def _check_expressions(self) -> None:
         """Check the computed sizes; a name that no shape has as a dim is solved for."""
@@ -320,7 +320,7 @@ class CheckContext(abc.ABC):
             name, solution = solved
             if solution is not None:
                 self.sizes[name] = solution
-                self._places[name] = (path, f"{part} = {expression}")
+                self._binding_paths[name] = (path, f"{part} = {expression}")
                 return True
             if {expression.evaluate({**self.sizes, name: each}) for each in (0, 1)} == {size}:
                 got = f"{size}: {expression} is {size} for every {name} ({because}), so {name} "

@@ -25,7 +25,7 @@ from tsfunc.types.values import (
     field_text,
     key_text,
     names_of_class,
-    place_text,
+    path_text,
     same_keys,
     same_value,
 )
@@ -310,7 +310,7 @@ class TSDict(_Container):
         if not isinstance(value, dict):
             return context.fail(path, "", "a dict", describe(value))
         for key, item in value.items():
-            self.key.check(key, (f"a key of {place_text(path, context.roots)}",), context)
+            self.key.check(key, (f"a key of {path_text(path, context.roots)}",), context)
             self.value.check(item, (*path, key), context)
 
     def emit(self, at: str, source: Source, indent: str) -> None:
