@@ -77,8 +77,16 @@ class CheckContext(abc.ABC):
         leaves: the metadata that describes each tensor, by the tensor's path.
     """
 
-    __slots__ = ("_dims", "_entered", "_failures", "_pending", "_binding_paths", "leaves", "roots",
-                 "sizes")  # fmt: skip
+    __slots__ = (
+        "_binding_paths",
+        "_dims",
+        "_entered",
+        "_failures",
+        "_pending",
+        "leaves",
+        "roots",
+        "sizes",
+    )  # fmt: skip
 
     def __init__(self, roots: Mapping[str, object], dims: Mapping[str, Dim] | None = None) -> None:
         self.roots = roots
