@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
@@ -91,8 +91,15 @@ _COLUMNS = ("operator", "category", "line", "transform", "served by", "times", "
 class CallReport:
     """The result of :func:`explain`: a table by line of code, with ``!`` at slow loops.
 
-    ``str()`` and rich show the table in a terminal, a notebook as HTML; ``to_dict`` is for
-    machines.
+    ``str()`` and rich show the table in a terminal, and a notebook shows it as HTML. ``to_dict``
+    returns plain values.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import explain, vmap
+        >>> report = explain(vmap(torch.sin), torch.ones(3))
+        >>> [(use.operator, use.how, use.times) for use in report.uses]
+        [('aten::sin', 'rule', 1)]
 
     Attributes:
         function: the name of the called function.
@@ -235,7 +242,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 
     Calls that are not explained have no overhead.
     """
-    recorder = Recorder(Lines().here)
+    recorder = Recorder(UserLines().here)
     with recording(recorder), PlainCalls(recorder):
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.

@@ -202,8 +202,23 @@ def jacfwd(
 ) -> Callable[..., Any]:
     """Return the Jacobian by forward mode: one pushforward for each entry of the input, batched.
 
-    The arguments and results are those of :func:`jacrev`; ``randomness`` is that of the ``vmap``
-    over directions.
+    Args:
+        func: takes and returns pytrees of real tensors; with ``has_aux``, returns a tuple of such
+            a pytree and an auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+        randomness: the mode of random operators in the ``vmap`` over directions, as for
+            :func:`vmap`.
+
+    Returns:
+        A function of the same arguments. For an output of shape ``o`` and an argument of shape
+        ``i`` it returns a tensor of shape ``o + i``, in the structure that :func:`jacrev`
+        describes; with ``has_aux`` it returns ``(jacobian, aux)``.
+
+    Raises:
+        ValueError: an argument to differentiate by is not a tensor.
+        RuntimeError: ``argnums`` does not fit the arguments, an argument is not real, or an output
+            is not a real tensor.
 
     Example:
         >>> import torch
@@ -274,6 +289,14 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     Args:
         func: takes and returns pytrees of real tensors.
         argnums: the positional arguments to differentiate by, twice.
+
+    Returns:
+        A function of the same arguments. For an output of shape ``o`` and an argument of shape
+        ``i`` it returns a tensor of shape ``o + i + i``.
+
+    Raises:
+        ValueError: an argument to differentiate by is not a tensor.
+        RuntimeError: as for :func:`jacrev`.
 
     Example:
         >>> import torch

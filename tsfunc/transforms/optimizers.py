@@ -22,7 +22,18 @@ _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 @folded_class
 class FunctionalOptimizer:
-    """An optimizer without parameters and state of its own; see :func:`functional_optimizer`.
+    """An optimizer without parameters and state of its own, made by :func:`functional_optimizer`.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import functional_optimizer
+        >>> sgd = functional_optimizer(torch.optim.SGD, lr=0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = sgd.step(params, {"w": torch.ones(2)}, sgd.init(params))
+        >>> params
+        {'w': tensor([0.5000, 0.5000])}
+
+    Corresponds to ``optax.GradientTransformation`` for JAX.
 
     Attributes:
         cls: the class of torch's optimizer.

@@ -323,7 +323,20 @@ def grad(
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Same as :func:`grad` with the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
+    """Return a function that computes the gradient and the value of a scalar function.
+
+    Args:
+        func: returns a tensor of shape ``()``; with ``has_aux``, a tuple of such a tensor and an
+            auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+
+    Returns:
+        A function of the same arguments that returns ``(gradient, value)``; with ``has_aux``
+        ``(gradient, (value, aux))``. The gradient is that of :func:`grad`.
+
+    Raises:
+        RuntimeError, ValueError: as for :func:`grad`.
 
     Example:
         >>> import torch
@@ -364,7 +377,20 @@ def _value_and_grad_in_dynamo(
 def value_and_grad(
     func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., tuple[_Result, Any]]:
-    """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
+    """Return a function that computes the value and the gradient of a scalar function.
+
+    Args:
+        func: returns a tensor of shape ``()``; with ``has_aux``, a tuple of such a tensor and an
+            auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+
+    Returns:
+        A function of the same arguments that returns ``(value, gradient)``; with ``has_aux``
+        ``((value, aux), gradient)``. The gradient is that of :func:`grad`.
+
+    Raises:
+        RuntimeError, ValueError: as for :func:`grad`.
 
     Example:
         >>> import torch

@@ -34,6 +34,9 @@ class VirtualMesh:
         >>> f = lambda x: x / psum(x, ("dp", "tp"))
         >>> shard_map(f, mesh, P(("dp", "tp")), P(("dp", "tp")))(torch.tensor([1., 2., 3., 4.]))
         tensor([0.1000, 0.2000, 0.3000, 0.4000])
+
+    Corresponds to JAX on several devices of one host
+    (``--xla_force_host_platform_device_count``).
     """
 
     def __init__(self, **sizes: int) -> None:

@@ -196,7 +196,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     pairs = [unwrap(leaf, level) for leaf in leaves]
     _check_written(op, level, args)
     results = []
-    begin = _beginning(op, level, kwargs)
+    begin = _example_seeder(op, level, kwargs)
     for i in range(needed_number(level.batch_size, _reason(op))):
         begin(i)
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
@@ -247,7 +247,7 @@ def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
     return [x.shape for position in op.written for x in tensors_in(args[position : position + 1])]
 
 
-def _beginning(
+def _example_seeder(
     op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]
 ) -> Callable[[int | None], None]:
     """Return the function to call before each example of a loop, and with None after the last.

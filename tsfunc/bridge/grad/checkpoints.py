@@ -44,22 +44,22 @@ _Steps = Generator[None, None, None]
 _CURRENT = "_checkpoint_without_reentrant_generator_impl"
 _FORMER = "_checkpoint_without_reentrant_generator"
 _NAME = _CURRENT if hasattr(torch.utils.checkpoint, _CURRENT) else _FORMER
-_theirs: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
+_torch_generators: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
 # The number of parameters between the function and the function's own arguments.
-_OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
+_OPTIONS = list(inspect.signature(_torch_generators).parameters).index("args") - 1
 
 
-@functools.wraps(_theirs)
+@functools.wraps(_torch_generators)
 def _current(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
 ) -> _Steps:
-    return _generator(fn, args, lambda again: _theirs(again, args, kwargs, **options))
+    return _generator(fn, args, lambda again: _torch_generators(again, args, kwargs, **options))
 
 
-@functools.wraps(_theirs)
+@functools.wraps(_torch_generators)
 def _former(fn: Callable[..., Any], *options_and_args: Any, **kwargs: Any) -> _Steps:
     args = options_and_args[_OPTIONS:]
-    return _generator(fn, args, lambda again: _theirs(again, *options_and_args, **kwargs))
+    return _generator(fn, args, lambda again: _torch_generators(again, *options_and_args, **kwargs))
 
 
 # Checkpoints rerun functions at the levels where they were made.
@@ -101,10 +101,12 @@ def _generator(
         ):
             return fn(*given, **kwargs)
 
-    return _noting(make(again), duals, args, made)
+    return _rerunnable_steps(make(again), duals, args, made)
 
 
-def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]) -> _Steps:
+def _rerunnable_steps(
+    generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]
+) -> _Steps:
     """Return the steps of the generator; the function's first run is at the ``yield``."""
     next(generator)
     try:

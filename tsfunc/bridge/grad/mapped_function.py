@@ -192,7 +192,7 @@ class MappedFunction:
         with level.restored():
             found = _function_of(self).apply(*values)
         found = rewrapped(found, self.out_dims, values, args, level)
-        stored = self.restored(self.stored_of(args, found))
+        stored = self.restored(self.stored_tensors(args, found))
         return pytrees.unflatten(self.tree, found[: self.results]), stored
 
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
@@ -266,7 +266,7 @@ class MappedFunction:
         """True if any result is batched."""
         return any(dim is not None for dim in self.out_dims[: self.results])
 
-    def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def stored_tensors(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the tensors stored on the ctx, from a call's inputs and results."""
         known = {"input": inputs, "result": results}
         return [known[kind][where] for kind, where in self.state if kind != "other"]
@@ -280,7 +280,7 @@ class MappedFunction:
         return ctx
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-        tensors = self.stored_of(inputs, output)
+        tensors = self.stored_tensors(inputs, output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         stored = self.restored(tensors)
@@ -296,7 +296,7 @@ class MappedFunction:
         kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
-            dims = self.stored_of(self.dims, self.out_dims)
+            dims = self.stored_tensors(self.dims, self.out_dims)
             saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
             own = self.restored(saved).seen_by(method)
             own.needs_input_grad = tuple(ctx.needs_input_grad)

@@ -121,7 +121,7 @@ def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:
 
 def _checksum(x: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bytes."""
-    octets = _in_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
+    octets = _as_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
     weights = torch.arange(1, octets.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 | 1
     return int(((octets + 1) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
@@ -133,18 +133,18 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _in_reals(x: Tensor) -> Tensor:
+def _as_real(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can sum."""
     if x.is_floating_point():
         return x
     return torch.view_as_real(x) if x.is_complex() else x.to(result_dtype("sum", x.dtype))
 
 
-def _as_before(x: Tensor, like: Tensor) -> Tensor:
+def _restore_dtype(x: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(x) if like.is_complex() else x
 
 
-def _in_bytes(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can send, for exchanges without sums."""
     if x.is_complex():
         return torch.view_as_real(x)
@@ -158,14 +158,14 @@ def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    out = _in_reals(x).clone(memory_format=torch.contiguous_format)
+    out = _as_real(x).clone(memory_format=torch.contiguous_format)
     wait_for(mesh.group(axis).allreduce([out]), mesh, axis, out)
-    return _as_before(out, x)
+    return _restore_dtype(out, x)
 
 
 def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the values of all ranks, stacked along a new first dim."""
-    sent = _in_bytes(x.contiguous())
+    sent = _as_bytes(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
     wait_for(mesh.group(axis)._allgather_base(out, sent.view(-1)), mesh, axis, out)
@@ -182,15 +182,15 @@ def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 
 def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    sent = _in_reals(x.movedim(ints[0], 0)).contiguous()
+    sent = _as_real(x.movedim(ints[0], 0)).contiguous()
     out = sent.new_empty(sent.shape[1:])
     work = mesh.group(axis)._reduce_scatter_base(out.view(-1), sent.view(-1))
     wait_for(work, mesh, axis, out)
-    return _as_before(out, x)
+    return _restore_dtype(out, x)
 
 
 def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    sent = _in_bytes(x.movedim(ints[0], 0).contiguous())
+    sent = _as_bytes(x.movedim(ints[0], 0).contiguous())
     out = torch.empty_like(sent)
     wait_for(mesh.group(axis).alltoall_base(out, sent, [], []), mesh, axis, out)
     return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
@@ -199,7 +199,7 @@ def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor
 def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     """Send values between ranks; each rank sends and receives at most one value."""
     size, me = mesh.sizes[axis], mesh.index(axis)
-    sent = _in_bytes(x.contiguous()).reshape(-1)
+    sent = _as_bytes(x.contiguous()).reshape(-1)
     elements = sent.numel()
     half = len(ints) // 2
     sends, receives = [0] * size, [0] * size

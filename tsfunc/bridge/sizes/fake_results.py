@@ -26,7 +26,7 @@ so a cached result needs no further guard.
 
 Nothing is cached for
 
-- operators that are not torch's own, whose rules may depend on anything, and those in ``UNKEPT``;
+- operators that are not torch's own, whose rules may depend on anything, and those in ``UNCACHED``;
 - arguments that their metadata does not fully describe: a tensor that is not strided or has a
   constant value, a generator;
 - sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
@@ -98,7 +98,7 @@ _META: Final = torch.device("meta")
 
 # The results of these operators depend on the size of the storage behind an argument, which caches
 # of results ignore (here the cache of torch's fake mode).
-UNKEPT = frozenset({"aten::_new_zeros_with_same_feature_meta"})
+UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def results_of(
@@ -122,22 +122,22 @@ def results_of(
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
     # rules, and a hit tests no condition and may be wrong.
     symbolic = env is not None and bool(symbols_among((args, kwargs)))
-    keeps = name not in UNKEPT and not symbolic
+    keeps = name not in UNCACHED and not symbolic
     if not symbolic and name not in RULES_OF_FIXED_SIZES:
         results = results_of_fixed_sizes(fake, call, args, kwargs)
         if results is not NotImplemented:
             return results
     update_versions(args)
     if name in SHAPE_RULES:
-        with _kept(fake, keeps):
+        with _with_cache(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)
         if results is not NotImplemented:
             return results
     if env is None or writes:
-        with _kept(fake, keeps), counting_writes(args) if writes else nullcontext():
+        with _with_cache(fake, keeps), counting_writes(args) if writes else nullcontext():
             return call(*args, **kwargs)
     try:
-        with defer_guards(env) as conditions, _kept(fake, keeps):
+        with defer_guards(env) as conditions, _with_cache(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -159,12 +159,12 @@ def results_of(
     if results is not None:
         probe.guard_required(multiples=name in OTHER_SHAPES)
         return results
-    with _kept(fake, False):
+    with _with_cache(fake, False):
         return call(*args, **kwargs)
 
 
 @contextmanager
-def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
+def _with_cache(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
     """Run operators on fake tensors in a block, with or without the mode's cache."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
@@ -335,7 +335,7 @@ class FakeCache:
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
         self.metadata = TraceMetadata()
-        self._kept: dict[Any, CachedResults] = {}
+        self._cached: dict[Any, CachedResults] = {}
         self._settings: list[Any] = []
 
     def settings(self) -> int:
@@ -347,7 +347,7 @@ class FakeCache:
 
     def keeps(self, op: TorchOperator) -> bool:
         """True if the metadata of arguments, without offsets, determines an operator's results."""
-        return op.name not in UNKEPT and op.name not in _OF_OFFSETS
+        return op.name not in UNCACHED and op.name not in _OF_OFFSETS
 
     def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of an operator on fake values: NOTE [cached results]."""
@@ -359,22 +359,22 @@ class FakeCache:
         if moved is not None and self._is_plain(moved[0][0]):
             first, further = moved
             result = self._of(op, first, kwargs)
-            return self._like(self._further(result, first[0], further), first[:1])
+            return self._like(self._further_view(result, first[0], further), first[:1])
         tensors: list[Any] = []
         try:
             key = self._key(op, args, kwargs, tensors)
         except UnknownError:
-            return self._worked_out(op, args, kwargs)
-        kept = self._kept.get(key)
+            return self._compute(op, args, kwargs)
+        kept = self._cached.get(key)
         if kept is not None:
             if op.writes:  # a mode's constants for a tensor depend on its version
                 for i in op.written:
                     count_write(args[i])
             return self.made(kept, tensors)
-        results = self._worked_out(op, args, kwargs)
+        results = self._compute(op, args, kwargs)
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
-                self._kept[key] = self.described(results, tensors)
+                self._cached[key] = self.described(results, tensors)
         except UnknownError:
             pass
         return results
@@ -388,7 +388,7 @@ class FakeCache:
         own = x.fake_mode is self.fake and not x.requires_grad
         return own and not metadata.is_conj and not metadata.is_neg
 
-    def _further(self, view: Any, source: Any, further: int) -> _Result:
+    def _further_view(self, view: Any, source: Any, further: int) -> _Result:
         """Describe a view like another view of the same tensor, further on in the storage."""
         offset = view.storage_offset() - source.storage_offset() + further
         return _Result(
@@ -404,7 +404,7 @@ class FakeCache:
             None,
         )
 
-    def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
+    def _compute(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
         if op.writes:
             for x in fakes_in((*args, *kwargs.values())):
@@ -421,7 +421,7 @@ class FakeCache:
         self, op: TorchOperator, args: Any, kwargs: Mapping[str, Any], tensors: list[Any]
     ) -> tuple[Any, ...]:
         """Return the key of a call, and append its tensors to ``tensors``."""
-        if op.overload.namespace != "aten" or op.name in UNKEPT:
+        if op.overload.namespace != "aten" or op.name in UNCACHED:
             raise UnknownError
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
             raise UnknownError

@@ -126,7 +126,7 @@ class RepeatedCalls:
             return NotImplemented
         return self._repeat(known, found[1], False)
 
-    def first_or_again(
+    def record_or_repeat(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
         dispatched: bool,
     ) -> Any:  # fmt: skip
@@ -181,15 +181,15 @@ class RepeatedCalls:
             return None
         parts: list[Any] = [func, dispatched, self._results.settings()]
         operands: list[Any] = []
-        if not self._take(args, parts, operands):
+        if not self._add_key(args, parts, operands):
             return None
         if kwargs:
             parts += kwargs
-            if not self._take(kwargs.values(), parts, operands):
+            if not self._add_key(kwargs.values(), parts, operands):
                 return None
         return (tuple(parts), operands) if operands else None
 
-    def _take(self, values: Any, parts: list[Any], operands: list[Any]) -> bool:
+    def _add_key(self, values: Any, parts: list[Any], operands: list[Any]) -> bool:
         """Append the key of arguments, and their tensors; False if they have none."""
         for value in values:
             kind = type(value)
@@ -209,7 +209,7 @@ class RepeatedCalls:
                 parts += (kind, value)  # 1, 1.0 and True compare equal
             elif kind is list or kind is tuple or kind is torch.Size:
                 parts += (kind, len(value))
-                if not self._take(value, parts, operands):
+                if not self._add_key(value, parts, operands):
                     return False
             else:
                 return False
@@ -247,8 +247,8 @@ class RepeatedCalls:
             return None
         positions = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
         try:
-            given = [_placed(arg, positions) for arg in args]
-            named = {name: _placed(arg, positions) for name, arg in kwargs.items()}
+            given = [_with_operands(arg, positions) for arg in args]
+            named = {name: _with_operands(arg, positions) for name, arg in kwargs.items()}
             values = [x.value for x in results] if container else results.value
             with DisableTorchFunction():
                 described = self._results.described(values, [x.value for x in operands])
@@ -278,7 +278,7 @@ def _has_no_own_kernel(op: TorchOperator) -> bool:
     return all(entry is not None and entry.kind == "column" for entry in entries)
 
 
-def _placed(arg: Any, positions: Mapping[int, _Operand]) -> Any:
+def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     """Return an argument of an operator with the call's tensors replaced by their positions.
 
     Raises:
@@ -290,7 +290,7 @@ def _placed(arg: Any, positions: Mapping[int, _Operand]) -> Any:
             raise UnknownError
         return found
     if type(arg) is list or type(arg) is tuple:
-        return type(arg)([_placed(item, positions) for item in arg])
+        return type(arg)([_with_operands(item, positions) for item in arg])
     if type(arg) not in PLAIN:
         raise UnknownError
     return arg

@@ -17,7 +17,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.torch_state import alone, in_backward_formula
+from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Operator, messages
@@ -108,7 +108,7 @@ class BatchLevel(TracerLevel):
         return torch.arange(self.first, self.first + self.batch_size, device=device)
 
     def outside(self) -> AbstractContextManager[None]:
-        return alone()
+        return on_plain_tensors()
 
     @property
     def origin(self) -> BatchLevel:

@@ -27,7 +27,7 @@ from tsfunc import rage
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
@@ -126,7 +126,7 @@ class FirstCall:
         self.earlier: Earlier = {}
         self.outside_inputs: Mapping[str, Varying] = {}
 
-    @protected
+    @restoring_thread_state
     def program(self, cache: Cache, reason: str | None = None) -> Made:
         """Return an entry for the call, and the values that it reads of objects in the arguments.
 

@@ -36,7 +36,7 @@ from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
@@ -139,7 +139,7 @@ class TraceRequest:
     assumptions: Assumptions = field(default_factory=Assumptions)
 
 
-@protected
+@restoring_thread_state
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
     """Trace a function.
 
@@ -175,7 +175,7 @@ def _made(trace: _Trace) -> Program:
         raise
 
 
-@protected
+@restoring_thread_state
 def outline(request: TraceRequest) -> Any:
     """Return the results of a function for inputs of fixed sizes, with fake tensors as tensors.
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from tsfunc.bridge.sizes.bounds import (
     choices,
+    dim_constraints,
     holds,
     holds_at,
     period_of,
-    promises_of,
     smallest,
     with_larger,
 )
@@ -395,7 +395,7 @@ class _Suggestion:
         self._bound(*solution.others)
         self.sizes.update(solution.sizes)
         self._solve(solution.name, solution.value)
-        for promise in (*self._is_size(solution.value), *promises_of(self.dims[solution.name])):
+        for promise in (*self._is_size(solution.value), *dim_constraints(self.dims[solution.name])):
             if not self.satisfy(promise) and not self._satisfy_above_call(promise):
                 self.satisfy_or_open(promise)
         return True
