@@ -30,7 +30,7 @@ def refused(f: Callable[..., Any], described: Any, *args: Any) -> tuple[str, Any
     with pytest.raises(ConstraintViolation) as caught:
         specialize(f, described)(*args)
     text = str(caught.value)
-    offered = re.search(r"These descriptors promise it:\n  (\{.*\})", text)
+    offered = re.search(r"These descriptors guarantee it:\n  (\{.*\})", text)
     assert offered is not None, text
     return text, eval(offered[1], NAMES)
 
@@ -288,12 +288,12 @@ PROMISES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_what_a_dim_promises_is_promised_by_the_one_that_it_is_equal_to(name: str) -> None:
-    """The function relies on it, and that it does is in no fact: it was promised."""
-    a, b, promised, sizes, mended = PROMISES[name]
+def test_what_a_dim_guarantees_is_guaranteed_by_the_one_that_it_is_equal_to(name: str) -> None:
+    """The function relies on it, and that it does is in no fact: it was guaranteed."""
+    a, b, guaranteed, sizes, mended = PROMISES[name]
 
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return x + y if promised(y.shape[0]) else x
+        return x + y if guaranteed(y.shape[0]) else x
 
     _, offered = refused(f, {"x": Meta([a]), "y": Meta([b])}, r(sizes[0]), r(sizes[0]))
     assert offered["x"].shape == Meta(mended).shape and offered["y"].shape == Meta(["a"]).shape
@@ -363,7 +363,7 @@ def test_a_named_dim_has_no_digits() -> None:
     assert "has no digits" in str(caught.value) and __file__ in str(caught.value)
 
 
-def test_what_a_dim_promises_is_promised_by_a_product() -> None:
+def test_what_a_dim_guarantees_is_guaranteed_by_a_product() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.flatten() + y if y.shape[0] > 10 else x
 

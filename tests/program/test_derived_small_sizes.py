@@ -70,7 +70,7 @@ def test_stacked_networks_of_images_of_any_size() -> None:
     assert f.cache_info().programs == 2
 
 
-def test_what_the_function_itself_asks_the_descriptors_must_promise() -> None:
+def test_what_the_function_itself_asks_the_descriptors_must_guarantee() -> None:
     def f(x: Tensor) -> Tensor:
         return x + 1 if x.shape[0] - 2 != 0 else x
 

@@ -218,7 +218,7 @@ class TestMessages:
         with pytest.raises(ConstraintViolation, match=r"x\.shape\[0\] for len\(x\)"):
             f(torch.ones(5))
 
-    def test_what_a_function_inside_promises_is_asked_at_the_users_line(self) -> None:
+    def test_what_a_function_inside_guarantees_is_asked_at_the_users_line(self) -> None:
         inner = specialize(lambda x: 2 * x, {"x": Meta([Dim("a", min=4)])})
 
         def outer(x: Tensor) -> Any:

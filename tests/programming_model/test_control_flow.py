@@ -48,7 +48,7 @@ class TestShapeDependent:
     def f(self, x: Tensor) -> Tensor:
         return x.sin() if x.shape[0] > 4 else x.cos()
 
-    def test_the_course_is_that_of_the_call_and_what_it_asks_must_be_promised(self) -> None:
+    def test_the_course_is_that_of_the_call_and_what_it_asks_must_be_guaranteed(self) -> None:
         f = specialize(self.f, {"x": Meta([Dim("n", min=5)])})
         for n in (5, 9):
             torch.testing.assert_close(f(torch.ones(n)), torch.ones(n).sin())
@@ -75,7 +75,7 @@ class TestShapeDependent:
             assert g(x)[:-1] == f(x)[:-1] and g(x)[-1].equal(f(x)[-1])
         assert g.cache_info().programs == 1
 
-    def test_without_guards_no_promise_is_needed(self) -> None:
+    def test_without_guards_no_guarantee_is_needed(self) -> None:
         f = specialize(lambda x: x.sin().sum(0), {"x": Meta(["n", "m"])})
         for n, m in ((2, 3), (5, 7)):
             x = torch.randn(n, m)

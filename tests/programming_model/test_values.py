@@ -36,7 +36,7 @@ class TestStaticValues:
         with pytest.raises(DescriptorViolation, match="y: expected the value 3"):
             f(torch.randn(1), 4)
 
-    def test_without_a_promise_another_value_is_another_program(self) -> None:
+    def test_without_a_guarantee_another_value_is_another_program(self) -> None:
         f = specialize(AddSeven())
         for y in (3, 4, 3, 3.0, True):
             torch.testing.assert_close(f(torch.ones(1), y), torch.ones(1) + y + 7)

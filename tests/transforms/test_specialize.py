@@ -309,8 +309,8 @@ class TestContracts:
         attribute=st.sampled_from(["dtype", "shape", "rank", "requires_grad"]),
         n=st.integers(2, 5),
     )
-    def test_a_call_that_breaks_one_promise_is_refused(self, attribute: str, n: int) -> None:
-        promised: dict[str, Any] = {
+    def test_a_call_that_breaks_one_guarantee_is_refused(self, attribute: str, n: int) -> None:
+        guaranteed: dict[str, Any] = {
             "dtype": torch.float32,
             "shape": [n, 4],
             "rank": 2,
@@ -322,7 +322,7 @@ class TestContracts:
             "rank": torch.randn(4),
             "requires_grad": torch.randn(n, 4, requires_grad=True),
         }
-        f = specialize(lambda x: x * 2, {"x": Meta(**{attribute: promised[attribute]})})
+        f = specialize(lambda x: x * 2, {"x": Meta(**{attribute: guaranteed[attribute]})})
         f(torch.randn(n, 4))
         with pytest.raises(DescriptorViolation, match="x"):
             f(broken[attribute])

@@ -65,8 +65,8 @@ def shard_map(
             :class:`tsfunc.VirtualMesh`, or a dict from names to process groups.
         in_specs: for each argument a :class:`tsfunc.P`, or a pytree prefix of such specs. Along an
             axis that a spec does not name, all ranks get the same shard.
-        out_specs: the specs of the results. An axis that a spec does not name is a promise: the
-            ranks along it return equal tensors.
+        out_specs: the specs of the results. If a spec does not name an axis, the caller guarantees
+            that the ranks along the axis return equal tensors.
         axis_names: the axes that the function sees; by default all axes of the mesh.
         randomness: the mode of random operators: "error", "same" (equal numbers on every rank),
             "different" (other numbers on every rank), or "split" (the numbers that ``vmap`` gives
@@ -81,7 +81,7 @@ def shard_map(
             collective. If ranks call different collectives, or one raises, all ranks raise an
             error instead of computing wrong numbers or waiting. "programs" does this outside of
             programs, and makes the ranks agree on each program at its first run. "values" also
-            compares the bits of arguments and results that specs promise to be equal. None checks
+            compares the bits of arguments and results that specs guarantee to be equal. None checks
             nothing.
 
     Returns:
@@ -95,7 +95,7 @@ def shard_map(
             mesh's axes have no names.
         ValueError: an option has an invalid value, or an active ``vmap`` has the name of an axis.
         RanksDisagree: another rank calls another collective, runs another program, has other
-            values although a spec promises equal ones, or has raised.
+            values although a spec guarantees equal ones, or has raised.
 
     Example:
         >>> import torch

@@ -118,7 +118,7 @@ def run_nested(
 
 
 def _equal(x: Any, name: str) -> Any:
-    """Return a value that is promised to be equal at all indices of an axis, without its dim."""
+    """Return a value that is guaranteed to be equal at all indices of an axis, without its dim."""
     if not isinstance(x, BatchTracer) or x.bdim is None:
         return x
     if x.is_floating_point() or x.is_complex():

@@ -61,20 +61,20 @@ COLLECTIVES = {
     "permute": "ppermute",
 }
 
-# The kinds whose argument must be equal on all ranks, by the caller's promise.
-_PROMISED = frozenset({"slice", "enter", "leave", "share", "join"})
+# The kinds whose argument must be equal on all ranks, by the caller's guarantee.
+_GUARANTEED_EQUAL = frozenset({"slice", "enter", "leave", "share", "join"})
 
 
 def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
     """Return after the ranks have agreed on an exchange, if its check requires an agreement.
 
     Raises:
-        RanksDisagree: the ranks make different exchanges, or promised values differ.
+        RanksDisagree: the ranks make different exchanges, or guaranteed values differ.
     """
     if check.startswith("program:"):
         if (axis, check) not in mesh.agreed:
             agree_on_program(axis, f"{mesh.text};{check}", _call(x, kind, ints))
-    elif check == "values" and kind in _PROMISED:
+    elif check == "values" and kind in _GUARANTEED_EQUAL:
         digest = _checksum(x.resolve_conj().resolve_neg())
         where = (
             "a result whose spec"
@@ -84,7 +84,7 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
         agree(
             mesh,
             axis,
-            f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
+            f"{where} guarantees equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
         agree(mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}")

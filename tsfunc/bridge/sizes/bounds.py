@@ -29,7 +29,7 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     """Return True if a fact provably holds for all sizes that the dims allow.
 
     If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
-    that the dims promise, the bounds of both sides of a comparison, or the remainders of the
+    that the dims guarantee, the bounds of both sides of a comparison, or the remainders of the
     sizes.
     """
     names = sorted(str(symbol) for symbol in fact.free_symbols)
@@ -64,7 +64,7 @@ def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
 
 
 def dim_constraints(dim: Dim) -> list[Any]:
-    """Return the facts that a dim promises about its size."""
+    """Return the facts that a dim guarantees about its size."""
     from sympy import Eq, Ge, Le, Or, Symbol
     from torch.utils._sympy.functions import Mod
 

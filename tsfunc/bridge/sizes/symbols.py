@@ -205,7 +205,7 @@ class Symbols:
         self._inputs = {**self._inputs, name: node}
 
     def _scalar(self, name: str, value: int | float) -> Any:
-        """Return a symbolic number without promises."""
+        """Return a symbolic number without guarantees."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = source_called(name)

@@ -90,7 +90,7 @@ class Target:
 
         A program refuses a call that satisfies a narrower contract, and a call that breaks all
         contracts. The guard checks types, sizes and attributes; the function checks the rest: a
-        tensor or an object that a contract promises, and the class of a tensor.
+        tensor or an object that a contract guarantees, and the class of a tensor.
 
         Args:
             contract: the contract that the program was made under; None for a program of a file.
@@ -106,17 +106,19 @@ class Target:
             and x is not contract
             and Descriptors(x.descriptors) < Descriptors(contract.descriptors)
         ]
-        promised = any(
-            promises_more(each, any_grad) for x in self.contracts for each in x.descriptors.values()
+        guaranteed = any(
+            guarantees_more(each, any_grad)
+            for x in self.contracts
+            for each in x.descriptors.values()
         )
 
         def refuses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             arguments = self.bound(args, kwargs)
             if any(each.is_kept(arguments) for each in narrower):
                 return True
-            return promised and not self._keeps(arguments)
+            return guaranteed and not self._keeps(arguments)
 
-        return refuses if narrower or promised else None
+        return refuses if narrower or guaranteed else None
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
@@ -155,15 +157,15 @@ class Target:
         return None, None
 
 
-def promises_more(descriptor: Descriptor, any_grad: bool) -> bool:
-    """Return True if a descriptor makes a promise that the guard of a program does not check."""
+def guarantees_more(descriptor: Descriptor, any_grad: bool) -> bool:
+    """Return True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:
         case Value(value):
             return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(promises_more(each, any_grad) for each in children_of_type(descriptor))
+            return any(guarantees_more(each, any_grad) for each in children_of_type(descriptor))
 
 
 # --- the programs of the function
@@ -266,7 +268,7 @@ def _brief(descriptor: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-# --- the programs that a specialized function keeps, and the calls that each of them answers
+# --- the programs that a specialized function keeps, and the calls that each of them serves
 
 
 class EntryInfo(NamedTuple):
@@ -274,7 +276,7 @@ class EntryInfo(NamedTuple):
 
     Attributes:
         descriptors: the descriptors of the call that it was made for, by parameter name.
-        hits: the number of calls that it has answered, without the call that it was made for.
+        hits: the number of calls that it has served, without the call that it was made for.
         seconds: the time that it took to make it.
         reason: the reason why the call needed a new program.
     """
@@ -317,13 +319,13 @@ class CacheInfo(NamedTuple):
 
 @dataclass(eq=False)
 class CachedProgram:
-    """A program and the calls that it may answer.
+    """A program and the calls that it may serve.
 
     Attributes:
         program: the program.
         tree: the structure of the arguments.
         accepts: the guard: a function of the flattened arguments that returns the values the
-            program runs on after these, or None if it may not answer the call.
+            program runs on after these, or None if it may not serve the call.
         closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         signature: the part of the call that does not depend on sizes.
@@ -331,9 +333,9 @@ class CachedProgram:
         given: the same as ``accepts`` for arguments that are not flattened; returns all values
             that the program runs on, or None.
         refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
-            narrower one, whose programs answer it.
+            narrower one, whose programs serve it.
         seconds: the time that it took to make it.
-        hits: the number of calls that it has answered since.
+        hits: the number of calls that it has served since.
     """
 
     program: Program
@@ -382,7 +384,7 @@ class CachedProgram:
 
     @property
     def text(self) -> str:
-        """The tensors of the calls that it answers, on one line."""
+        """The tensors of the calls that it serves, on one line."""
         return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.call_spec.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
@@ -469,7 +471,7 @@ class Cache:
         return self._former_hits + sum(entry.hits for entry in self.entries)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedProgram | None:
-        """Return the entry that may answer a call, or None."""
+        """Return the entry that may serve a call, or None."""
         for entry in self.entries:
             if entry.enter(args, kwargs) is not None:
                 return entry

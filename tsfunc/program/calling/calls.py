@@ -93,7 +93,7 @@ class _ValuesByName(dict[str, Any]):
 
 
 class FirstCall:
-    """A call that no program answers.
+    """A call that no program serves.
 
     Args:
         target: the function that is called.

@@ -203,7 +203,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else besides what the function's descriptors promise already.
+    They guarantee nothing else besides what the function's descriptors guarantee already.
 
     Args:
         flat: the flattened arguments.

@@ -363,7 +363,7 @@ class GuardCode:
 
 
 class Guard:
-    """A fact that holds for every call that a program answers."""
+    """A fact that holds for every call that a program serves."""
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Return lines of Python over the list ``args`` that return None if the guard fails."""
@@ -380,7 +380,7 @@ class Guard:
 
 
 class Texts(tuple[str, ...]):
-    """Lines, each of which states a fact about every call that a program answers."""
+    """Lines, each of which states a fact about every call that a program serves."""
 
     __slots__ = ()
 

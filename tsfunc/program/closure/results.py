@@ -332,7 +332,7 @@ optree.register_pytree_node(Made, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
 def with_stand_ins(what: str, out: Any, known: Known) -> Any:
-    """Return the results of a function with `Made` and `OutsideRef` in the places of objects.
+    """Return the results of a function with `Made` and `OutsideRef` in place of objects.
 
     Args:
         what: the name of the function in errors.

@@ -1,7 +1,7 @@
-"""A specialized function as a file: its programs, and the calls that each of them answers.
+"""A specialized function as a file: its programs, and the calls that each of them serves.
 
     format.json           the kind of file, and the size and checksum of each other entry
-    function.json         the function: its parameters, its descriptors, the calls it answers
+    function.json         the function: its parameters, its descriptors, the calls it serves
     programs/0.json       a program: its graph
     programs/0.py         the Python of the program, for people; it is never read
     tensors.json          the tensors of the programs
@@ -59,7 +59,7 @@ _LONGEST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """A program of a function, and a kind of call that it answers."""
+    """A program of a function, and a kind of call that it serves."""
 
     program: ProgramData
     call_spec: CallSpec
@@ -75,7 +75,7 @@ class SavedFunction:
         signature: its parameters.
         descriptors: its sets of descriptors.
         limit: the maximum number of programs.
-        answers: its programs and the calls that they answer, the last used first.
+        answers: its programs and the calls that they serve, the last used first.
         made_with: the torch version that it was made with.
         state: the state that its programs assign to, if it was read from a file.
     """
@@ -312,7 +312,7 @@ def _read_head(archive: Archive) -> str:
 
 @dataclass(frozen=True)
 class _CallKind:
-    """A kind of call, and the number of the program that answers it."""
+    """A kind of call, and the number of the program that serves it."""
 
     field: Field
     program: int
@@ -343,7 +343,7 @@ def _count_of_programs(archive: Archive) -> int:
 def _read_answers(
     archive: Archive, calls: Field, context: FileContext, signature: inspect.Signature
 ) -> tuple[SavedProgram, ...]:
-    """Return the programs with the calls that they answer."""
+    """Return the programs with the calls that they serve."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     call_specs = CallSpecReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
@@ -356,7 +356,7 @@ def _read_answers(
         if len(call.call_spec.bounds) > len(own.call_spec.bounds):
             made_for[call.program] = call
     if len(made_for) < count:
-        calls.fail("there are programs that answer no call")
+        calls.fail("there are programs that serve no call")
     programs = []
     for i in range(count):
         archive.read(f"programs/{i}.py")  # checks the checksum; the entry is not used

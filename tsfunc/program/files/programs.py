@@ -1,4 +1,4 @@
-"""Complete programs in files, and the calls that they answer.
+"""Complete programs in files, and the calls that they serve.
 
 For each kind of call, ``function.json`` has the assumptions about it, and the number of its
 program. The guard of the program is generated again from the assumptions.
@@ -55,7 +55,7 @@ from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.size_facts import fact_code
 
-# --- the kinds of calls that programs answer, as JSON and back
+# --- the kinds of calls that programs serve, as JSON and back
 
 
 def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:

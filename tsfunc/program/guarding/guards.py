@@ -1,4 +1,4 @@
-"""The guards on the arguments of a program: facts about each call that it answers.
+"""The guards on the arguments of a program: facts about each call that it serves.
 
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
