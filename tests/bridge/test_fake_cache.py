@@ -373,7 +373,7 @@ class TestPrograms:
         with pytest.raises(RuntimeError, match="inplace operation"):
             specialize(tsfunc.grad(broken), {"x": Meta(shape)})(x)
 
-    def test_custom_operators_are_asked_each_time(self) -> None:
+    def test_custom_operators_are_not_cached(self) -> None:
         asked = []
 
         @torch.library.custom_op("kept_results::double", mutates_args=())
@@ -388,7 +388,7 @@ class TestPrograms:
         specialize(lambda x: double(double(double(x + 1) + 1) + 1))(r(3))
         assert len(asked) >= 3
 
-    def test_needs_are_told_of_the_first_of_several_lines(self) -> None:
+    def test_an_error_names_the_first_of_several_lines(self) -> None:
         def f(x: Tensor, y: Tensor) -> Tensor:
             first = x + y
             return first + (x + y)
@@ -396,7 +396,7 @@ class TestPrograms:
         with pytest.raises(ConstraintViolation, match="first = x"):
             specialize(f, {"x": Meta(["n"]), "y": Meta(["m"])})(r(3), r(3))
 
-    def test_what_branches_check_holds_in_them_alone(self) -> None:
+    def test_facts_checked_in_branches_hold_in_them_alone(self) -> None:
         def checked(x: Tensor) -> Tensor:
             n = x.sum().item()
             torch._check(n == 3)

@@ -73,7 +73,7 @@ def test_each_call_of_a_level_is_recorded(recorder: Recorder) -> None:
     assert recorder.started == 6
 
 
-def test_a_kernel_says_what_it_does_and_its_parts_are_within(recorder: Recorder) -> None:
+def test_a_kernel_reports_itself_and_contains_its_parts(recorder: Recorder) -> None:
     with Level(Watched, "level", modal=True):
         triple(torch.ones(2))
     by_name = {use.operator: use for use in recorder.uses}
@@ -99,7 +99,7 @@ def test_a_rule_that_is_in_no_table(recorder: Recorder) -> None:
     assert run_as("name", level, max, 1, 2) == 2  # written in C, so from no line
 
 
-def test_a_call_that_is_only_told_where_it_is_alone(recorder: Recorder) -> None:
+def test_a_call_is_reported_only_outside_of_other_calls(recorder: Recorder) -> None:
     def nested() -> None:
         recorder.run(Use("inner", HERE, False, "", "", 0), lambda: None)
 
@@ -118,7 +118,7 @@ def test_a_call_that_fails_is_recorded_and_nothing_is_left_behind(recorder: Reco
     assert len(recorder.uses) == 1
 
 
-def test_threads_record_what_levels_of_a_recorded_thread_run(recorder: Recorder) -> None:
+def test_threads_record_the_levels_of_a_recorded_thread(recorder: Recorder) -> None:
     with Level(Watched, "level", modal=True) as level:
         thread = threading.Thread(target=lambda: double.run_at(level, (torch.ones(2),), {}))
         thread.start()

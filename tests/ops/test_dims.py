@@ -103,7 +103,7 @@ def test_batched_front_is_a_view() -> None:
     assert d.batched_at(x, 0, 2, 1).shape == (3, 2)
 
 
-def test_writing_into_what_is_not_batched_is_refused() -> None:
+def test_writing_into_an_unbatched_tensor_is_refused() -> None:
     expected = r"aten::add_.Tensor writes batched values in place .* Use the out-of-place add "
     with pytest.raises(RuntimeError, match=expected):
         d.refuse_inplace(torch.ops.aten.add_.Tensor)

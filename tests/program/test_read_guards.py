@@ -85,7 +85,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_guard_accepts_what_was_read(number: int) -> None:
+def test_a_guard_accepts_the_values_that_were_read(number: int) -> None:
     guards, accepted, refused = CASES[number]
     answers = ReadGuards(list(guards)).function(now())
     for args in accepted:

@@ -24,7 +24,7 @@ class AddSeven(nn.Module):
 
 
 class TestStaticValues:
-    def test_a_static_value_is_a_constant_and_what_is_computed_of_it_is_folded(self) -> None:
+    def test_a_static_value_is_a_constant_and_its_uses_are_folded(self) -> None:
         f = specialize(AddSeven(), {"x": Meta([1]), "y": 3})
         x = torch.randn(1)
         torch.testing.assert_close(f(x, 3), x + 10)

@@ -94,14 +94,14 @@ def test_different_descriptors_read_differently(one: MetaTensorType, other: Meta
 
 
 @given(tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
-def test_what_is_true_of_a_tensor_accepts_it(tensor: torch.Tensor, attributes: set[str]) -> None:
+def test_the_metadata_of_a_tensor_accepts_it(tensor: torch.Tensor, attributes: set[str]) -> None:
     meta = guarantee(tensor, attributes)
     assert check(meta, tensor) == Bindings({}, {("x",): meta})
     assert accepts(MetaTensorType(rank=tensor.dim()), tensor)
 
 
 @given(tensors(), tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
-def test_another_tensor_is_refused_for_what_differs(
+def test_another_tensor_is_refused_with_the_difference(
     tensor: torch.Tensor, other: torch.Tensor, attributes: set[str]
 ) -> None:
     mine, theirs = MetaTensorType.of(tensor), MetaTensorType.of(other)
@@ -195,7 +195,7 @@ def _has_pair(value: Any) -> bool:
 
 
 @given(tensors() | st.none() | st.integers(0, 3), st.lists(metas(), min_size=1, max_size=3))
-def test_one_of_accepts_what_an_alternative_accepts(value: Any, written: list[Any]) -> None:
+def test_a_union_accepts_the_values_of_its_alternatives(value: Any, written: list[Any]) -> None:
     plain = [MetaTensorType(m.dtype, requires_grad=m.requires_grad) for m in written]
     union = plain[0] | int
     for meta in plain[1:]:
