@@ -21,7 +21,7 @@ from tsfunc.dispatch import (
     register,
     register_fallback,
 )
-from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
 from tsfunc.dispatch.user_code import called_by_user, user_location, warn
@@ -65,8 +65,8 @@ def test_each_call_of_a_level_is_recorded(recorder: Recorder) -> None:
     outer, inner = recorder.uses  # in the order in which they ended
     column = "watched_column"
     name = "tests::recorded_double"
-    assert outer == Use(name, HERE, False, "Watched", "outer", 1, "column", column, site)
-    assert inner == Use(name, HERE, False, "Watched", "inner", 2, "column", column, site)
+    assert outer == KernelUse(name, HERE, False, "Watched", "outer", 1, "column", column, site)
+    assert inner == KernelUse(name, HERE, False, "Watched", "inner", 2, "column", column, site)
     assert [count.times for count in recorder.uses.values()] == [3, 3]
     assert recorder.uses[inner].first < recorder.uses[outer].first
     assert recorder.uses[inner].seconds >= recorder.uses[outer].seconds > 0
@@ -101,10 +101,10 @@ def test_a_rule_that_is_in_no_table(recorder: Recorder) -> None:
 
 def test_a_call_is_reported_only_outside_of_other_calls(recorder: Recorder) -> None:
     def nested() -> None:
-        recorder.run(Use("inner", HERE, False, "", "", 0), lambda: None)
+        recorder.run(KernelUse("inner", HERE, False, "", "", 0), lambda: None)
 
-    recorder.run(Use("outer", HERE, False, "", "", 0), nested, alone=True)
-    recorder.run(Use("alone", HERE, False, "", "", 0), lambda: None, alone=True)
+    recorder.run(KernelUse("outer", HERE, False, "", "", 0), nested, alone=True)
+    recorder.run(KernelUse("alone", HERE, False, "", "", 0), lambda: None, alone=True)
     assert [use.operator for use in recorder.uses] == ["inner", "alone"]
 
 
@@ -113,7 +113,7 @@ def test_a_call_that_fails_is_recorded_and_nothing_is_left_behind(recorder: Reco
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        recorder.run(Use("outer", HERE, False, "", "", 1), fails)
+        recorder.run(KernelUse("outer", HERE, False, "", "", 1), fails)
     assert recorder._within(1) == ""
     assert len(recorder.uses) == 1
 

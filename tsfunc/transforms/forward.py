@@ -117,7 +117,7 @@ def jvp(
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
-    except autograd.DualLevelTaken:
+    except autograd.DualLevelInUse:
         pass
     except NotImplementedError as error:
         if not _lacks_formula(str(error)):

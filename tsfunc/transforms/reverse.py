@@ -48,7 +48,7 @@ _Aux = TypeVar("_Aux")
 _Result = TypeVar("_Result")
 
 
-class RecordedCall:
+class RecordedRun:
     """A function run once with its autograd graph: inputs, outputs and the pullback."""
 
     __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
@@ -106,7 +106,7 @@ def record(
     func: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     primals: Sequence[torch.Tensor],
     everything: Any,
-) -> tuple[RecordedCall, Any]:
+) -> tuple[RecordedRun, Any]:
     """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
@@ -116,7 +116,7 @@ def record(
         outputs, rest = func(inputs)
         refuse_unseen(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
-    return RecordedCall(inputs, outputs, level, outer_grad, outer_inputs), rest
+    return RecordedRun(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
 @overload

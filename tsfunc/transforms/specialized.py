@@ -46,7 +46,7 @@ from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsI
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.guard_codegen import Texts
+from tsfunc.program.closure.guard_codegen import GuardTexts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
@@ -305,7 +305,7 @@ class Specialized(Generic[_Params, _Result]):
         return self.program.descriptors
 
     @property
-    def guards(self) -> Texts:
+    def guards(self) -> GuardTexts:
         """The conditions that every call of the current program meets, one per line."""
         return self.program.guards.texts
 

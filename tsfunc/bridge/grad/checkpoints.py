@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
@@ -87,7 +87,7 @@ def _generator(
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     made: list[Any] = []
-    drawn = DrawnBefore()
+    drawn = DrawCountSnapshot()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with (

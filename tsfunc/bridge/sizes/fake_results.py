@@ -194,7 +194,7 @@ _SETTINGS: Final = (
 )  # fmt: skip
 
 
-class UnknownError(Exception):
+class IncompleteMetadataError(Exception):
     """A value has properties that its metadata does not describe."""
 
 
@@ -280,7 +280,7 @@ class TraceMetadata:
         The tensor keeps it until an operator writes to it, which may change its sizes.
 
         Raises:
-            UnknownError: the metadata would not describe the tensor fully.
+            IncompleteMetadataError: the metadata would not describe the tensor fully.
         """
         attributes = value.__dict__
         found: KnownMetadata | None = attributes.get(_KNOWN)
@@ -297,10 +297,10 @@ class TraceMetadata:
         """Return the metadata of a fake tensor.
 
         Raises:
-            UnknownError: the metadata would not describe the tensor fully.
+            IncompleteMetadataError: the metadata would not describe the tensor fully.
         """
         if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
-            raise UnknownError
+            raise IncompleteMetadataError
         return MetadataKey(
             tuple([x if type(x) is int else self.number(x) for x in value.shape]),
             tuple([x if type(x) is int else self.number(x) for x in value.stride()]),
@@ -312,7 +312,7 @@ class TraceMetadata:
         """Return a number, or the expression of a symbolic number.
 
         Raises:
-            UnknownError: the number depends on data.
+            IncompleteMetadataError: the number depends on data.
         """
         if type(value) is int:
             return value
@@ -321,7 +321,7 @@ class TraceMetadata:
         if of_data is None:
             of_data = self._of_data[expr] = expr is None or is_of_data(value)
         if of_data:
-            raise UnknownError
+            raise IncompleteMetadataError
         return expr
 
 
@@ -363,7 +363,7 @@ class FakeCache:
         tensors: list[Any] = []
         try:
             key = self._key(op, args, kwargs, tensors)
-        except UnknownError:
+        except IncompleteMetadataError:
             return self._compute(op, args, kwargs)
         kept = self._cached.get(key)
         if kept is not None:
@@ -375,7 +375,7 @@ class FakeCache:
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
                 self._cached[key] = self.described(results, tensors)
-        except UnknownError:
+        except IncompleteMetadataError:
             pass
         return results
 
@@ -383,7 +383,7 @@ class FakeCache:
         """True if sizes, strides and dtype describe the views of a tensor fully."""
         try:
             metadata = self.metadata.of(x)
-        except UnknownError:
+        except IncompleteMetadataError:
             return False
         own = x.fake_mode is self.fake and not x.requires_grad
         return own and not metadata.is_conj and not metadata.is_neg
@@ -422,16 +422,16 @@ class FakeCache:
     ) -> tuple[Any, ...]:
         """Return the key of a call, and append its tensors to ``tensors``."""
         if op.overload.namespace != "aten" or op.name in UNCACHED:
-            raise UnknownError
+            raise IncompleteMetadataError
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
-            raise UnknownError
+            raise IncompleteMetadataError
         parts: list[Any] = [op, self.settings()]
         self._take(op, args, parts, tensors)
         for name, value in kwargs.items():
             parts.append(name)
             self._take(op, (value,), parts, tensors)
         if not tensors:  # the arguments alone do not determine the result of a factory
-            raise UnknownError
+            raise IncompleteMetadataError
         return tuple(parts)
 
     def _take(self, op: TorchOperator, values: Any, parts: list[Any], tensors: list[Any]) -> None:
@@ -452,7 +452,7 @@ class FakeCache:
             elif kind in _SYMBOLIC:
                 parts += (kind, self.metadata.number(value))
             else:
-                raise UnknownError
+                raise IncompleteMetadataError
 
     # --- storing
 
@@ -460,7 +460,7 @@ class FakeCache:
         """Return the metadata of the results of a call, given its tensor arguments.
 
         Raises:
-            UnknownError: new tensors can't have the metadata.
+            IncompleteMetadataError: new tensors can't have the metadata.
         """
         memories = {storage_address(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
@@ -476,19 +476,20 @@ class FakeCache:
         """Describe a result.
 
         Raises:
-            UnknownError: sizes and strides over a storage do not describe the result fully.
+            IncompleteMetadataError: sizes and strides over a storage do not describe the result
+                fully.
         """
         if type(value) is not FakeTensor or value.fake_mode is not self.fake:
-            raise UnknownError
+            raise IncompleteMetadataError
         metadata = self.metadata.of(value)
         same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
         source = same if same >= 0 else memories.get(storage_address(value), _OWN_MEMORY)
         if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
-            raise UnknownError
+            raise IncompleteMetadataError
         if source >= 0:
             given = self.metadata.of(tensors[source])
             if given.dtype != metadata.dtype or given.is_conj or given.is_neg:
-                raise UnknownError
+                raise IncompleteMetadataError
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if source >= 0:
             offset = offset - tensors[source].storage_offset()

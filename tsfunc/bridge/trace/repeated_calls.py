@@ -36,7 +36,12 @@ import torch
 from torch._C import DisableTorchFunction, _functorch
 from torch._ops import OpOverload
 
-from tsfunc.bridge.sizes.fake_results import PLAIN, CachedResults, FakeCache, UnknownError
+from tsfunc.bridge.sizes.fake_results import (
+    PLAIN,
+    CachedResults,
+    FakeCache,
+    IncompleteMetadataError,
+)
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes
@@ -198,7 +203,7 @@ class RepeatedCalls:
                     return False
                 try:
                     parts.append(self._results.metadata.known(value.value))
-                except UnknownError:
+                except IncompleteMetadataError:
                     return False
                 if operands:
                     parts.append(next((i for i, x in enumerate(operands) if x is value), -1))
@@ -252,7 +257,7 @@ class RepeatedCalls:
             values = [x.value for x in results] if container else results.value
             with DisableTorchFunction():
                 described = self._results.described(values, [x.value for x in operands])
-        except UnknownError:
+        except IncompleteMetadataError:
             return None
         return RepeatedCall(op, given, named, described, container)
 
@@ -282,17 +287,17 @@ def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     """Return an argument of an operator with the call's tensors replaced by their positions.
 
     Raises:
-        UnknownError: it is a tensor that the call does not have, or a symbolic number.
+        IncompleteMetadataError: it is a tensor that the call does not have, or a symbolic number.
     """
     if isinstance(arg, torch.Tensor):
         found = positions.get(id(arg))
         if found is None:
-            raise UnknownError
+            raise IncompleteMetadataError
         return found
     if type(arg) is list or type(arg) is tuple:
         return type(arg)([_with_operands(item, positions) for item in arg])
     if type(arg) not in PLAIN:
-        raise UnknownError
+        raise IncompleteMetadataError
     return arg
 
 

@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 
 
-class Rerun:
+class FakeRerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:

@@ -33,7 +33,7 @@ from tsfunc.program.closure.guard_codegen import (
 )
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
-from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
+from tsfunc.program.guarding.guards import ArgumentGuard, Facts, UnquotedText
 from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
@@ -200,9 +200,9 @@ def facts_of_call(
         facts.update(guard.facts(name))
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
-    facts[_PASSED] = Word(passed)
+    facts[_PASSED] = UnquotedText(passed)
     for i, keys in enumerate(orders):
-        facts[f"{_ORDER} {i}"] = Word(", ".join(map(repr, keys)))
+        facts[f"{_ORDER} {i}"] = UnquotedText(", ".join(map(repr, keys)))
     return facts
 
 
@@ -259,7 +259,7 @@ def _text(value: Any) -> str:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
-    return str(value) if type(value) in (int, bool, float, tuple, Word) else describe(value)
+    return str(value) if type(value) in (int, bool, float, tuple, UnquotedText) else describe(value)
 
 
 def _brief(descriptor: Any) -> str:

@@ -44,7 +44,13 @@ from tsfunc.program.calling.cache import (
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
-from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
+from tsfunc.program.closure.guard_builder import (
+    Earlier,
+    InputNumber,
+    Read,
+    is_container,
+    is_instance,
+)
 from tsfunc.program.closure.guard_codegen import (
     Guards,
     SettingsAre,
@@ -81,7 +87,7 @@ from tsfunc.types.values import path_text
 # --- the first call of its kind: the check of its descriptors, and its trace
 
 
-Made = tuple[CachedProgram, Sequence[Any]]
+ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
 
 class _ValuesByName(dict[str, Any]):
@@ -124,10 +130,10 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
-        self.outside_inputs: Mapping[str, Varying] = {}
+        self.outside_inputs: Mapping[str, InputNumber] = {}
 
     @restoring_thread_state
-    def program(self, cache: Cache, reason: str | None = None) -> Made:
+    def program(self, cache: Cache, reason: str | None = None) -> ProgramAndInputs:
         """Return an entry for the call, and the values that it reads of objects in the arguments.
 
         The entry is kept in the cache.
@@ -192,7 +198,7 @@ class FirstCall:
             return [name for name in self.sizes if name in bounds]
         return small
 
-    def _settled(self, assumptions: Assumptions) -> tuple[Made, Assumptions]:
+    def _settled(self, assumptions: Assumptions) -> tuple[ProgramAndInputs, Assumptions]:
         """Return a program whose assumptions hold, and the assumptions.
 
         A program with numbers as inputs that no descriptor describes is compared with the program
@@ -279,7 +285,7 @@ class FirstCall:
         """The sizes of named dims in the call."""
         return {} if self.bindings is None else self.bindings.sizes
 
-    def trace(self, held: Assumptions) -> Made:
+    def trace(self, held: Assumptions) -> ProgramAndInputs:
         """Return a program for such calls, and the tensors that it reads from argument objects.
 
         Raises:
@@ -290,7 +296,7 @@ class FirstCall:
         self._record(made[0])
         return made
 
-    def _new_entry(self, held: Assumptions) -> Made:
+    def _new_entry(self, held: Assumptions) -> ProgramAndInputs:
         start = time.perf_counter()
         inputs, bounds, scalars = self._inputs(held)
         described = {} if self.contract is None else self.contract.descriptors
@@ -359,7 +365,7 @@ class FirstCall:
             return "; ".join(f"{x} is {size}" for x, size in self.sizes.items() if x in held.fixed)
         return self.reason
 
-    def _one_of(self, general: Made, fixed: Made) -> Made:
+    def _one_of(self, general: ProgramAndInputs, fixed: ProgramAndInputs) -> ProgramAndInputs:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
         (one, reached), (other, same_reached) = general, fixed
         same_reads = list(map(id, reached)) == list(map(id, same_reached))

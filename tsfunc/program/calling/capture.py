@@ -46,10 +46,10 @@ from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
-from tsfunc.program.closure.guard_builder import Varying
+from tsfunc.program.closure.guard_builder import InputNumber
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.instances import Gradients, Instances
-from tsfunc.program.closure.read_guards import NotOneOf, ReadHolds, ResultIs, SameObject
+from tsfunc.program.closure.instances import Instances, OutsideGradients
+from tsfunc.program.closure.read_guards import NotOneOf, ReadCondition, ResultIs, SameObject
 from tsfunc.program.closure.results import Update, names_in_source, with_stand_ins
 from tsfunc.program.closure.side_effects import (
     check_bodies,
@@ -260,7 +260,7 @@ class _Trace:
             self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
-            self.gradients = Gradients(
+            self.gradients = OutsideGradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
             try:
@@ -327,7 +327,7 @@ class _Trace:
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
-    def _number_read(self, number: Varying) -> Any:
+    def _number_read(self, number: InputNumber) -> Any:
         """Return the symbol of a number from outside: NOTE [numbers that vary]."""
         graph = self.level.graph
         symbol = self.symbols.add_number(number.name, number.value, number.variable)
@@ -449,7 +449,7 @@ class _Trace:
                     f"{self.request.what}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            self.instances.builder.read_guards.add(ReadHolds(condition.code, condition.text))
+            self.instances.builder.read_guards.add(ReadCondition(condition.code, condition.text))
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""

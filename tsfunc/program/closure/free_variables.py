@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.user_code import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
+from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import OURS, Instances
 from tsfunc.program.closure.read_guards import MemberIs, Missing, NoMember, ResultIs, SameObject
@@ -309,7 +309,7 @@ class FreeVariables:
             if isinstance(value, Tracer):
                 variable.put_back()
             elif elements is not None and _has_tracers(value):
-                put_back(Copied(value, elements, variable.source))
+                put_back(ContainerSnapshot(value, elements, variable.source))
             else:
                 continue
             kept = True

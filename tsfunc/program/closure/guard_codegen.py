@@ -379,7 +379,7 @@ class Guard:
         return (line for guard in guards for line in guard.lines(code))
 
 
-class Texts(tuple[str, ...]):
+class GuardTexts(tuple[str, ...]):
     """Lines, each of which states a fact about every call that a program serves."""
 
     __slots__ = ()
@@ -395,7 +395,7 @@ class Guards(tuple[Guard, ...]):
         texts: these lines.
     """
 
-    texts: Texts = Texts()
+    texts: GuardTexts = GuardTexts()
 
     @classmethod
     def of(cls, guards: Iterable[Guard], name: Names) -> Guards:
@@ -406,7 +406,7 @@ class Guards(tuple[Guard, ...]):
             name: returns the user's spelling of an argument.
         """
         made = cls(guards)
-        made.texts = Texts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
+        made.texts = GuardTexts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
         return made
 
     def __str__(self) -> str:

@@ -98,7 +98,7 @@ class Instances:
             name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
         )
         self._instances: dict[int, WatchedObject] = {}
-        self._watching = Watching(self)
+        self._watching = WatchedAttributes(self)
         self._paused = self._met_modules = False
 
     def add(self, value: Any, source: Source) -> None:
@@ -251,7 +251,7 @@ _watched: dict[type, tuple[int, dict[str, Any]]] = {}
 """By class: the number of its watchers, and its own methods under these names."""
 
 
-class Watching:
+class WatchedAttributes:
     """A block in which a watcher receives the reads and assignments of attributes."""
 
     def __init__(self, watcher: Watcher) -> None:
@@ -259,7 +259,7 @@ class Watching:
         self._classes: set[type] = set()
         self._outer: Watcher | None = None
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> WatchedAttributes:
         self._outer, _here.watcher = _here.watcher, self._watcher
         return self
 
@@ -332,7 +332,7 @@ def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
 # --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
 
 
-class Gradients:
+class OutsideGradients:
     """The ``.grad`` of tensors from outside, for one trace.
 
     Args:

@@ -53,7 +53,7 @@ from tsfunc.program.closure.guard_builder import (
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
-    NotKept,
+    NotRepeatable,
     Update,
     Updates,
     UpdateValues,
@@ -140,7 +140,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         if problem is None and change.after is not MISSING:
             try:
                 kept = values.kept(change.after)
-            except NotKept as error:
+            except NotRepeatable as error:
                 problem = f"gets {error}"
             for tensor in values.tensors:
                 _refuse_escaping(change.text, tensor)

@@ -89,7 +89,7 @@ class SavedFunction:
     state: CellState = field(default_factory=CellState)
 
 
-class Unsaved(ValueError):
+class UnsavableValueError(ValueError):
     """A function has a value that a file can't hold; the message names the value and a way out."""
 
 
@@ -147,7 +147,7 @@ def function_bytes(function: SavedFunction) -> bytes:
     """Return the bytes of a file.
 
     Raises:
-        Unsaved: the function has a value that a file can't hold.
+        UnsavableValueError: the function has a value that a file can't hold.
     """
     tensors = TensorWriter()
     entries: dict[str, bytes] = {}
@@ -177,7 +177,9 @@ def function_bytes(function: SavedFunction) -> bytes:
             ". Pass tensors, numbers, strings and containers of these; what the function has from "
             "its surroundings is part of its programs."
         )
-        raise Unsaved(f"save({function.name}): a file can't hold {error}{why}") from None
+        raise UnsavableValueError(
+            f"save({function.name}): a file can't hold {error}{why}"
+        ) from None
     records, memory = tensors.written()
     all_entries = {
         "function.json": json_bytes(head),
