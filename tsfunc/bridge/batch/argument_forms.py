@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
-from tsfunc.ops.dims import front, logical_rank
+from tsfunc.ops.dims import batch_to_front, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted, shifted_like
 
@@ -177,7 +177,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
         if type(index) is list or dims[0] is None:
             return NotImplemented
         try:
-            out = op(front(x, dims[0]), (_ALL, *items))
+            out = op(batch_to_front(x, dims[0]), (_ALL, *items))
         except (IndexError, ValueError):  # the error must count the dims of an example
             return NotImplemented
         return out, 0

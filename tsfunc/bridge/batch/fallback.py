@@ -35,7 +35,7 @@ from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_code import user_location, warn
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
-from tsfunc.ops.compressed import is_compressed, stacked
+from tsfunc.ops.compressed import is_compressed, stack_examples
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
@@ -310,7 +310,7 @@ def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:
                 f"vmap: {op.name} gave results of different shapes for different examples: "
                 f"{sorted(shapes)}. Results under vmap must have one shape."
             )
-        together = stacked if is_compressed(first) else torch.stack
+        together = stack_examples if is_compressed(first) else torch.stack
         return wrap(together(list(results)), 0, level)
     if isinstance(first, list | tuple):
         parts = [_stack(op, level, part) for part in zip(*results, strict=True)]

@@ -29,7 +29,7 @@ from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 
 _T = torch.Tensor
 _ALL = slice(None)

@@ -19,7 +19,7 @@ from tsfunc.bridge.batch.selections import (
     together,
 )
 from tsfunc.bridge.tracers.function_registry import WRITERS
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 from tsfunc.ops.refusal import require
 
 _T = torch.Tensor

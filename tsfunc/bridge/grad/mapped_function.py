@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import outside_all_levels, tls, using
-from tsfunc.ops.dims import batched_at
+from tsfunc.ops.dims import expand_at
 
 _torch_setup_context = Function.setup_context
 torch_jvp = Function.jvp
@@ -328,7 +328,7 @@ class MappedFunction:
             if dim is not None:
                 return value.sum(dim)
             return value * _size(level) if self.batched else value
-        return batched_at(value, dim, _size(level), to)
+        return expand_at(value, dim, _size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         """Run the class's ``jvp``; each tangent has the batch dim of its result."""
@@ -339,7 +339,7 @@ class MappedFunction:
         if not isinstance(x, torch.Tensor):
             return x
         value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
-        return value if to is None else batched_at(value, dim, _size(level), to)
+        return value if to is None else expand_at(value, dim, _size(level), to)
 
 
 def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:

@@ -26,7 +26,7 @@ from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
 from tsfunc.ops.registry import Splitter
-from tsfunc.ops.splitting import answers_of, same_answer
+from tsfunc.ops.splitting import common_value, comparison_rows
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -322,12 +322,12 @@ def read(tracer: BatchTracer, name: str) -> Any:
     at, value = tracer.bdim, tracer.value
     assert at is not None
     if type(value) is torch.Tensor and value.numel() == level.batch_size:
-        answer = same_answer(value, name)
+        answer = common_value(value, name)
         if answer is not None:
             return answer
     with level.restored():
         if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
-            level.splitter.agree(answers_of(value, at, name))
+            level.splitter.agree(comparison_rows(value, at, name))
         # One result for all; it raises if the tensors have no single value.
         return getattr(tracer.value.select(at, 0), name)()
 

@@ -36,7 +36,7 @@ from tsfunc.bridge.writing.promotion import (
     promote,
 )
 from tsfunc.ops.dims import InplaceRefused
-from tsfunc.ops.random import drawn_into_one, one_distribution, refuse_in_error_mode
+from tsfunc.ops.random import refuse_in_error_mode, require_one_distribution, shared_draw_error
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -165,7 +165,7 @@ def _own_to_draw(op: Any, target: Any, level: TracerLevel) -> None:
         return
     if level.randomness in ("different", "split"):
         with suppress(InplaceRefused):
-            refusal = drawn_into_one(op)
+            refusal = shared_draw_error(op)
             adopt("a random operator", target, level, batched=True, refusal=refusal)
 
 
@@ -263,7 +263,7 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     level = innermost_level(values)
     if isinstance(level, BatchLevel) and level.alive:
         refuse_in_error_mode(func, level)
-        one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
+        require_one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
     _first(func, args, kwargs)
 
 
