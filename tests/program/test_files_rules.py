@@ -1,4 +1,4 @@
-"""Functions with rules of the user's in files: what is loaded has the same derivatives.
+"""Functions with user-defined rules in files: what is loaded has the same derivatives.
 
 Compared with the function itself, under each transform that asks a rule for something.
 """

@@ -30,7 +30,7 @@ from tsfunc.transforms.arguments import (
     flatten_output,
     is_nested,
     level_of,
-    refuse_unseen,
+    refuse_unrecorded,
     same_sizes,
     sizes_text,
     split_aux,
@@ -228,7 +228,7 @@ def _push(
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
-        refuse_unseen(leaves, level)
+        refuse_unrecorded(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
             value, tangent = _apart(leaf, level)

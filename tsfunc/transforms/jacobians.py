@@ -18,12 +18,12 @@ from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
-    chosen_arguments,
     flatten_tensors,
     level_of,
     like,
     refuse_complex,
-    with_chosen,
+    replace_selected,
+    select_arguments,
 )
 from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
@@ -61,7 +61,7 @@ def _of_leaves(
     """Return the flat arguments to differentiate by, their structure, and the function of them."""
     chosen = check_argnums(api, argnums, len(args))
     names = chosen[0] if isinstance(argnums, int) else chosen
-    primals = chosen_arguments(api, args, argnums)
+    primals = select_arguments(api, args, argnums)
     flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
     refuse_complex(api, "inputs", flat)
 
@@ -76,7 +76,7 @@ def _of_leaves(
         # chosen arguments into them, which plain tensors next to a level's tracers can't hold.
         others = [lifted(arg) for arg in args]
         options = {name: lifted(arg) for name, arg in kwargs.items()}
-        return func(*with_chosen(others, names, new), **options)
+        return func(*replace_selected(others, names, new), **options)
 
     return flat, spec, of_leaves
 

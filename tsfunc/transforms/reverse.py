@@ -31,17 +31,17 @@ from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
-    chosen_arguments,
     flatten_output,
     flatten_tensors,
     level_of,
     like,
-    refuse_unseen,
+    refuse_unrecorded,
+    replace_selected,
     same_sizes,
+    select_arguments,
     sizes_text,
     split_aux,
     traced_inputs,
-    with_chosen,
 )
 
 _Aux = TypeVar("_Aux")
@@ -114,7 +114,7 @@ def record(
     with autograd.recording(level):
         inputs = [autograd.fresh_input(x, level) for x in traced_inputs(primals, level)]
         outputs, rest = func(inputs)
-        refuse_unseen(outputs, level)
+        refuse_unrecorded(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
     return RecordedRun(inputs, outputs, level, outer_grad, outer_inputs), rest
 
@@ -218,13 +218,13 @@ def _value_and_grad(
 ) -> tuple[Any, Any, Any]:
     """Return the gradient, the value and the auxiliary part."""
     chosen = check_argnums(api, argnums, len(args))
-    primals = chosen_arguments(api, args, argnums)
+    primals = select_arguments(api, args, argnums)
     flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
     names = chosen[0] if isinstance(argnums, int) else chosen
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         new = pytrees.unflatten(spec, inputs)
-        out, aux = split_aux(api, func(*with_chosen(args, names, new), **kwargs), has_aux)
+        out, aux = split_aux(api, func(*replace_selected(args, names, new), **kwargs), has_aux)
         return [_check_scalar(api, out)], (out, aux)
 
     recorded, (out, aux) = record(run, flat, (args, kwargs))

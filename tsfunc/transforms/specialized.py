@@ -506,7 +506,7 @@ class LoadedFunction(Specialized[..., Any]):
 
     def cache_clear(self) -> None:
         """Reset the counts. The programs are kept, since they could not be made again."""
-        self.cache.forget_counts()
+        self.cache.reset_counts()
 
 
 def _unpickled(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:

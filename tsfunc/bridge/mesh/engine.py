@@ -103,7 +103,7 @@ _transposed = _Transposed()
 def transposing(call: str) -> Iterator[None]:
     """Context manager: exchanges in the block are the transpose of those of a call.
 
-    All transposes of a backward pass run from one line of the user's, so agreements compare the
+    All transposes of a backward pass run from one line of user code, so agreements compare the
     lines of their calls too.
     """
     outer = _transposed.call

@@ -107,7 +107,7 @@ class Target:
             and Descriptors(x.descriptors) < Descriptors(contract.descriptors)
         ]
         guaranteed = any(
-            guarantees_more(each, any_grad)
+            has_unguarded_guarantee(each, any_grad)
             for x in self.contracts
             for each in x.descriptors.values()
         )
@@ -157,7 +157,7 @@ class Target:
         return None, None
 
 
-def guarantees_more(descriptor: Descriptor, any_grad: bool) -> bool:
+def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
     """Return True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:
         case Value(value):
@@ -165,7 +165,9 @@ def guarantees_more(descriptor: Descriptor, any_grad: bool) -> bool:
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(guarantees_more(each, any_grad) for each in children_of_type(descriptor))
+            return any(
+                has_unguarded_guarantee(each, any_grad) for each in children_of_type(descriptor)
+            )
 
 
 # --- the programs of the function
@@ -523,7 +525,7 @@ class Cache:
             )
             return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts."""
         with self.lock:
             self.misses = self._former_hits = 0
@@ -539,7 +541,7 @@ class Cache:
             self.fixed.clear()
             self.needed = frozenset()
             self.records = False
-            self.forget_counts()
+            self.reset_counts()
 
 
 _REMEMBERED = 256  # number of calls whose facts are kept

@@ -50,13 +50,13 @@ from tsfunc.program.closure.guard_builder import InputNumber
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances, OutsideGradients
 from tsfunc.program.closure.read_guards import NotOneOf, ReadCondition, ResultIs, SameObject
-from tsfunc.program.closure.results import Update, names_in_source, with_stand_ins
+from tsfunc.program.closure.results import Update, names_in_source, with_placeholders
 from tsfunc.program.closure.side_effects import (
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
-    explain_sizes,
+    rewrite_size_error,
 )
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
@@ -158,11 +158,11 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
     """
     with rare_garbage_collection():
         if instances is not None:
-            return _made(_Trace(request, instances))
-        return _settled(request, request.name, _made)
+            return _capture(_Trace(request, instances))
+        return _settled(request, request.name, _capture)
 
 
-def _made(trace: _Trace) -> Program:
+def _capture(trace: _Trace) -> Program:
     """Return the program of a trace; if there is none, call the functions that wait for that."""
     try:
         return trace.program(trace.run())
@@ -270,7 +270,7 @@ class _Trace:
                     return self._call(self._arguments())
             except BaseException:
                 self.symbols.end()
-                self.instances.put_back()
+                self.instances.restore()
                 raise
 
     def _record(self) -> NoReturn:
@@ -358,7 +358,7 @@ class _Trace:
             if held.recalled and not needed:
                 raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
-            explain_sizes(request.what, self.symbols, error)
+            rewrite_size_error(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
                     "trace failed", what=request.what, at=error_location(error),
@@ -404,7 +404,7 @@ class _Trace:
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_stand_ins(request.what, out, self.instances.builder.placeholder_of)
+        apart = with_placeholders(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)

@@ -49,7 +49,7 @@ def variants_of_entry(
             (True, False),
             (None, everything, frozenset[int]()),
         ),
-        (({}, True, some) for some in _some(arguments)),
+        (({}, True, some) for some in _subsets_of(arguments)),
     ):
         flat = example_call(entry.call_spec, sizes, requires_grad)
         entries += _traced(target, entry, flat, grad, [*others, *entries])
@@ -66,7 +66,7 @@ def _tensors_of_arguments(call_spec: CallSpec) -> list[frozenset[int]]:
     return [frozenset(places) for places in positions.values()]
 
 
-def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+def _subsets_of(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
     """Yield the tensors of each argument, and of all subsets of few arguments."""
     counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
     for count in counts:

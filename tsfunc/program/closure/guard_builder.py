@@ -170,7 +170,7 @@ class InputNumbers:
         for each in self._waiting:
             self.put_into(*each)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the numbers in their containers, where the function has left the symbols."""
         for container, key, symbol, before in self._replaced:
             if _elements_by_key(container).get(key) is symbol:
@@ -542,7 +542,7 @@ def changed(copied: ContainerSnapshot, numbers: InputNumbers) -> bool:
     return list(now) != list(before) or not all(same(now[key], before[key]) for key in before)
 
 
-def put_back(copied: ContainerSnapshot) -> None:
+def restore(copied: ContainerSnapshot) -> None:
     """Restore the elements that a container had at its first read."""
     value, before = copied.value, copied.before
     if is_namespace(value):

@@ -332,7 +332,7 @@ def _base_of(kind: type) -> Any:
 optree.register_pytree_node(ConstructedObject, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
-def with_stand_ins(what: str, out: Any, known: Known) -> Any:
+def with_placeholders(what: str, out: Any, known: Known) -> Any:
     """Return the results of a function with stand-ins in place of objects.
 
     Args:
@@ -378,7 +378,7 @@ class _Results:
             return value
         if id(value) in self._above:
             self._refuse(f"a {kind.__qualname__} that refers to itself", "Return its parts")
-        if not _can_be_made(value):
+        if not _can_be_constructed(value):
             self._refuse(
                 f"a {kind.__qualname__} that refers to traced values",
                 "Return these values, and make it of them after the call",
@@ -408,7 +408,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, _BASES)
 
 
-def _can_be_made(value: Any) -> bool:
+def _can_be_constructed(value: Any) -> bool:
     kind = type(value)
     if kind in (types.SimpleNamespace, *_FROM_ITEMS):
         return True
@@ -444,13 +444,13 @@ def _reaches(value: Any, seen: set[int]) -> bool:
     """Return True if an object is traced or refers to a traced value, directly or indirectly."""
     if isinstance(value, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
-    if isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
+    if isinstance(value, _NOT_SEARCHED) or id(value) in seen:
         return False
     seen.add(id(value))
     return any(_reaches(each, seen) for each in _references(value))
 
 
-_NOT_LOOKED_INTO = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType)
+_NOT_SEARCHED = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType)
 
 
 def _references(value: Any) -> Iterator[Any]:
@@ -557,7 +557,7 @@ def names_in_source(
     read: Mapping[str, Any],
     taken: Collection[str],
 ) -> dict[str, str]:
-    """Return for each lifted tensor with a name of the user's an identifier made of that name.
+    """Return for each lifted tensor that the user has named an identifier made of that name.
 
     Args:
         func, lifted, read: as for :func:`state_of`.

@@ -94,11 +94,11 @@ _SHAPES = re.compile(r"\.shape\s*[!=]=")
 _OF_SHAPES = "x.dim() == y.dim() and x.shape == y.shape where ranks may differ"
 
 
-def rewrites_of(lines: Iterable[str]) -> str:
+def suggested_rewrites(lines: Iterable[str]) -> str:
     """Return advice for the calls in some lines that need a Python number, or an empty text.
 
     Example:
-        >>> print(rewrites_of(["y = x[: min(x.shape[0], 8)]"]))
+        >>> print(suggested_rewrites(["y = x[: min(x.shape[0], 8)]"]))
         A function for every size has torch.sym_min(a, b) for min(a, b).
     """
     text = "\n".join(lines)
@@ -233,5 +233,5 @@ def _reasons(unmet: Sequence[Need]) -> str:
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:
-    text = rewrites_of(dict.fromkeys(source_line(need.location) for need in unmet))
+    text = suggested_rewrites(dict.fromkeys(source_line(need.location) for need in unmet))
     return f"\n{text}" if text else ""
