@@ -22,7 +22,11 @@ from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
+from tsfunc.bridge.tracers.dtensors import (
+    refusing_distribution,
+    replicated_like,
+    unit_cotangent,
+)
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
@@ -113,7 +117,8 @@ def record(
     outer_inputs = any(autograd.requires_grad(x, level) for x in primals)
     with autograd.recording(level):
         inputs = [autograd.fresh_input(x, level) for x in traced_inputs(primals, level)]
-        outputs, rest = func(inputs)
+        with refusing_distribution(inputs):
+            outputs, rest = func(inputs)
         refuse_unrecorded(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
     return RecordedRun(inputs, outputs, level, outer_grad, outer_inputs), rest
