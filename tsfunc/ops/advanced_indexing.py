@@ -91,7 +91,7 @@ def index(
     x, indices = args
     if dims[1] is not None and _batched_mask(indices, dims[1]):
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
-        indices, named = _places_of_masks(op, level, indices, dims[1], instead)
+        indices, named = _mask_positions(op, level, indices, dims[1], instead)
         dims = [dims[0], named]
     position = lookup(indices, dims[1])
     if dims[0] is None:
@@ -107,7 +107,7 @@ def index(
     return out, 0
 
 
-def _places_of_masks(
+def _mask_positions(
     op: Any, level: RuleLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
 ) -> tuple[list[Any], list[Any]]:
     """Replace each batched mask by integer indices; all examples must have equally many."""
@@ -220,7 +220,7 @@ def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) 
     if first is None:
         if _batched_mask(indices, index_dims):
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"
-            indices, named = _places_of_masks(op, level, indices, index_dims, instead)
+            indices, named = _mask_positions(op, level, indices, index_dims, instead)
             args, dims = [args[0], indices, *args[2:]], [dims[0], named, *dims[2:]]
         out = _write(op, x, dims, args)
         return None if inplace else out

@@ -55,7 +55,7 @@ from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.compiled import in_order
-from tsfunc.types.signatures import signature_of
+from tsfunc.types.reading import signature_of
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
     from tsfunc.program.files.state import CellState

@@ -198,7 +198,10 @@ class MappedFunction:
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
         """Call a function with a new level and tracers of it for the values."""
         outer = self.outer
-        with using(outer.outer):
+        # A derivative may run inside of levels that began after ``outer`` ended: those have the
+        # cotangents' tracers.
+        later = not outer.alive and bool(tls.state.levels)
+        with using(tls.state if later else outer.outer):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
             level = outer.twin(f"vmap of {self.cls.__name__}")

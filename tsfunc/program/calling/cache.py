@@ -38,8 +38,8 @@ from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
-from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
-from tsfunc.types.signatures import takes_any_keyword
+from tsfunc.types.grammar import Descriptor, TSTensor, Value
+from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.values import describe, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
@@ -165,9 +165,7 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(
-                has_unguarded_guarantee(each, any_grad) for each in children_of_type(descriptor)
-            )
+            return any(has_unguarded_guarantee(each, any_grad) for each in descriptor.parts)
 
 
 # --- the programs of the function

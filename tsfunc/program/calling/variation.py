@@ -42,15 +42,9 @@ from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
-    TSFields,
-    TSNamedTuple,
-    TSPytree,
     TSTensor,
-    TSTuple,
 )
 from tsfunc.types.values import path_text
 
@@ -226,16 +220,16 @@ def descriptors_text(
     for name in given:
         if name in concerned:
             descriptors[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in descriptors.items())}}}"
+    return f"{{{', '.join(f'{name!r}: {each.as_python()}' for name, each in descriptors.items())}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
     descriptor = described.get(path[0])
     for i in range(1, len(path)):
-        if not isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        if descriptor is None:
             return None
-        descriptor = child_at(descriptor, tuple(path[i:]))
+        descriptor = descriptor.child_at(tuple(path[i:]))
     return descriptor
 
 

@@ -61,7 +61,7 @@ from tsfunc.program.closure.results import (
     unchanged,
 )
 from tsfunc.program.passes.effects import writes, written
-from tsfunc.types.signatures import signature_of
+from tsfunc.types.reading import signature_of
 
 # --- changes that a trace has made outside of itself, and the updates that its program ends with
 
