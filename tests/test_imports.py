@@ -86,7 +86,7 @@ UNUSED_BY_VMAP = (
     "tsfunc.transforms.explain",
     "tsfunc.transforms.specialize",
     "tsfunc.transforms.specialized",
-    "tsfunc.types.descriptors",
+    "tsfunc.types.descriptor_sets",
     "tsfunc.types.grammar",
     "tsfunc.types.meta",
     "tsfunc.cli",
@@ -336,7 +336,7 @@ def test_an_import_against_the_order_is_found(module: str, source: str, expected
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("tsfunc.types.descriptors", "from tsfunc.errors import DescriptorError"),
+        ("tsfunc.types.descriptor_sets", "from tsfunc.errors import DescriptorError"),
         ("tsfunc.transforms.vmap", "from tsfunc import bridge, errors\nfrom . import grad"),
         ("tsfunc.dispatch.__init__", "from .keys import DispatchKey"),
         ("tsfunc.dispatch.keys", "from ..errors import DispatchError\nimport sys"),

@@ -26,7 +26,6 @@ from tsfunc.types import (
     compile_descriptors,
     parse,
 )
-from tsfunc.types.compiled import governing
 
 State = namedtuple("State", ["weight", "step"])
 
@@ -306,7 +305,7 @@ def test_leaf_descriptors_are_found_by_optree_paths() -> None:
     tree: Any = {"params": params, "x": torch.ones(1, 1), "y": 4}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     governed = {
-        path: governing(contract.descriptors[path[0]], path[1:])
+        path: contract.descriptors[path[0]].governing(path[1:])
         for path in paths
         if path[0] in contract.descriptors
     }

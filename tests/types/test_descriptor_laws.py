@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.types.strategies import described
 from tsfunc.errors import DescriptorViolation
 from tsfunc.types import Bindings, Dim, MetaTensorType, as_descriptor, compile_descriptors
-from tsfunc.types.compiled import governing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
 ATTRIBUTES = ["dtype", "shape", "device", "requires_grad", "layout"]
@@ -172,7 +171,7 @@ def test_a_call_and_its_descriptors_agree_on_every_leaf(tree: tuple[Any, Any]) -
     named: Any = {"x": value}
     paths, leaves, _ = optree.tree_flatten_with_path(named, none_is_leaf=True)
     for path, each in zip(paths, leaves, strict=True):
-        described = governing(contract.descriptors["x"], path[1:])
+        described = contract.descriptors["x"].governing(path[1:])
         assert found.get(path) == (described.pop() if len(described) == 1 else None)
         assert (path in found) == isinstance(each, torch.Tensor)
     assert set(found) <= set(paths)

@@ -29,14 +29,13 @@ from tsfunc.types import (
     TSType,
     optional,
 )
-from tsfunc.types.grammar import TS_TYPES, children_of_type, with_children
 
 MODULE: Any = TSModuleType(torch.nn.Linear, (("in_features", INT), ("weight", TENSOR)))
 
 
 def test_the_type_of_a_module_shows_its_schema() -> None:
     assert str(MODULE) == "torch.nn.modules.linear.Linear(in_features: int, weight: Tensor)"
-    assert not isinstance(MODULE, TS_TYPES)
+    assert not isinstance(MODULE, TSType)
 
 
 @pytest.mark.parametrize(
@@ -88,4 +87,4 @@ def test_names_of_a_named_tuple() -> None:
 
 @given(types())
 def test_a_type_is_its_children_put_together(type_: TSType) -> None:
-    assert with_children(type_, children_of_type(type_)) == type_
+    assert type_.rebuilt(type_.parts) == type_

@@ -36,7 +36,8 @@ FILES = (
     "tsfunc/ops/catalogue/*.py",
     "tsfunc/program/guarding/*.py",
     "tsfunc/program/closure/*guard*.py",
-    "tsfunc/types/checker.py",
+    "tsfunc/types/check_context.py",
+    "tsfunc/types/containers.py",
     "tsfunc/types/compiled.py",
 )
 TESTS = (

@@ -250,7 +250,7 @@ def all_to_all(
         for at, level in enumerate(levels):
             parts = physical.exchanged(level, parts, at, at)
         parts = parts.flatten(0, len(levels) - 1).movedim(0, concat)
-        # The dim of a slice is in its old place; the received dim is in front of the concatenated
+        # The dim of a slice keeps its position; the received dim is in front of the concatenated
         # dim.
         return parts.flatten(concat, concat + 1) if tiled else parts
 

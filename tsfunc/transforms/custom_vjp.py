@@ -124,8 +124,8 @@ def _unperturbed(leaf: Any) -> Any:
 def _with_flags(call: RuleCall, rest: Any) -> Any:
     """Return the arguments of a ``fwd`` rule with symbolic zeros: values with perturbed flags."""
     leaves = [_unperturbed(leaf) for leaf in pytrees.leaves_of(rest)]
-    for place, flag in zip(call.places[: call.count], call.perturbed, strict=False):
-        leaves[place] = CustomVJPPrimal(leaves[place].value, flag)
+    for position, flag in zip(call.positions[: call.count], call.perturbed, strict=False):
+        leaves[position] = CustomVJPPrimal(leaves[position].value, flag)
     return pytrees.unflatten(call.tree[0], leaves)
 
 
@@ -233,13 +233,13 @@ def pulled_by_rule(
     for number, (arg, cotangent) in enumerate(zip(rest, pulled, strict=True)):
         flat += _leaves_like(rule, number, arg, cotangent)
     gradients: list[Any] = []
-    for place, x in zip(call.places[: call.count], operands, strict=False):
+    for position, x in zip(call.positions[: call.count], operands, strict=False):
         if not differentiable(x):
             gradients.append(None)
             continue
         what = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
-        none = " Where it is zero, return None." if flat[place] is not None else ""
-        gradients.append(check_like(f"{what} {call.name(place)}", flat[place], x, none=none))
+        none = " Where it is zero, return None." if flat[position] is not None else ""
+        gradients.append(check_like(f"{what} {call.name(position)}", flat[position], x, none=none))
     return gradients
 
 

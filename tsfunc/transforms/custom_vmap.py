@@ -13,7 +13,7 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.abstract_eval import eval_shape
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, apply
@@ -187,11 +187,11 @@ def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
     def rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, bool]:
         leaves, tree = pytrees.flatten(args)
         flags = pytrees.leaves_of(tuple(in_batched))
-        places = [i for i, flag in enumerate(flags) if flag]
+        positions = [i for i, flag in enumerate(flags) if flag]
 
         def one(rows: Sequence[Any]) -> Any:
-            return func(*pytrees.unflatten(tree, with_places(leaves, places, rows)))
+            return func(*pytrees.unflatten(tree, with_replaced(leaves, positions, rows)))
 
-        return map_examples(one, [leaves[i] for i in places]), True
+        return map_examples(one, [leaves[i] for i in positions]), True
 
     return made

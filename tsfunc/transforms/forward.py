@@ -18,7 +18,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor
+from tsfunc.bridge.tracers.dtensors import (
+    converts_to_dtensor,
+    is_dtensor,
+    refusing_distribution,
+)
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
@@ -108,7 +112,7 @@ def jvp(
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
     if torch.is_inference_mode_enabled():
-        return autograd.out_of_inference(
+        return autograd.without_inference_mode(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
     flat, directions, spec = _match(primals, tangents)
@@ -192,7 +196,7 @@ def _jvp(
     has_aux: bool,
 ) -> Any:
     level = level_of((flat, directions))
-    if not autograd.forward_in_use(level):
+    if not autograd.may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)
@@ -223,7 +227,7 @@ def _push(
 ) -> Any:
     """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
-    with autograd.dual_level(level):
+    with autograd.dual_level(level), refusing_distribution():
         pairs = zip(traced_inputs(flat, level), directions, strict=True)
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)

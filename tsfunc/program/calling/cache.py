@@ -17,9 +17,9 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.tracers.questions import implementation
 from tsfunc.bridge.tracers.torch_state import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.bridge.tracers.user_queries import implementation
 from tsfunc.errors import DescriptorViolation
 from tsfunc.program.closure.guard_builder import Closure, is_container, is_instance
 from tsfunc.program.closure.guard_codegen import (
@@ -38,8 +38,8 @@ from tsfunc.program.guarding.inputs import short_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
-from tsfunc.types.grammar import Descriptor, TSTensor, Value, children_of_type
-from tsfunc.types.signatures import takes_any_keyword
+from tsfunc.types.grammar import Descriptor, TSTensor, Value
+from tsfunc.types.reading import takes_any_keyword
 from tsfunc.types.values import describe, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
@@ -163,7 +163,7 @@ def promises_more(descriptor: Descriptor, any_grad: bool) -> bool:
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(promises_more(each, any_grad) for each in children_of_type(descriptor))
+            return any(promises_more(each, any_grad) for each in descriptor.parts)
 
 
 # --- the programs of the function

@@ -42,17 +42,11 @@ from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
-    TSFields,
-    TSNamedTuple,
-    TSPytree,
     TSTensor,
-    TSTuple,
 )
-from tsfunc.types.values import place_text
+from tsfunc.types.values import path_text
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 
@@ -196,7 +190,7 @@ def with_dim(
 def descriptors_text(
     flat: Sequence[Any],
     tree: optree.PyTreeSpec,
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     signature: inspect.Signature,
     described: Mapping[str, Descriptor],
     vary: Mapping[int, Mapping[int, str]],
@@ -208,7 +202,7 @@ def descriptors_text(
     Args:
         flat: the flattened arguments.
         tree: their structure.
-        places: the path of each from a parameter.
+        argument_paths: the path of each from a parameter.
         signature: the parameters of the function.
         described: the descriptors that the function has.
         vary: the positions of the values that vary; for a tensor the dims, each with a name.
@@ -216,24 +210,26 @@ def descriptors_text(
     Raises:
         DescriptorError: an argument that contains one of the values can't be described.
     """
-    leaves = [_leaf(value, _at(described, places[i]), vary.get(i)) for i, value in enumerate(flat)]
+    leaves = [
+        _leaf(value, _at(described, argument_paths[i]), vary.get(i)) for i, value in enumerate(flat)
+    ]
     args, kwargs = optree.tree_unflatten(tree, leaves)
     given = signature.bind(*args, **kwargs).arguments
-    concerned = {places[i][0] for i in vary}
+    concerned = {argument_paths[i][0] for i in vary}
     descriptors = dict(described)
     for name in given:
         if name in concerned:
             descriptors[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in descriptors.items())}}}"
+    return f"{{{', '.join(f'{name!r}: {each.as_python()}' for name, each in descriptors.items())}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
     descriptor = described.get(path[0])
     for i in range(1, len(path)):
-        if not isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        if descriptor is None:
             return None
-        descriptor = child_at(descriptor, tuple(path[i:]))
+        descriptor = descriptor.child_at(tuple(path[i:]))
     return descriptor
 
 
@@ -278,7 +274,7 @@ class Call(Protocol):
 
     flat: list[Any]
     tree: optree.PyTreeSpec
-    places: dict[int, tuple[Any, ...]]
+    argument_paths: dict[int, tuple[Any, ...]]
     arguments: dict[str, Any]
     contract: CompiledDescriptors | None
     target: Target
@@ -309,7 +305,7 @@ class Variation:
     ) -> None:
         self.call, self.cache, self.facts = call, cache, facts
         self.inputs, self.bounds = inputs, bounds
-        names = {i: place_text(path, call.arguments) for i, path in call.places.items()}
+        names = {i: path_text(path, call.arguments) for i, path in call.argument_paths.items()}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.scalars(inputs, bounds)}
@@ -372,7 +368,7 @@ class Variation:
         """Return the names of the numbers among the inputs that the function needs."""
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
-            place_text(self.call.places[spec.position], self.call.arguments)
+            path_text(self.call.argument_paths[spec.position], self.call.arguments)
             for spec in entry.call_spec.scalars
             if spec.by_itself and spec.name in needed
         )
@@ -451,7 +447,7 @@ class Variation:
             vary.setdefault(self.inputs[i].position, {})[k] = called[history]
         described = {} if call.contract is None else call.contract.descriptors
         return descriptors_text(
-            call.flat, call.tree, call.places, call.target.signature, described, vary
+            call.flat, call.tree, call.argument_paths, call.target.signature, described, vary
         )
 
     def _advice(self, names: Sequence[str], seen: Mapping[str, Sequence[Any]]) -> str:

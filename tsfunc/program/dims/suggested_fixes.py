@@ -21,7 +21,7 @@ from tsfunc.bridge.sizes.expressions import divisions, moduli, python_text
 from tsfunc.bridge.sizes.symbols import Need
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Dim, DimExpr
-from tsfunc.types.descriptor_sets import as_python, with_dims
+from tsfunc.types.descriptor_sets import with_dims
 from tsfunc.types.dims import DimSpec
 from tsfunc.types.grammar import Descriptor
 
@@ -303,7 +303,7 @@ def spelled(value: Any) -> DimSpec:
 def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
     """Return the descriptors for which the facts hold, as Python code."""
     items = ", ".join(
-        f"{parameter!r}: {as_python(with_dims(descriptor, suggested))}"
+        f"{parameter!r}: {with_dims(descriptor, suggested).as_python()}"
         for parameter, descriptor in described.items()
     )
     opened = sorted(name for name, dim in suggested.items() if dim is None)

@@ -29,26 +29,18 @@ from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
-from tsfunc.types.descriptors import child_at
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
     TSCustomClass,
-    TSDict,
     TSFields,
-    TSList,
     TSMetaType,
-    TSNamedTuple,
     TSPrimitiveType,
-    TSPytree,
-    TSTuple,
-    TSTupleOf,
     TSUnion,
     Value,
 )
-from tsfunc.types.reading import as_descriptor
-from tsfunc.types.signatures import annotated_types
+from tsfunc.types.reading import annotated_types, as_descriptor
 from tsfunc.types.sizes import solved_for
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
@@ -124,7 +116,7 @@ class ScalarSpec:
 
 def describe_scalars(
     flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
@@ -134,7 +126,7 @@ def describe_scalars(
 
     Args:
         flat: the flattened arguments.
-        places: the path of each from a parameter.
+        argument_paths: the path of each from a parameter.
         contract: the descriptors.
         inputs: the tensors among the arguments.
         bounds: the named dims.
@@ -147,11 +139,13 @@ def describe_scalars(
     for i, value in enumerate(flat):
         if not is_tame(value):
             continue
-        name, *path = places[i]
+        name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            specs.append(ScalarSpec(i, _input_name(places[i], taken), value))
+            specs.append(ScalarSpec(i, _input_name(argument_paths[i], taken), value))
         elif i in by_themselves:
-            specs.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
+            specs.append(
+                ScalarSpec(i, _input_name(argument_paths[i], taken), value, by_itself=True)
+            )
     return specs
 
 
@@ -171,13 +165,9 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
             return Value(value) not in alternatives and any(
                 _is_by_type(each, path, value) for each in alternatives
             )
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return bool(path) and _is_by_type(element, path[1:], value)
-        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
-            child = child_at(descriptor, path)
-            return child is not None and _is_by_type(child, path[1:], value)
         case _:
-            return False
+            child = descriptor.child_at(path)
+            return child is not None and _is_by_type(child, path[1:], value)
 
 
 def short_text(spec: InputSpec) -> str:
@@ -188,7 +178,7 @@ def short_text(spec: InputSpec) -> str:
 
 def describe_inputs(
     flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
@@ -206,7 +196,7 @@ def describe_inputs(
     for i, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             continue
-        path = places[i]
+        path = argument_paths[i]
         check_layout(value, ".".join(map(str, path)))
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, bounds)
@@ -409,14 +399,10 @@ def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
             return bool(path) and says_any(cls, str(path[0]))
         case TSUnion(alternatives):
             return any(_is_any(each, path) for each in alternatives)
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return bool(path) and _is_any(element, path[1:])
-        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
-            child = child_at(said, path)
+        case _:
+            child = said.child_at(path) if path else None
             if child is None:
                 return False
             if child == ANY and isinstance(said, TSFields) and not says_any(said.cls, str(path[0])):
                 return False  # the annotation is not a type, so it does not mean Any
             return _is_any(child, path[1:])
-        case _:
-            return False

@@ -13,20 +13,19 @@ from tsfunc import pytrees
 from tsfunc.bridge.sizes.symbolic_numbers import kind_of, size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.questions import same_number
+from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.errors import DescriptorError, TypeCheckError
 from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
     DimSpec,
     MetaTensorType,
-    TSCustomClass,
-    TSModuleType,
     TSTensor,
     TSType,
     of_value,
 )
 from tsfunc.types.control_flow import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
+from tsfunc.types.lattice import nominal_view
 from tsfunc.types.sizes import DimExpr
 
 BRANCH_ADVICE = (
@@ -47,8 +46,7 @@ def _type(leaf: Any, *, device: bool = False) -> TSType:
         dims = [_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
         return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
-    found = of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf)
-    return TSCustomClass(found.cls) if isinstance(found, TSModuleType) else found
+    return nominal_view(of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf))
 
 
 def _dim(size: Any) -> DimSpec:
