@@ -371,6 +371,97 @@ def test_a_program_in_vmap_is_its_function(func: Callable[[Tensor], Any]) -> Non
     torch.testing.assert_close(got, [torch.stack(each) for each in zip(*want, strict=True)])
 
 
+@st.composite
+def view_steps(draw: st.DrawFn) -> list[tuple[str, Any]]:
+    """Views of views of a tensor of 24 numbers in three dims, by methods and their arguments."""
+    shape, steps = [2, 3, 4], []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(("transpose", "permute", "unsqueeze", "squeeze", "reshape")))
+        args: Any
+        if kind == "transpose":
+            args = (draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, len(shape) - 1)))
+            shape[args[0]], shape[args[1]] = shape[args[1]], shape[args[0]]
+        elif kind == "permute":
+            args = (draw(st.permutations(range(len(shape)))),)
+            shape = [shape[i] for i in args[0]]
+        elif kind == "unsqueeze":
+            args = (draw(st.integers(0, len(shape))),)
+            shape.insert(args[0], 1)
+        elif kind == "squeeze":
+            args = ()
+            shape = [size for size in shape if size > 1]
+        else:
+            shape = list(draw(st.sampled_from(((24,), (4, 6), (2, 1, 3, 4), (2, 3, 4), (8, 3)))))
+            args = (tuple(shape),)
+        steps.append((kind, args))
+    return steps
+
+
+def followed(x: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
+    for kind, args in steps:
+        x = getattr(x, kind)(*args)
+    return x
+
+
+class TestViewsOfViews:
+    def test_permutations_become_one(self) -> None:
+        f = program_of(lambda x: x.sin().transpose(0, 1).permute(2, 0, 1).transpose(1, 2), X[None])
+        assert calls(f) == ["sin", "permute"]
+
+    def test_permutations_that_undo_each_other_are_gone(self) -> None:
+        f = program_of(lambda x: x.sin().t().t().cos().transpose(0, 1).transpose(1, 0), X)
+        assert calls(f) == ["sin", "cos"]
+
+    def test_other_views_become_one_or_none(self) -> None:
+        f = program_of(lambda x: x.unsqueeze(1).flatten(0, 1).sin().view(6).view(3, 2).cos(), X)
+        assert calls(f) == ["sin", "reshape", "cos"]
+
+    def test_the_caller_gets_no_value_twice(self) -> None:
+        f = specialize(lambda x: (y := x.sin(), y.t().t()))
+        one, other = f(X)
+        assert one is not other and one.data_ptr() == other.data_ptr()
+        got = specialize(lambda x: x.t().t())(X)
+        assert got is not X and got.data_ptr() == X.data_ptr()
+
+    def test_named_sizes_keep_their_views(self) -> None:
+        f = specialize(lambda x: x.sin().unsqueeze(0).flatten().cos(), {"x": Meta(["n", 3])})
+        for n in (2, 5):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(f(x), x.sin().flatten().cos())
+
+    @given(steps=view_steps(), start=st.sampled_from(("x", "sin", "permuted")), last=st.booleans())
+    def test_chains_are_their_functions(
+        self, steps: list[tuple[str, Any]], start: str, last: bool
+    ) -> None:
+        """Values, strides and shared memory are the same, with the last view as the result too."""
+
+        def f(x: Tensor) -> list[Tensor]:
+            first = x if start == "x" else x.sin() if start == "sin" else x.sin().permute(2, 0, 1)
+            if start == "permuted":
+                first = first.permute(1, 2, 0)
+            view = followed(first, steps)
+            return [view, first] if last else [view * 2]
+
+        x = torch.randn(2, 3, 4)
+        y = x.clone()
+        got, want = specialize(f)(x), f(y)
+        assert [each.stride() for each in got] == [each.stride() for each in want]
+        torch.testing.assert_close([x, *got], [y, *want])
+        got[0].add_(1)
+        want[0].add_(1)
+        torch.testing.assert_close([x, *got], [y, *want])
+
+    @given(steps=view_steps())
+    def test_derivatives_through_chains(self, steps: list[tuple[str, Any]]) -> None:
+        def f(x: Tensor) -> Tensor:
+            return followed(x.sin(), steps).square() * 0.5
+
+        x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+        (got,) = torch.autograd.grad(specialize(f)(x).sum(), x)
+        (want,) = torch.autograd.grad(f(x).sum(), x)
+        torch.testing.assert_close(got, want)
+
+
 def test_slices_to_the_end_say_so_by_none() -> None:
     """torch spells it by the largest of ints, unless there are symbols in the index."""
     program = program_of(lambda x: x[..., 0::2] + x[:, 0::2], X)

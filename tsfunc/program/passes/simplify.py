@@ -44,6 +44,7 @@ from tsfunc.program.passes.effects import (
 )
 from tsfunc.program.passes.mesh import mark_exchanges, share_equal_values
 from tsfunc.program.passes.verify import verify
+from tsfunc.program.passes.views import compose_views
 
 # --- dead code: nodes whose results are not used
 
@@ -530,6 +531,7 @@ _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     free_layouts,
     normalize_slice_ends,
     remove_noops,
+    compose_views,
     share_equal_values,
     merge_common,
     fold_constants,
