@@ -128,15 +128,15 @@ class HiddenVmaps:
 
     def stack(self, frames: dict[int, Frame]) -> TracerStack:
         """Return the layout of a tensor with these frames: the dims of these vmaps come first."""
-        found: list[Frame] = []
+        stacked: list[Frame] = []
         before = 0  # dims of the hidden vmaps further in
         for depth, frame in sorted(frames.items(), reverse=True):
             own = depth in self.levels
             if frame.bdim is not None:
                 frame = Frame(frame.level, 0 if own else before)
                 before += own
-            found.append(frame)
-        return TracerStack(tuple(found))
+            stacked.append(frame)
+        return TracerStack(tuple(stacked))
 
     def around_result(self, stack: TracerStack) -> TracerStack:
         """Return the layout of a call's result, from that of a body's result."""

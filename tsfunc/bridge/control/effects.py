@@ -104,14 +104,14 @@ def example_indices(value: Tensor) -> list[Tensor]:
 
 
 def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
-    found = _effects.get(effect)
-    if found is None:
+    known = _effects.get(effect)
+    if known is None:
         raise RuntimeError(
             "debug: a program calls a Python function that is gone, because the program that it "
             "was copied from is. Keep that program."
         )
-    if found.checks or not _muted.depth:
-        found.call([value.detach() for value in values], batch_dims)
+    if known.checks or not _muted.depth:
+        known.call([value.detach() for value in values], batch_dims)
 
 
 _library.impl("call", _run, "CompositeExplicitAutograd")

@@ -142,13 +142,13 @@ def _look(operator: str, out: Any, location: Location, backward: bool) -> None:
                 nan = nan.movedim(frame.bdim + len(levels), len(levels))
                 levels.append(frame.level)
         at = nan.nonzero()[0].tolist()
-        found = []
+        examples = []
         for i, level in enumerate(levels):
             with torch.no_grad():
                 number, _ = unwrap_all(index(level, None))
-            found.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
-        text = _message(operator, location, backward, levels, found, at[len(levels) :], nan)
-        raise NanError(text, operator, tuple(found))
+            examples.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
+        text = _message(operator, location, backward, levels, examples, at[len(levels) :], nan)
+        raise NanError(text, operator, tuple(examples))
 
 
 def _nan_mask(value: Any) -> torch.Tensor | None:

@@ -207,10 +207,10 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     maps = _maps(trace, [unwrap_all(x)[1] for x in tensors], [result.stack for result in results])
     op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
-    found = list(call(op, trace, tensors, numbers, results))
+    outputs = list(call(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
-        found[position] = given[i].copy_(found[position])
-    return filled(body, found)
+        outputs[position] = given[i].copy_(outputs[position])
+    return filled(body, outputs)
 
 
 def _arranged(x: Any) -> Any:
@@ -237,11 +237,11 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
     The results may depend on these dims by the custom derivative only, and not by their values:
     see NOTE [results of a mapped function].
     """
-    found: dict[int, Frame] = {}
+    layers: dict[int, Frame] = {}
     for x in tensors:
         if differentiable(x):
-            found |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
-    return found
+            layers |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
+    return layers
 
 
 def _maps(

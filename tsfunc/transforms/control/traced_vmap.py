@@ -33,7 +33,7 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
     """
     trace = current_trace()
     masks = trace is not None and trace.masks_choices
-    found = []
+    levels = []
     for frame in needed_frames(value).values():
         level = frame.level
         if frame.bdim is None or not isinstance(level, BatchLevel):
@@ -45,8 +45,8 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
             or level.splitter is not None
         ):
             raise CannotUnbatch(level.origin.whole)
-        found.append(level)
-    return found
+        levels.append(level)
+    return levels
 
 
 def call_of(
@@ -99,14 +99,14 @@ def _written(body: Body) -> dict[int, str]:
     """Return the operands that a body writes into, directly or by a view, and the operators."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     numbers = dict(zip(inputs, body.inputs, strict=True))
-    found: dict[Any, str] = {}
+    writers: dict[Any, str] = {}
     for node in body.graph.nodes:
         if isinstance(node.target, ControlFlow):
             for inner in node.target.bodies:
-                found |= {_base(node.args[i]): by for i, by in _written(inner).items()}
+                writers |= {_base(node.args[i]): by for i, by in _written(inner).items()}
         elif writes(node):
-            found[_base(node.args[0])] = node.meta["op"].name.removeprefix("aten::")
-    return {numbers[node]: by for node, by in found.items() if node in numbers}
+            writers[_base(node.args[0])] = node.meta["op"].name.removeprefix("aten::")
+    return {numbers[node]: by for node, by in writers.items() if node in numbers}
 
 
 def _base(node: Any) -> Any:
