@@ -14,13 +14,7 @@ import torch
 import torch.fx
 from torch.autograd import Function
 
-from tsfunc.bridge.control.bodies import (
-    Frame,
-    TracerStack,
-    needed_frames,
-    rewrap_as,
-    unwrap_all,
-)
+from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.grad.autograd import outside_graph
@@ -31,6 +25,7 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 
 
 def call(

@@ -26,10 +26,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import Lines, on_debug_nans
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.recording import recording
 from tsfunc.dispatch.user_code import is_user_frame, source_line
@@ -136,11 +136,7 @@ def _look(operator: str, out: Any, location: Location, backward: bool) -> None:
         nan = _nan_mask(value)
         if nan is None:
             continue
-        levels: list[BatchLevel] = []
-        for frame in reversed(stack.frames):  # the outermost level first
-            if isinstance(frame.level, BatchLevel) and frame.bdim is not None:
-                nan = nan.movedim(frame.bdim + len(levels), len(levels))
-                levels.append(frame.level)
+        nan, levels = stack.in_front(nan), stack.batch_levels
         at = nan.nonzero()[0].tolist()
         examples = []
         for i, level in enumerate(levels):

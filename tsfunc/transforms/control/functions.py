@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import Frame, TracerStack, needed_frames, rewrap_as, unwrap_all
+from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.collectives import named_axes
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call
@@ -20,6 +20,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
@@ -250,20 +251,14 @@ def _maps(
     """Return the vmaps that batch a tensor or have a named axis, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
     for stack in inputs:
-        for frame in stack.frames:
-            if frame.bdim is not None and isinstance(frame.level, BatchLevel):
-                levels[frame.level.depth] = frame.level
+        levels |= {level.depth: level for level in stack.batch_levels}
     return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
 
 
 def _mapped(
     level: BatchLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
 ) -> EnclosingVmap:
-    in_dims = tuple(_dim_at(level.depth, stack) for stack in inputs)
-    out_dims = tuple(_dim_at(level.depth, stack) for stack in results)
+    in_dims = tuple(stack.dim_at(level.depth) for stack in inputs)
+    out_dims = tuple(stack.dim_at(level.depth) for stack in results)
     size = level.batch_size if all(dim is None for dim in in_dims) else None
     return EnclosingVmap(in_dims, out_dims, level.randomness, level.axis_name, size)
-
-
-def _dim_at(depth: int, stack: TracerStack) -> int | None:
-    return next((frame.bdim for frame in stack.frames if frame.level.depth == depth), None)

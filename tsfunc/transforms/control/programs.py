@@ -12,15 +12,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import (
-    HiddenVmaps,
-    TracerStack,
-    current_trace,
-    needed_frames,
-    rewrap_as,
-    stack_of,
-    unwrap_all,
-)
+from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
@@ -29,6 +21,7 @@ from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawnBefore, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError

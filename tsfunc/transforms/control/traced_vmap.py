@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, unwrap_all
+from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
@@ -19,6 +19,7 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 from tsfunc.transforms.control.operators import While
