@@ -197,7 +197,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else besides what the function's descriptors promise already.
+    They guarantee nothing else besides what the function's descriptors guarantee already.
 
     Args:
         flat: the flattened arguments.
@@ -377,7 +377,7 @@ class Variation:
         """Return True if numbers that have varied are inputs: a program needs a comparison."""
         return not assumptions.varying.isdisjoint(self.positions)
 
-    def conclude(self, assumptions: Assumptions) -> None:
+    def record_outcome(self, assumptions: Assumptions) -> None:
         """Note the values that vary in the new program, and those that can't."""
         self._served = assumptions.varying
         if self._tried and not self._served:

@@ -254,7 +254,7 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def none_stacked(looks: Any, dim: int) -> Any:
+def stack_of_no_steps(looks: Any, dim: int) -> Any:
     """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:
