@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tsfunc import ops, rage
 from tsfunc.bridge import compiled
-from tsfunc.bridge.batch.fallback import way_of
+from tsfunc.bridge.batch.fallback import describe_execution
 from tsfunc.bridge.trace.packaging import write_aoti_package, write_onnx
 from tsfunc.bridge.tracers.function_registry import registry
 from tsfunc.errors import (
@@ -274,7 +274,7 @@ def _function_rules(operator: str) -> list[list[str]]:
 
 def _way(entry: ops.OperatorEntry) -> str:
     if entry.rule is None:
-        return way_of(entry.name)
+        return describe_execution(entry.name)
     rule = getattr(entry.rule, "__name__", repr(entry.rule))
     return f"rule {rule}, {_shortened(entry.file)}:{entry.line}"
 

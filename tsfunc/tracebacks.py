@@ -39,8 +39,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
 GENERATED = "<tsfunc "  # the file name of code that this package generates
 LIBRARIES = (_OURS, _TORCH, GENERATED, *(str(module.__file__) for module in WRAPPERS))
-# The name of a generated program's global with the places of its lines.
-PLACES: Final = "__places__"
+# The name of a generated program's global with the user's locations of its lines.
+LOCATIONS: Final = "__locations__"
 
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(_STANDARD + name for name in ("site-packages", "dist-packages"))
@@ -53,7 +53,7 @@ C = TypeVar("C")
 Step = tuple[FrameType, int, int]  # a frame, its last instruction, and its line
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A line of code and the function that contains it."""
 
     file: str
@@ -210,30 +210,30 @@ def _folded(trace: TracebackType | None) -> TracebackType | None:
         if keep:
             kept.append((frame, last, line))
         elif frame.f_code.co_filename.startswith(GENERATED):
-            places = frame.f_globals.get(PLACES, {})
-            place = places.get(line)
+            locations = frame.f_globals.get(LOCATIONS, {})
+            location = locations.get(line)
             # A program that was loaded from a file has its lines as strings.
-            shown = isinstance(place, Place) and bool(place.file)
-            if shown and not place.file.startswith(_HIDDEN):
-                kept.append(_frame_at(place))
+            shown = isinstance(location, Location) and bool(location.file)
+            if shown and not location.file.startswith(_HIDDEN):
+                kept.append(_frame_at(location))
     folded: TracebackType | None = None
     for frame, last, line in reversed(kept):
         folded = TracebackType(folded, frame, last, line)
     return folded
 
 
-def _frame_at(place: Place) -> Step:
+def _frame_at(location: Location) -> Step:
     """Return a frame that a traceback shows as a given line of the user's code."""
-    text = linecache.getline(place.file, place.line).rstrip()
+    text = linecache.getline(location.file, location.line).rstrip()
     tree = ast.parse("raise ValueError")
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt | ast.expr):
-            node.lineno = node.end_lineno = place.line
+            node.lineno = node.end_lineno = location.line
             # The whole line, which a traceback does not underline.
             node.col_offset, node.end_col_offset = len(text) - len(text.lstrip()), len(text)
-    code = compile(tree, place.file, "exec").replace(co_name=place.function)
+    code = compile(tree, location.file, "exec").replace(co_name=location.function)
     if sys.version_info >= (3, 11):
-        code = code.replace(co_qualname=place.function)
+        code = code.replace(co_qualname=location.function)
     try:
         exec(code, {})
     except ValueError as raised:

@@ -20,7 +20,7 @@ from tsfunc.bridge.sizes import fake_results
 from tsfunc.bridge.sizes.fake_results import FakeCache
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.questions import defer_guards
+from tsfunc.bridge.tracers.user_queries import defer_guards
 from tsfunc.errors import ConstraintViolation
 from tsfunc.types import Dim
 

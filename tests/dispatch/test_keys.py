@@ -119,10 +119,10 @@ def test_bounds_that_cross_are_refused() -> None:
 def test_keys_between_two_neighbours_run_out() -> None:
     low = DispatchKey.define(unique("Low"), above=DispatchKey.Specialize)
     high = DispatchKey.define(unique("High"), above=low, below=DispatchKey.Trace)
-    places = high.priority - low.priority - 1
-    made = [DispatchKey.define(unique("Fill"), above=low, below=high) for _ in range(places)]
-    assert len({key.priority for key in made}) == places
-    with pytest.raises(DispatchError, match=rf"the {places} places inside the bounds are taken"):
+    free = high.priority - low.priority - 1
+    made = [DispatchKey.define(unique("Fill"), above=low, below=high) for _ in range(free)]
+    assert len({key.priority for key in made}) == free
+    with pytest.raises(DispatchError, match=rf"the {free} priorities inside the bounds are taken"):
         DispatchKey.define(unique("Fill"), above=low, below=high)
     # Elsewhere there is room: a full gap next to the bound is passed over.
     assert DispatchKey.define(unique("Beyond"), above=low).priority > high.priority

@@ -21,13 +21,13 @@ from tsfunc.dispatch import (
     register,
     register_fallback,
 )
-from tsfunc.dispatch.places import called_by_user, users_place, warn
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
-from tsfunc.tracebacks import Place
+from tsfunc.dispatch.user_code import called_by_user, user_location, warn
+from tsfunc.tracebacks import Location
 
-HERE = Place(__file__, 1, "f")
+HERE = Location(__file__, 1, "f")
 
 Watched = DispatchKey.define("Watched")
 
@@ -143,7 +143,7 @@ def test_a_state_is_plain_where_nothing_is_included_excluded_or_recorded() -> No
 
 
 def test_the_users_line_is_outside_of_this_package_and_torch() -> None:
-    place = users_place()
+    place = user_location()
     assert place.file == __file__
     assert place.function == "test_the_users_line_is_outside_of_this_package_and_torch"
     assert str(place) == f"{__file__}:{place.line}, in {place.function}"

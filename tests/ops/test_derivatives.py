@@ -291,7 +291,7 @@ def test_a_mask_that_has_another_number_of_places() -> None:
         return x.sin().index_put((mask,), torch.ones(2)).sum()
 
     masks = torch.stack((MASK, ~MASK))
-    with pytest.raises(RuntimeError, match="written by a mask that has another number of places"):
+    with pytest.raises(RuntimeError, match="by a mask that has another number of positions"):
         tsfunc.vmap(tsfunc.grad(written))(torch.ones(2, 3), masks)
 
 

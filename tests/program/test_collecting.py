@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tsfunc import specialize
-from tsfunc.program.calling.capture import collecting_seldom
+from tsfunc.program.calling.capture import rare_garbage_collection
 
 
 def test_it_runs_less_often_and_then_as_before() -> None:
@@ -35,11 +35,11 @@ def test_what_the_user_sets_stays() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(0)
-        with collecting_seldom():
+        with rare_garbage_collection():
             assert gc.get_threshold()[0] == 0
         assert gc.get_threshold()[0] == 0
         gc.set_threshold(*before)
-        with collecting_seldom(), collecting_seldom():
+        with rare_garbage_collection(), rare_garbage_collection():
             gc.set_threshold(123, 4, 5)
         assert gc.get_threshold() == (123, 4, 5)
     finally:

@@ -15,7 +15,6 @@ from tsfunc.bridge.tracers.torch_state import SETTINGS
 from tsfunc.program.closure import read_guards
 from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
 from tsfunc.program.closure.read_guards import (
-    AnswerIs,
     Distinct,
     EqualValue,
     KeysAre,
@@ -30,6 +29,7 @@ from tsfunc.program.closure.read_guards import (
     ReadHolds,
     ReadNumber,
     ReadTensor,
+    ResultIs,
     SameContents,
     SameObject,
     SamePlace,
@@ -75,7 +75,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
         (ReadNumber(FIRST, "number_0", int, lambda k: k < 9), ReadHolds("number_0 > 2", "k > 2")),
         [[3], [8]], [[2], [9], [3.0]],
     ),
-    ((AnswerIs(len, (FIRST,), 2),), [["ab"]], [["a"], [3]]),
+    ((ResultIs(len, (FIRST,), 2),), [["ab"]], [["a"], [3]]),
     ((MemberIs(random, "Random", random.Random),), [[]], []),
     ((MemberIs(random, "Random", Holder),), [], [[]]),
     ((NoMember(Holder, "other"),), [[]], []),

@@ -20,7 +20,7 @@ import tsfunc
 from tests.transforms.support import leaves, same
 from tsfunc import checkpoint, grad, jvp, specialize, vmap
 from tsfunc import checkpoint_policies as policies
-from tsfunc.bridge.tracers.memory import Meter
+from tsfunc.bridge.tracers.memory_meter import Meter
 
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3).cos()
 W = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.transforms.support import same
 from tsfunc import grad, jacrev, jvp, specialize, vmap
-from tsfunc.bridge.tracers import memory
+from tsfunc.bridge.tracers import memory_meter
 from tsfunc.errors import MemoryBudgetWarning
 from tsfunc.transforms import chunk_sizes
 
@@ -118,7 +118,7 @@ def test_it_is_measured_once_for_a_kind_of_call(monkeypatch: pytest.MonkeyPatch)
 
     def meter(device: torch.device) -> Any:
         made.append(device)
-        return memory.Meter(device)
+        return memory_meter.Meter(device)
 
     monkeypatch.setattr(chunk_sizes, "Meter", meter)
     mapped = vmap(lambda x, n, *, y: x * n + y, (0, None), memory_budget=1000)
@@ -270,9 +270,9 @@ def test_inside_of_torch_func_it_is_refused() -> None:
 def test_jacrev_makes_its_basis_chunk_by_chunk() -> None:
     x = torch.randn(512)
     basis = 512 * 512 * 4
-    with memory.Meter(x.device) as whole:
+    with memory_meter.Meter(x.device) as whole:
         want = jacrev(torch.sin)(x)
-    with memory.Meter(x.device) as chunked:
+    with memory_meter.Meter(x.device) as chunked:
         got = jacrev(torch.sin, chunk_size=16)(x)
     same(got, want)
     assert whole.peak >= 2 * basis

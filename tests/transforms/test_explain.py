@@ -141,7 +141,7 @@ def test_a_backward_pass_stands_at_the_lines_of_the_forward_pass() -> None:
     assert only(report, "aten::cos").line == line_of(loss, "torch.sin")
     assert only(report, "aten::mul.Tensor", backward=False).line == line_of(loss, "y * x")
     assert only(report, "aten::expand").line == line_of(loss, "z.sum()")
-    assert "backward" in only(report, "aten::cos").place
+    assert "backward" in only(report, "aten::cos").location
 
 
 def test_derivatives_of_vmap() -> None:

@@ -201,7 +201,7 @@ def hooks(fails: Fails, kept: list[Any], patch: pytest.MonkeyPatch) -> Callable[
     return run
 
 
-PLACES = (user_code, fake_rules, printed, formulas, hooks)
+LOCATIONS = (user_code, fake_rules, printed, formulas, hooks)
 
 
 def sums(transform: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,7 +245,7 @@ def check_refused(values: list[Any]) -> None:
 
 @settings(max_examples=30)
 @given(
-    place=st.sampled_from(PLACES), transform=st.sampled_from(sorted(TRANSFORMS)),
+    place=st.sampled_from(LOCATIONS), transform=st.sampled_from(sorted(TRANSFORMS)),
     error=st.sampled_from(ERRORS), at=st.integers(1, 25), symbolic=st.booleans(),
     caught=st.booleans(),
 )  # fmt: skip

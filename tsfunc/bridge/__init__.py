@@ -24,7 +24,7 @@ from tsfunc.bridge.batch import (
     selection_items,
     selection_rows,
     selection_sums,
-    sized_composites,
+    symbolic_composites,
 )
 from tsfunc.bridge.grad import (
     checkpoints,
@@ -52,8 +52,8 @@ from tsfunc.ops.catalogue.reader import install
 _RULES = (
     attributes, backward, batching_functions, checks, composites, compressed, data_methods,
     foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
-    selection_items, selection_rows, selection_sums, sized_composites, tensor_guards, trace_rules,
-    writes,
+    selection_items, selection_rows, selection_sums, symbolic_composites, tensor_guards,
+    trace_rules, writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)

@@ -293,7 +293,7 @@ def _torch_function() -> None:
     torch.utils._device.DeviceContext torch.overrides._pop_mode
     torch.utils._python_dispatch._pop_mode torch._C._is_torch_function_mode_enabled
     torch.overrides._get_current_function_mode_stack""",
-    use="A trace sets the modes of its caller apart, and asks which of torch's modes are active: "
+    use="A trace sets the modes of its caller apart, and reads which of torch's modes are active: "
     "its own mode is active while the traced function's code runs.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
@@ -641,7 +641,7 @@ def _buffers() -> None:
     risk=Risk.HIGH,
 )
 def _profiler() -> None:
-    from tsfunc.bridge.tracers.memory import Meter
+    from tsfunc.bridge.tracers.memory_meter import Meter
 
     with Meter(torch.device("cpu")) as meter:
         torch.ones(1000).sin()
@@ -878,7 +878,7 @@ def _compiled_calls() -> None:
 @_entry(
     "The flag of torch.compiler.is_compiling",
     """torch.compiler._is_compiling_flag""",
-    use="torch.compiler.is_compiling() is True inside of a trace, for libraries that ask.",
+    use="torch.compiler.is_compiling() is True inside of a trace, for libraries that check it.",
     stand_in="A function in the place of torch.compiler.is_compiling.",
     risk=Risk.MEDIUM,
 )

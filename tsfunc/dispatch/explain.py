@@ -12,8 +12,8 @@ from tsfunc.dispatch.keys import (
     BACKEND_BITS,
     WIDTH,
     DispatchKeySet,
+    declares_its_keys,
     keys_of_arguments,
-    speaks_for_itself,
     split_bit,
 )
 from tsfunc.dispatch.state import Level, State, global_set, tls
@@ -168,7 +168,7 @@ def _sources(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int, list[s
     """Return the paths of the arguments that each bit comes from."""
     paths: dict[int, list[str]] = {}
     accessors, leaves, _ = optree.tree_flatten_with_accessor(
-        (tuple(args), dict(kwargs)), is_leaf=speaks_for_itself, none_is_leaf=True
+        (tuple(args), dict(kwargs)), is_leaf=declares_its_keys, none_is_leaf=True
     )
     for accessor, leaf in zip(accessors, leaves, strict=True):
         root = "args" if accessor.path[0] == 0 else "kwargs"

@@ -100,7 +100,7 @@ class DispatchKey:
                     f"DispatchKey.define({name!r}): the name is taken, by the definition at "
                     f"{old.site}; this one is at {site}. Choose another name."
                 )
-            return cls._add(name, cls._place(name, above, below), site)
+            return cls._add(name, cls._priority_between(name, above, below), site)
 
     @classmethod
     def _add(cls, name: str, priority: int, site: str) -> DispatchKey:
@@ -111,7 +111,9 @@ class DispatchKey:
         return key
 
     @classmethod
-    def _place(cls, name: str, above: DispatchKey | None, below: DispatchKey | None) -> int:
+    def _priority_between(
+        cls, name: str, above: DispatchKey | None, below: DispatchKey | None
+    ) -> int:
         """Return a free priority in the middle of the gap next to the bound.
 
         Above all keys the priority is only a small step higher: halving would leave room for ten
@@ -141,8 +143,8 @@ class DispatchKey:
                     return min(left + _STEP, (left + right) // 2)
                 return (left + right) // 2
         raise DispatchError(
-            f"{call}: the {high - low - 1} places inside the bounds are taken, and no more keys "
-            f"fit. Leave out a bound."
+            f"{call}: the {high - low - 1} priorities inside the bounds are taken, and no more "
+            f"keys fit. Leave out a bound."
         )
 
     @classmethod
@@ -380,7 +382,7 @@ def _kind_of_instance(value: Any) -> int:
     return _NONE if optree.tree_is_leaf(value, none_is_leaf=True) else _TREE
 
 
-def speaks_for_itself(value: Any) -> bool:
+def declares_its_keys(value: Any) -> bool:
     """True if a value's own attributes declare its keys; its contents are then not searched."""
     return _kind_of(value) in (_LEVEL, _KEYS)
 
@@ -427,7 +429,7 @@ def _items(value: Any, kind: int) -> Sequence[Any]:
     if kind == _MAPPING:
         return tuple(value.values())
     leaves: Iterable[Any] = optree.tree_leaves(
-        value, is_leaf=lambda v: v is not value and speaks_for_itself(v), none_is_leaf=True
+        value, is_leaf=lambda v: v is not value and declares_its_keys(v), none_is_leaf=True
     )
     return tuple(leaves)
 

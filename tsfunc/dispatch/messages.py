@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
-from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import Level, tls
-from tsfunc.tracebacks import Place
+from tsfunc.dispatch.user_code import user_location
+from tsfunc.tracebacks import Location
 
 
 def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -52,7 +52,7 @@ def no_level(name: str, depth: int, bits: int) -> str:
     )
 
 
-def nothing_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def no_key_left(name: str, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for a key set that is empty or has only keys that fall through."""
     what = (
         f"{call(name, args, kwargs)}: no key is left to dispatch to "
@@ -89,24 +89,24 @@ SPLIT = (
 
 def read_of_batch(name: str, level: Level) -> str:
     """Return the message for a Python value that is read from a batched tensor."""
-    ways = f"{SPLIT}. {_other_way(users_place())}"
+    ways = f"{SPLIT}. {_advice(user_location())}"
     if name in ("__bool__", "is_nonzero"):
         return (
-            f"{level.name}, at {users_place()}: It looks like you're attempting to use a Tensor in "
-            f"some data-dependent control flow. The value differs from example to example, so "
+            f"{level.name}, at {user_location()}: It looks like you're attempting to use a Tensor "
+            f"in some data-dependent control flow. The value differs from example to example, so "
             f"`if`, `while` and `and` can't go one way for all. {ways}"
         )
     called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
     return (
         f"vmap: It looks like you're calling {called} on a Tensor inside of {level.name}, at "
-        f"{users_place()}. We don't support vmap over calling {called} on a Tensor: its value "
+        f"{user_location()}. We don't support vmap over calling {called} on a Tensor: its value "
         f"differs from example to example. {ways}"
     )
 
 
-def _other_way(place: Place) -> str:
+def _advice(location: Location) -> str:
     """Return the advice for a line that reads a Python value; a library's can't be rewritten."""
-    if "site-packages" in place.file:
+    if "site-packages" in location.file:
         return (
             "Or trace the function, with tsfunc.specialize(vmap(...)): many libraries read no "
             "values while torch.compiler.is_compiling() is True, as it is in a trace."
@@ -117,10 +117,10 @@ def _other_way(place: Place) -> str:
     )
 
 
-def read_of_nothing(name: str, level: Level) -> str:
+def read_of_empty_batch(name: str, level: Level) -> str:
     """Return the message for a Python value that is read from an empty batch."""
     return (
-        f"{level.name}, at {users_place()}: {name} asks for a value of each example, but the "
+        f"{level.name}, at {user_location()}: {name} asks for a value of each example, but the "
         f"batch has size 0, so that nothing says which way the function goes. Return early for an "
         f"empty batch."
     )

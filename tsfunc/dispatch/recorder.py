@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tsfunc.dispatch.keys import DispatchKey, split_bit
-from tsfunc.tracebacks import Place
+from tsfunc.tracebacks import Location
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Use:
 
     Attributes:
         operator: the name of the operator.
-        place: the line that called the operator.
+        location: the line that called the operator.
         backward: True if the call came from the backward pass of that line.
         key: the key that the call was dispatched to.
         transform: the name of the transform whose level served the call.
@@ -31,7 +31,7 @@ class Use:
     """
 
     operator: str
-    place: Place
+    location: Location
     backward: bool
     key: str
     transform: str
@@ -86,7 +86,7 @@ class Recorder:
     """Collector of the uses of operators.
 
     Args:
-        place: function that returns the line to name for the current call, and True if the call
+        location: function that returns the line to name for the current call, and True if the call
             comes from the backward pass of that line.
 
     Attributes:
@@ -96,8 +96,8 @@ class Recorder:
             bytes that this rank sent.
     """
 
-    def __init__(self, place: Callable[[], tuple[Place, bool]]) -> None:
-        self.place = place
+    def __init__(self, location: Callable[[], tuple[Location, bool]]) -> None:
+        self.location = location
         self.uses: dict[Use, Count] = {}
         self.started = 0
         self.exchanges: dict[tuple[str, str], tuple[int, int]] = {}
@@ -121,10 +121,10 @@ class Recorder:
         if not depth or level is None or entry is None:
             return kernel if boxed else lambda op, args, kwargs: kernel(*args, **kwargs)
         name = name_of_rule(kernel)
-        place, backward = self.place()
+        location, backward = self.location()
         within = self._within(depth)
         use = Use(
-            op.name, place, backward, key.name, level.name, depth, entry.kind, name, entry.site,
+            op.name, location, backward, key.name, level.name, depth, entry.kind, name, entry.site,
             within,
         )  # fmt: skip
 

@@ -42,9 +42,9 @@ def run_as(
     rule_in_code = inspect.unwrap(rule)
     code = getattr(rule_in_code, "__code__", None)
     source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-    place, backward = recorder.place()
+    location, backward = recorder.location()
     use = Use(
-        operator, place, backward, level.key.name, level.name, level.depth, how,
+        operator, location, backward, level.key.name, level.name, level.depth, how,
         name_of_rule(rule_in_code), source,
     )  # fmt: skip
     return recorder.run(use, lambda: rule(*args))

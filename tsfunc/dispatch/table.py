@@ -60,7 +60,7 @@ fallthrough: Final = _Fallthrough()
 
 
 class Entry:
-    """A kernel in the table, and the place of its registration.
+    """A kernel in the table, and the site of its registration.
 
     ``kind`` is "cell", "row" or "column"; a boxed kernel is called as ``(op, args, kwargs)``.
     """
@@ -236,7 +236,7 @@ class Operator:
                 chosen = (row.kernel, row.boxed, _NO_KEY_LEFT, 0)
                 self._cache[bits] = chosen
                 return chosen
-        raise DispatchError(messages.nothing_left(self.name, bits, args, kwargs))
+        raise DispatchError(messages.no_key_left(self.name, bits, args, kwargs))
 
     def entry(self, key: DispatchKey) -> Entry | None:
         """Return the entry for a key: the cell, else the row, else the column."""
@@ -335,7 +335,7 @@ def register(op: Any, key: DispatchKey, kernel: Any = None) -> Any:
     for all overloads of that name), or a name. ``kernel=fallthrough`` passes the key over.
 
     Raises:
-        DispatchError: the cell is filled already; the message names both places.
+        DispatchError: the cell is filled already; the message names both registrations.
     """
     if kernel is None:
         return lambda k: register(op, key, k)
@@ -361,7 +361,7 @@ def register_catch_all(op: Any, kernel: Any = None) -> Any:
     ``BackendSelect`` needs a cell of its own. A call without any key runs the row's kernel.
 
     Raises:
-        DispatchError: the row is filled already; the message names both places.
+        DispatchError: the row is filled already; the message names both registrations.
     """
     if kernel is None:
         return lambda k: register_catch_all(op, k)
@@ -384,7 +384,7 @@ def register_fallback(key: DispatchKey, kernel: Any = None) -> Any:
     """Fill a column: the boxed kernel ``kernel(op, args, kwargs)`` of a key for every operator.
 
     Raises:
-        DispatchError: the column is filled already; the message names both places.
+        DispatchError: the column is filled already; the message names both registrations.
     """
     if kernel is None:
         return lambda k: register_fallback(key, k)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    align_batch_dim,
     batched_front,
     front,
     logical_rank,
     one_at_least,
-    place,
     refuse_inplace,
     unit_dims,
 )
@@ -50,9 +50,9 @@ def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[An
     found_dims: list[Any] = []
     for index, dim in zip(indices, dims, strict=True):
         if _is_mask(index):
-            places = index.nonzero().unbind(1)
-            kept += places
-            found_dims += [None] * len(places)
+            positions = index.nonzero().unbind(1)
+            kept += positions
+            found_dims += [None] * len(positions)
         else:
             kept.append(index)
             found_dims.append(dim)
@@ -93,17 +93,17 @@ def index(
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
         indices, named = _places_of_masks(op, level, indices, dims[1], instead)
         dims = [dims[0], named]
-    place = lookup(indices, dims[1])
+    position = lookup(indices, dims[1])
     if dims[0] is None:
-        return op(x, place.indices), place.first if place.adjacent else 0
+        return op(x, position.indices), position.first if position.adjacent else 0
     x = front(x, dims[0])
-    if not place.batched:
-        return op(x, [None, *place.indices]), 0 if place.adjacent else place.rank
-    out = op(x, _every_example(place, x))
-    if place.adjacent and place.first:
-        start = place.rank + 1
-        lead = range(start, start + place.first)
-        out = out.movedim(tuple(lead), tuple(range(1, place.first + 1)))
+    if not position.batched:
+        return op(x, [None, *position.indices]), 0 if position.adjacent else position.rank
+    out = op(x, _every_example(position, x))
+    if position.adjacent and position.first:
+        start = position.rank + 1
+        lead = range(start, start + position.first)
+        out = out.movedim(tuple(lead), tuple(range(1, position.first + 1)))
     return out, 0
 
 
@@ -118,12 +118,12 @@ def _places_of_masks(
         for index, dim in zip(indices, dims, strict=True)
         if _is_mask(index) and dim is not None
     ]
-    places = iter(nonzeros(op, level, masks))
+    positions = iter(nonzeros(op, level, masks))
     kept: list[Any] = []
     found_dims: list[Any] = []
     for index, dim in zip(indices, dims, strict=True):
         if _is_mask(index) and dim is not None:
-            integers = next(places).unbind(2)
+            integers = next(positions).unbind(2)
             kept += integers
             found_dims += [0] * len(integers)
         else:
@@ -140,9 +140,9 @@ def _values(indices: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
     """Align the values to be written with the result of the physical indexing."""
     rank += indices.rank - indices.used
     if not indices.batched:
-        return place(v, at, rank if indices.adjacent else rank - indices.rank)
+        return align_batch_dim(v, at, rank if indices.adjacent else rank - indices.rank)
     if not (indices.adjacent and indices.first):
-        return place(v, at, rank)
+        return align_batch_dim(v, at, rank)
     v = v.unsqueeze(0) if at is None else front(v, at)
     v = unit_dims(v, 1, rank + 1 - v.dim())
     lead = tuple(range(1, indices.first + 1))
@@ -194,17 +194,17 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     count, over = values.shape[along], mask.dim() - 1
     require(
         mask.flatten(1).sum(1) == count,
-        f"shape mismatch: there are {count} values to be put at the places of a mask that has "
-        f"another number of places, for some example of a vmap",
+        f"shape mismatch: there are {count} values to be put at the positions of a mask that has "
+        f"another number of positions, for some example of a vmap",
     )
     values = one_at_least(values.movedim(along, 1), 1)
     order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
     size = max(order.shape[0], values.shape[0])
     order = order.expand(size, -1, *values.shape[2:])
     spread = values.expand(size, *values.shape[1:]).gather(1, order)
-    places = range(over)
+    positions = range(over)
     out: Tensor = spread.unflatten(1, mask.shape[1:])
-    return out.movedim([1 + i for i in places], [along + i for i in places])
+    return out.movedim([1 + i for i in positions], [along + i for i in positions])
 
 
 def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:

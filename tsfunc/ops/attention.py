@@ -168,8 +168,8 @@ def flash(
 ) -> Any:
     """Like ``efficient``. The cuDNN form has a bias and one more flag."""
     count = 3 if "flash" in op.name() else 4
-    place = 3 if count == 3 else 5
-    _refuse_dropout(op, level, args[place] if len(args) > place else 0.0)
+    position = 3 if count == 3 else 5
+    _refuse_dropout(op, level, args[position] if len(args) > position else 0.0)
     size = level.batch_size
     tensors = [_bias(x, d, size) for x, d in zip(args[:count], dims[:count], strict=True)]
     out, sums, *state = op(*tensors, *args[count:], **kwargs)
@@ -186,8 +186,8 @@ def flash_backward(
     """The cuDNN form has a bias after the random state."""
     size = level.batch_size
     folded = list(args)
-    places = [*range(6)] if "flash" in op.name() else [*range(6), 8]
-    for i in places:
+    positions = [*range(6)] if "flash" in op.name() else [*range(6), 8]
+    for i in positions:
         folded[i] = _bias(args[i], dims[i], size)
     out = op(*folded, **kwargs)
     return tuple(_split(o, size) for o in out), 0

@@ -35,16 +35,16 @@ def unfold(out: Any, size: Any, has_n: bool) -> Any:
     return tuple(None if o is None else unfold(o, size, has_n) for o in out)
 
 
-def folded(core: int, *places: int) -> Rule:
-    """Return the rule of an operator with samples of ``core`` dims as arguments ``places``."""
-    first = places[0]
+def folded(core: int, *positions: int) -> Rule:
+    """Return the rule of an operator with samples of ``core`` dims as arguments ``positions``."""
+    first = positions[0]
 
     def rule(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         size = level.batch_size
         new = list(args)
-        for i in places:
+        for i in positions:
             new[i] = fold(args[i], dims[i], size, core)
         x = args[first]
         has_n = x.dim() - (dims[first] is not None) > core

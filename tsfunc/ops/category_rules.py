@@ -95,15 +95,15 @@ class VerifiedRule:
             # The operator has no fake kernel, or the fake kernel rejects one of the two calls.
             return False
         results, expected = _listed(out), _listed(wanted)
-        places = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
-        return len(results) == len(expected) == len(places) and all(
+        positions = out_dims if isinstance(out_dims, (tuple, list)) else [out_dims] * len(results)
+        return len(results) == len(expected) == len(positions) and all(
             isinstance(result, Tensor)
             and result.dtype is one.dtype
             and at is not None
             and at < result.dim()
             and result.shape[at] == level.batch_size
             and result.shape[:at] + result.shape[at + 1 :] == one.shape
-            for result, one, at in zip(results, expected, places, strict=True)
+            for result, one, at in zip(results, expected, positions, strict=True)
         )
 
 

@@ -41,7 +41,7 @@ def _along_first_dim(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
 def elementwise(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Elementwise collectives: the batch dim keeps its place."""
+    """Elementwise collectives: the batch dim keeps its position."""
     return op(args[0].contiguous(), *args[1:], **kwargs), dims[0]
 
 

@@ -79,10 +79,10 @@ def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
     return of_members(compressed, plain, values, (size, *x.shape), x.layout)
 
 
-def taken(x: Tensor, places: Tensor) -> Tensor:
+def taken(x: Tensor, positions: Tensor) -> Tensor:
     """Return some of the examples."""
-    compressed, plain, values = (part.index_select(0, places) for part in members(x))
-    return of_members(compressed, plain, values, (len(places), *x.shape[1:]), x.layout)
+    compressed, plain, values = (part.index_select(0, positions) for part in members(x))
+    return of_members(compressed, plain, values, (len(positions), *x.shape[1:]), x.layout)
 
 
 def put_together(batches: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 @lru_cache(maxsize=1024)
-def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
+def _with_batch(equation: str, positions: tuple[int | None, ...]) -> str | None:
     """Return the equation for the physical tensors.
 
     Returns:
@@ -22,7 +22,7 @@ def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
     text = "".join(equation.split())
     inputs, arrow, output = text.partition("->")
     terms = inputs.split(",")
-    if len(terms) != len(places):
+    if len(terms) != len(positions):
         return None
     letter = next((x for x in string.ascii_letters if x not in text), None)
     if letter is None:
@@ -31,7 +31,7 @@ def _with_batch(equation: str, places: tuple[int | None, ...]) -> str | None:
         once = {x for x in inputs if x.isalpha() and inputs.count(x) == 1}
         output = ("..." if "..." in inputs else "") + "".join(sorted(once))
     mapped = []
-    for term, at in zip(terms, places, strict=True):
+    for term, at in zip(terms, positions, strict=True):
         if at is None:
             mapped.append(term)
         elif "." in term:  # an ellipsis has any number of dims: the batch is first
@@ -47,17 +47,19 @@ def einsum(
 ) -> Any:
     """The batch dim gets its own letter, in its place."""
     equation, tensors = args
-    places = dims[1]
+    positions = dims[1]
     if "." in equation:
         tensors = [
             x if at is None else batched_at(x, at, level.batch_size, 0)
-            for x, at in zip(tensors, places, strict=True)
+            for x, at in zip(tensors, positions, strict=True)
         ]
-        places = [None if at is None else 0 for at in places]
-    for x, at, term in zip(tensors, places, equation.partition("->")[0].split(","), strict=False):
+        positions = [None if at is None else 0 for at in positions]
+    for x, at, term in zip(
+        tensors, positions, equation.partition("->")[0].split(","), strict=False
+    ):
         if "." not in term and logical_rank(x, at) != sum(map(str.isalpha, term)):
             return refused(op, (None, dims[1]), args, kwargs)
-    physical = _with_batch(equation, tuple(places))
+    physical = _with_batch(equation, tuple(positions))
     if physical is None:
         return refused(op, (None, dims[1]), args, kwargs)
     return op(physical, tensors, **kwargs), 0

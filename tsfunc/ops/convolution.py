@@ -48,7 +48,7 @@ def _unfold_grouped(x: Tensor, dim: int, size: int, groups: int) -> tuple[Tensor
     return x.movedim(dim + 1, 0).flatten(dim + 1, dim + 2), 0
 
 
-def _stand_in(like: Tensor, at: int | None, dim: int, size: int) -> Tensor:
+def _placeholder_like(like: Tensor, at: int | None, dim: int, size: int) -> Tensor:
     """Return a tensor whose shape alone the kernel reads; dim ``dim`` is ``size`` times larger."""
     shape = list(like.shape)
     if at is not None:
@@ -115,11 +115,11 @@ def _input_grad(
         return out
 
     if p is None and q is None:
-        return run(grad, _stand_in(x, at, 0, 1), weight, groups), None
+        return run(grad, _placeholder_like(x, at, 0, 1), weight, groups), None
     if q is None:
-        out = run(_fold(grad, p, 0), _stand_in(x, at, 0, size), weight, groups)
+        out = run(_fold(grad, p, 0), _placeholder_like(x, at, 0, size), weight, groups)
         return _unfold(out, 0, size)
-    x = _stand_in(x, at, 1, size)
+    x = _placeholder_like(x, at, 1, size)
     if p is None:
         weight = _fold_grouped(weight, q, 0, groups) if transposed else _fold(weight, q, 1)
         return _unfold_grouped(run(grad, x, weight, groups), 1, size, groups)
@@ -135,7 +135,9 @@ def _weight_grad(
     transposed, mask = rest[3], [False, True, False]
 
     def run(grad: Tensor, x: Tensor, dim: int, by: int, groups: int) -> Tensor:
-        out: Tensor = op(grad, x, _stand_in(weight, at, dim, by), None, *rest, groups, mask)[1]
+        out: Tensor = op(
+            grad, x, _placeholder_like(weight, at, dim, by), None, *rest, groups, mask
+        )[1]
         return out
 
     if p is None and q is None:

@@ -16,20 +16,20 @@ from torch import Tensor
 
 def _signs(pivots: Tensor) -> Tensor:
     """Return the signs of the permutations that the pivots of LU factors describe."""
-    places = torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
-    return 1 - 2 * ((pivots != places).sum(-1) % 2)
+    positions = torch.arange(1, pivots.shape[-1] + 1, device=pivots.device)
+    return 1 - 2 * ((pivots != positions).sum(-1) % 2)
 
 
 def _diagonal(factors: Tensor) -> Tensor:
     return factors.diagonal(dim1=-2, dim2=-1)
 
 
-def _swapped_with_last(place: Tensor, size: int) -> Tensor:
-    """Return the permutation that swaps a place with the last one."""
-    places = torch.arange(size, device=place.device)
-    place = place.unsqueeze(-1)
-    moved = torch.where(places == place, size - 1, places)
-    return torch.where(places == size - 1, place, moved)
+def _swapped_with_last(position: Tensor, size: int) -> Tensor:
+    """Return the permutation that swaps a position with the last one."""
+    positions = torch.arange(size, device=position.device)
+    position = position.unsqueeze(-1)
+    moved = torch.where(positions == position, size - 1, positions)
+    return torch.where(positions == size - 1, position, moved)
 
 
 def linalg_det(a: Tensor) -> Any:
@@ -48,8 +48,8 @@ def linalg_det(a: Tensor) -> Any:
     regular = factors + torch.diag_embed(torch.where(diagonal == 0, tiny, 0.0).to(a.dtype))
     eye = torch.eye(size, dtype=a.dtype, device=a.device).expand(a.shape)
     inverse = torch.linalg.lu_solve(regular, pivots, eye)
-    place = inverse.abs().flatten(-2).argmax(-1)
-    row, column = place % size, place // size
+    position = inverse.abs().flatten(-2).argmax(-1)
+    row, column = position % size, position // size
 
     rows = _swapped_with_last(row, size).unsqueeze(-1).expand(a.shape)
     columns = _swapped_with_last(column, size).unsqueeze(-2).expand(a.shape)

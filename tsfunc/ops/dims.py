@@ -103,7 +103,7 @@ def unit_dims(x: Tensor, dim: int, count: int) -> Tensor:
     return x
 
 
-def place(x: Tensor, at: int | None, right: int) -> Tensor:
+def align_batch_dim(x: Tensor, at: int | None, right: int) -> Tensor:
     """Move the batch dim so that ``right`` logical dims follow it.
 
     An unbatched tensor with more than ``right`` dims gets a dim of size 1 in the place of the
@@ -148,7 +148,7 @@ def align(
     if right is None:
         right = following if lead == top else top
     placed = [
-        place(arg, at, right) if isinstance(arg, Tensor) else arg
+        align_batch_dim(arg, at, right) if isinstance(arg, Tensor) else arg
         for arg, at in zip(args, dims, strict=False)
     ]
     return placed, max(top, right) - right

@@ -126,9 +126,9 @@ def _first_accepted(
     out, done = otherwise, torch.zeros_like(otherwise, dtype=torch.bool)
     for first in range(0, _ATTEMPTS, step):
         proposals, accepted = propose(draw.attempts(1, first, step))
-        place = accepted.to(torch.int8).argmax(0, keepdim=True)
+        position = accepted.to(torch.int8).argmax(0, keepdim=True)
         here = accepted.any(0)
-        out = torch.where(here & ~done, proposals.gather(0, place).squeeze(0), out)
+        out = torch.where(here & ~done, proposals.gather(0, position).squeeze(0), out)
         done = done | here
         if _settled(done):
             break

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
 from tsfunc.ops.refusal import checked
@@ -27,10 +27,10 @@ OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 def refuse_dynamic(op: Any, instead: str) -> NoReturn:
     """Raise the error for results whose sizes can differ between examples."""
     raise DataDependentError(
-        f"vmap: {op_name(op)}, at {users_place()}: the size of the result depends on the values of "
-        f"a batched tensor, so it would differ from example to example (torch.func says: vmap: We "
-        f"do not support batching operators that can output dynamic shape. Attempted to vmap over "
-        f"{op_name(op)}). {instead}, {OUTSIDE}."
+        f"vmap: {op_name(op)}, at {user_location()}: the size of the result depends on the values "
+        f"of a batched tensor, so it would differ from example to example (torch.func says: vmap: "
+        f"We do not support batching operators that can output dynamic shape. Attempted to vmap "
+        f"over {op_name(op)}). {instead}, {OUTSIDE}."
     )
 
 
@@ -54,7 +54,7 @@ def item(
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
-            f"operations ({op_name(op)} at {users_place()} has to return one Python value, but "
+            f"operations ({op_name(op)} at {user_location()} has to return one Python value, but "
             f"each example has its own), {OUTSIDE}."
         )
     agree(op, level, front(args[0], dims[0]))
@@ -68,7 +68,7 @@ def compared(
     """Compare whole tensors: the result is one bool, which the examples must share."""
     if level.splitter is None:
         raise DataDependentError(
-            f"vmap: {op_name(op)}, at {users_place()}, answers with one Python bool, but each "
+            f"vmap: {op_name(op)}, at {user_location()}, answers with one Python bool, but each "
             f"example has its own answer. Compare element by element, (x == y).all(), and keep the "
             f"result a tensor, {OUTSIDE}."
         )
@@ -126,7 +126,8 @@ def nonzeros(op: Any, level: RuleLevel, masks: Sequence[Tensor]) -> list[Tensor]
     flat = [mask.nonzero() for mask in masks]
     size = level.batch_size
     return [
-        places.view(size, places.shape[0] // size, places.shape[1])[:, :, 1:] for places in flat
+        positions.view(size, positions.shape[0] // size, positions.shape[1])[:, :, 1:]
+        for positions in flat
     ]
 
 
@@ -168,12 +169,12 @@ def masked_select(
     for _ in range(mask.dim() - logical_rank(x, 0)):
         x = x.unsqueeze(1)
     x = x.expand(x.shape[0], *torch.broadcast_shapes(x.shape[1:], mask.shape))
-    # The number of places of one mask has one name in a trace; a view of it is another mask.
+    # The number of positions of one mask has one name in a trace; a view of it is another mask.
     mask = mask if mask.shape == x.shape[1:] else mask.expand(x.shape[1:])
-    places = mask.nonzero().unbind(1)
-    if not places:
+    positions = mask.nonzero().unbind(1)
+    if not positions:
         return lines(x)[:, mask.reshape(1)], 0
-    selected: Tensor = torch.ops.aten.index.Tensor(x, [None, *places])
+    selected: Tensor = torch.ops.aten.index.Tensor(x, [None, *positions])
     return selected, 0
 
 
@@ -201,8 +202,8 @@ def repeat_interleave(
         sums = front(args[0], dims[0]).sum(1)
         agree(op, level, sums)
         count = int(sums[0])
-    places = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
-    return torch.searchsorted(ends, places, right=True).to(args[0].dtype), 0
+    positions = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
+    return torch.searchsorted(ends, positions, right=True).to(args[0].dtype), 0
 
 
 @row("aten::nonzero_static")
@@ -216,8 +217,8 @@ def nonzero_static(
     order = flat.cumsum(1) - 1
     order = torch.where(flat, order, size).clamp(max=size)
     ordinals = order.new_full((x.shape[0], size + 1), -1)
-    places = torch.arange(flat.shape[1], device=x.device).expand(flat.shape)
-    ordinals = ordinals.scatter(1, order, places)[:, :size]
+    positions = torch.arange(flat.shape[1], device=x.device).expand(flat.shape)
+    ordinals = ordinals.scatter(1, order, positions)[:, :size]
     columns = []
     rest = ordinals
     for extent in reversed(x.shape[1:]):

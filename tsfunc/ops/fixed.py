@@ -11,10 +11,10 @@ from torch import Tensor
 from tsfunc.ops import sparse
 from tsfunc.ops.dims import (
     align,
+    align_batch_dim,
     batched_front,
     front,
     logical_rank,
-    place,
     refuse_inplace,
     unit_dims,
 )
@@ -427,7 +427,7 @@ def added_product_inplace(
         x.zero_()
     elif not _is_one(beta):
         x.mul_(beta)
-    x.add_(place(out, p, x.dim() - 1 - at), alpha=alpha)
+    x.add_(align_batch_dim(out, p, x.dim() - 1 - at), alpha=alpha)
     return x, at
 
 

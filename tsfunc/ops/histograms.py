@@ -47,9 +47,9 @@ def histc(
     bins, low, high = filled(args[1:], 100, 0, 0)
     x = lines(front(args[0], dims[0]))
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
-    places = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
-    places = torch.where((x >= lows) & (x <= highs), places, bins)
-    return counted(places, bins, None, x.dtype), 0
+    positions = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
+    positions = torch.where((x >= lows) & (x <= highs), positions, bins)
+    return counted(positions, bins, None, x.dtype), 0
 
 
 def _edges(x: Tensor, bins: int, given: Sequence[float] | None) -> Tensor:
@@ -65,9 +65,9 @@ def _located(x: Tensor, edges: Tensor) -> Tensor:
     The last bin includes its upper edge. An element outside of all bins gets the number of bins.
     """
     bins = edges.shape[1] - 1
-    places = torch.searchsorted(edges.contiguous(), x.contiguous(), right=True) - 1
-    places = torch.where(x == edges[:, -1:], bins - 1, places)
-    return torch.where((x >= edges[:, :1]) & (x <= edges[:, -1:]), places, bins)
+    positions = torch.searchsorted(edges.contiguous(), x.contiguous(), right=True) - 1
+    positions = torch.where(x == edges[:, -1:], bins - 1, positions)
+    return torch.where((x >= edges[:, :1]) & (x <= edges[:, -1:]), positions, bins)
 
 
 def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, density: bool) -> Tensor:
@@ -80,9 +80,9 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
     flat = x.new_zeros(x.shape[:2], dtype=torch.int64)
     outside = torch.zeros_like(flat, dtype=torch.bool)
     for d, (e, extent) in enumerate(zip(edges, shape, strict=True)):
-        places = _located(x[:, :, d], e)
-        outside = outside | (places == extent)
-        flat = flat * extent + places
+        positions = _located(x[:, :, d], e)
+        outside = outside | (positions == extent)
+        flat = flat * extent + positions
     flat = torch.where(outside, total, flat)
     out = counted(flat, total, weight, x.dtype).view(size, *shape)
     if density:

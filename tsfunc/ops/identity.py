@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_at, front, lines, place, refuse_inplace
+from tsfunc.ops.dims import align, align_batch_dim, batched_at, front, lines, refuse_inplace
 from tsfunc.ops.registry import Dims, Family, RuleLevel
 
 COPIES: Final = Family()
@@ -73,7 +73,7 @@ def copy_inplace(
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
-    source = place(args[1], dims[1], x.dim() - 1 - at)
+    source = align_batch_dim(args[1], dims[1], x.dim() - 1 - at)
     op(x, source, *args[2:])
     return x, at
 
@@ -86,7 +86,7 @@ def copy(
     x, at = args[0], dims[0]
     if at is None:
         x, at = batched_at(x, None, level.batch_size, 0), 0
-    return op(x, place(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
+    return op(x, align_batch_dim(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
 
 
 @COPIES.row("aten::fill_.Tensor")
@@ -101,7 +101,7 @@ def fill_inplace(
     if dims[1] is None:
         op(x, value)
     else:
-        x.copy_(place(value, dims[1], x.dim() - 1 - at))
+        x.copy_(align_batch_dim(value, dims[1], x.dim() - 1 - at))
     return x, at
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    align_batch_dim,
     batched_at,
     batched_front,
     front,
@@ -16,7 +17,6 @@ from tsfunc.ops.dims import (
     logical_rank,
     one_at_least,
     physical_dim,
-    place,
     refuse_inplace,
     wrap,
 )
@@ -172,14 +172,14 @@ def _scattered(
     if name.startswith("index_add") and kwargs.get("alpha", 1) != 1:
         source = source * kwargs["alpha"]
     x_pairs, source = _pairs(x), _pairs(source)
-    places = _spread(index, dim, source)
+    positions = _spread(index, dim, source)
     out: Tensor
     if name.startswith("index_add"):
-        out = getattr(x_pairs, f"scatter_add{suffix}")(dim, places, source)
+        out = getattr(x_pairs, f"scatter_add{suffix}")(dim, positions, source)
     elif name.startswith("index_copy"):
-        out = getattr(x_pairs, f"scatter{suffix}")(dim, places, source)
+        out = getattr(x_pairs, f"scatter{suffix}")(dim, positions, source)
     else:
-        out = getattr(x_pairs, f"scatter_reduce{suffix}")(dim, places, source, rest[0], **kwargs)
+        out = getattr(x_pairs, f"scatter_reduce{suffix}")(dim, positions, source, rest[0], **kwargs)
     return _paired(out, x)
 
 
@@ -218,15 +218,15 @@ def _filled(
     """
     if value_dim is not None:
         value = value.view(-1, *[1] * (x.dim() - 1))
-    mask = _places(x, dim, index)
+    mask = _index_mask(x, dim, index)
     if isinstance(value, Tensor):
         filled = torch.where(mask, value.to(x.dtype), x)
         return x.copy_(filled) if _is_inplace(op) else filled
     return x.masked_fill_(mask, value) if _is_inplace(op) else x.masked_fill(mask, value)
 
 
-def _places(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return a broadcastable mask of the places along a dim that each example's index names."""
+def _index_mask(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return a broadcastable mask of the positions along a dim that each example's index names."""
     size = x.shape[dim]
     index = torch.where(index < 0, index + size, index)
     mask = torch.zeros((x.shape[0], size), dtype=torch.bool, device=x.device)
@@ -299,8 +299,8 @@ def masked_scatter(
         refuse_inplace(op)
     size = level.batch_size
     rank, other = logical_rank(x, at), logical_rank(mask, dims[1])
-    whole = place(batched_front(x, at, size), 0, max(rank, other))
-    mask = place(batched_front(mask, dims[1], size), 0, max(rank, other))
+    whole = align_batch_dim(batched_front(x, at, size), 0, max(rank, other))
+    mask = align_batch_dim(batched_front(mask, dims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
     source = one_at_least(lines(batched_front(source, dims[2], size)), 1)
     flat = lines(mask)
@@ -328,8 +328,8 @@ def masked_scatter_backward(
     grad, mask, sizes = args
     size = level.batch_size
     top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))
-    grad = place(batched_front(grad, dims[0], size), 0, top)
-    mask = place(batched_front(mask, dims[1], size), 0, top)
+    grad = align_batch_dim(batched_front(grad, dims[0], size), 0, top)
+    mask = align_batch_dim(batched_front(mask, dims[1], size), 0, top)
     grad, mask = (lines(v) for v in torch.broadcast_tensors(grad, mask))
     count = 1
     for extent in sizes:

@@ -39,10 +39,11 @@ def channels_moved(x: Tensor, at: int | None) -> Tensor:
 
 
 def channels_back(x: Tensor) -> Tensor:
-    """Undo ``channels_moved``: move the channels' dim from the last place back to place 2."""
+    """Undo ``channels_moved``: move the channels' dim from the last position back to position 2."""
     return x.movedim(-1, 2)
 
 
 def moved_dim(dim: int, rank: int) -> int:
-    """Return the place of a logical dim after ``channels_moved``; examples have ``rank`` dims."""
+    """Return the position of a logical dim after ``channels_moved``; examples have ``rank`` "
+    "dims."""
     return {0: 1, 1: rank}.get(dim, dim)

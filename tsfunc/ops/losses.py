@@ -133,7 +133,7 @@ def nll_loss_forward(
 def nll_loss_backward(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Write the gradient at the place of each target."""
+    """Write the gradient at the position of each target."""
     grad, x, target, weight, reduction, ignore, total = args
     x, classes, target, counted = _picked(level, dims[1:4], x, target, weight, ignore)
     grad = grad if dims[0] is None else front(grad, dims[0])

@@ -83,8 +83,8 @@ def roll(
         if rank == 0:
             raise IndexError(f"Dimension specified as {args[2][0]} but tensor has no dimensions")
         if rank > 3 and channels_last(x, at):
-            places = [moved_dim(wrap(dim, rank), rank) for dim in args[2]]
-            return channels_back(op(channels_moved(x, at), args[1], places)), 0
+            positions = [moved_dim(wrap(dim, rank), rank) for dim in args[2]]
+            return channels_back(op(channels_moved(x, at), args[1], positions)), 0
         return op(x, args[1], physical_dims(args[2], rank, at)), at
     return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
 

@@ -65,23 +65,23 @@ def _at(x: Tensor, q: Tensor, kind: str, ignore_nan: bool) -> Tensor:
     """Return the quantiles of sorted rows, with NaN last: (batch, ..., quantiles)."""
     if ignore_nan:
         known = x.isnan().logical_not().sum(-1, keepdim=True)
-        place = q * (known - 1).to(x.dtype)
-        place = place.masked_fill(known == 0, x.shape[-1] - 1)
+        position = q * (known - 1).to(x.dtype)
+        position = position.masked_fill(known == 0, x.shape[-1] - 1)
     else:
-        place = q * (x.shape[-1] - 1)
-        place = torch.where(x[..., -1:].isnan(), x.shape[-1] - 1, place)
+        position = q * (x.shape[-1] - 1)
+        position = torch.where(x[..., -1:].isnan(), x.shape[-1] - 1, position)
     if kind == "nearest":
-        place = place.round()
+        position = position.round()
     elif kind == "lower":
-        place = place.floor()
+        position = position.floor()
     elif kind == "higher":
-        place = place.ceil()
-    shape = torch.broadcast_shapes(x.shape[:-1], place.shape[:-1])
-    x, place = x.expand(*shape, -1), place.expand(*shape, -1)
-    below = place.to(torch.int64)
+        position = position.ceil()
+    shape = torch.broadcast_shapes(x.shape[:-1], position.shape[:-1])
+    x, position = x.expand(*shape, -1), position.expand(*shape, -1)
+    below = position.to(torch.int64)
     out: Tensor = x.gather(-1, below)
     if kind in ("linear", "midpoint"):
-        above = x.gather(-1, place.ceil().to(torch.int64))
-        weight = torch.full_like(place, 0.5) if kind == "midpoint" else place - below
+        above = x.gather(-1, position.ceil().to(torch.int64))
+        weight = torch.full_like(position, 0.5) if kind == "midpoint" else position - below
         out = torch.lerp(out, above, weight)
     return out

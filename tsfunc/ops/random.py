@@ -4,7 +4,7 @@ NOTE [randomness]
 Unlike other rules, these rules also run when no argument is batched.
 
 - ``"different"``: the result is always batched. One call draws for the whole batch, with the batch
-  dim first. The numbers do not depend on the place of the batch dim, and equal torch.func's.
+  dim first. The numbers do not depend on the position of the batch dim, and equal torch.func's.
 - ``"split"``: the result is always batched, and each example draws as if it ran alone. The numbers
   are those of ``samplers``.
 - ``"same"``: one example is drawn, and the result is batched only if other arguments are. A
@@ -24,12 +24,12 @@ from torch import Tensor
 from tsfunc.ops import distributions, samplers
 from tsfunc.ops.dims import (
     align,
+    align_batch_dim,
     batched_front,
     filled,
     front,
     logical_shape,
     op_name,
-    place,
     refuse_inplace,
     unit_dims,
 )
@@ -82,8 +82,8 @@ def shaped_like(level: RuleLevel, x: Tensor, at: int | None) -> tuple[Tensor, in
     return batched_front(x, at, level.batch_size), 0
 
 
-def sized(place_of_size: int) -> Rule:
-    """Return the rule of a random factory whose size is ``args[place_of_size]``."""
+def sized(size_position: int) -> Rule:
+    """Return the rule of a random factory whose size is ``args[size_position]``."""
 
     def rule(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -94,11 +94,11 @@ def sized(place_of_size: int) -> Rule:
         if level.randomness == "split":
             default = torch.int64 if "randint" in op_name(op) else torch.get_default_dtype()
             return samplers.sampled(
-                op, level, args[place_of_size], kwargs.get("dtype") or default,
-                kwargs.get("device") or torch.get_default_device(), args[:place_of_size], kwargs,
+                op, level, args[size_position], kwargs.get("dtype") or default,
+                kwargs.get("device") or torch.get_default_device(), args[:size_position], kwargs,
             ), 0  # fmt: skip
-        before, size = args[:place_of_size], [level.batch_size, *args[place_of_size]]
-        return op(*before, size, *args[place_of_size + 1 :], **kwargs), 0
+        before, size = args[:size_position], [level.batch_size, *args[size_position]]
+        return op(*before, size, *args[size_position + 1 :], **kwargs), 0
 
     return rule
 
@@ -200,7 +200,7 @@ def drawn_inplace(
         x.copy_(out.movedim(0, at))
         return x, at
     rest = [
-        place(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
+        align_batch_dim(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
         for arg, dim in zip(args[1:], dims[1:], strict=True)
     ]
     op(front(x, at), *rest, **kwargs)
@@ -223,7 +223,7 @@ def drawn_from(
         for x, d in zip(args, dims, strict=True)
     ]
     rank = max(x.dim() for x in whole if isinstance(x, Tensor)) - 1
-    placed = [place(x, 0, rank) if isinstance(x, Tensor) else x for x in whole]
+    placed = [align_batch_dim(x, 0, rank) if isinstance(x, Tensor) else x for x in whole]
     return op(*placed, **kwargs), 0
 
 

@@ -170,12 +170,12 @@ def fused_cell(
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
-    biases, places = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
-    if (places[0] is None) != (places[1] is None):  # the kernel requires both biases or none
-        places = [0, 0]
+    biases, positions = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
+    if (positions[0] is None) != (positions[1] is None):  # the kernel requires both biases or none
+        positions = [0, 0]
         biases = [batched_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
-    x, b = _with_bias(args[0], dims[0], biases[0], places[0], size)
-    y, d = _with_bias(args[1], dims[1], biases[1], places[1], size)
+    x, b = _with_bias(args[0], dims[0], biases[0], positions[0], size)
+    y, d = _with_bias(args[1], dims[1], biases[1], positions[1], size)
     state = batched_front(args[2], dims[2], size).flatten(0, 1).contiguous()
     return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
 

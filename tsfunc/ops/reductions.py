@@ -38,15 +38,15 @@ def flat(x: Tensor, at: int) -> Tensor:
 
 
 def reduction(
-    place: int = 1,
+    position: int = 1,
     keep: int | None = 2,
     default: int | None = None,
     between: tuple[Any, ...] = (),
 ) -> Rule:
-    """Return the rule of a reduction over ``args[place]``: an int, a list, or None (all dims).
+    """Return the rule of a reduction over ``args[position]``: an int, a list, or None (all dims).
 
     Args:
-        place: the index of the dims in ``args``.
+        position: the index of the dims in ``args``.
         keep: the index of keepdim; None if keepdim is keyword-only or missing.
         default: the dims if they are not given.
         between: the defaults of the arguments between the tensor and the dims.
@@ -56,13 +56,13 @@ def reduction(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         x, at = args[0], dims[0]
-        if len(args) < place:
+        if len(args) < position:
             args = [x, *filled(args[1:], *between)]
-        given = args[place] if len(args) > place else default
+        given = args[position] if len(args) > position else default
         kept = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
         rank = x.dim() - 1
         if rank == 0:
-            return _of_scalar(op, x, given, args, kwargs, place, keep), 0
+            return _of_scalar(op, x, given, args, kwargs, position, keep), 0
         if isinstance(given, int):
             target: Any = physical_dim(given, rank, at)
             before = 1 if target < at else 0
@@ -72,10 +72,10 @@ def reduction(
             else:
                 target = every_dim(rank, at)
             before = sum([dim < at for dim in target])
-        out = op(x, *args[1:place], target, *args[place + 1 :], **kwargs)
+        out = op(x, *args[1:position], target, *args[position + 1 :], **kwargs)
         return out, at if kept else at - before
 
-    return shifted(*[Shift.SAME] * place, Shift.DIMS)(rule)
+    return shifted(*[Shift.SAME] * position, Shift.DIMS)(rule)
 
 
 def _of_scalar(
@@ -84,19 +84,19 @@ def _of_scalar(
     given: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    place: int,
+    position: int,
     keep: int | None,
 ) -> Any:
     """Reduce a scalar over an added dim of size 1; keepdim has no effect."""
     single = isinstance(given, int)
     check_dims_of_scalar([given] if single else given or ())
-    rest = list(args[place + 1 :])
+    rest = list(args[position + 1 :])
     if keep is not None and len(args) > keep:
-        rest[keep - place - 1] = False
+        rest[keep - position - 1] = False
     if "keepdim" in kwargs:
         kwargs = {**kwargs, "keepdim": False}
     target = 1 if single else [1]
-    return op(x.unsqueeze(1), *args[1:place], target, *rest, **kwargs)
+    return op(x.unsqueeze(1), *args[1:position], target, *rest, **kwargs)
 
 
 def over_all(reduce: Callable[..., Any]) -> Rule:

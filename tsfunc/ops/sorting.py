@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import batched_front, front, lines, logical_rank, physical_dim, wrap
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
@@ -127,7 +127,7 @@ def one_hot(
     if count == -1:
         if level.splitter is None:
             raise DataDependentError(
-                f"vmap: aten::one_hot, at {users_place()}: without num_classes the size of the "
+                f"vmap: aten::one_hot, at {user_location()}: without num_classes the size of the "
                 f"result depends on the values of a batched tensor. Give one_hot num_classes. "
                 f"(torch.func says: vmap: It looks like you're calling .item() on a Tensor.) "
                 f"{SPLIT}."

@@ -67,9 +67,9 @@ def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor
     high, wide = x.shape[1], y.shape[2]
     out = torch.sparse.mm(_diagonal(x), _diagonal(y)).coalesce()
     i, j = out.indices()
-    places = torch.stack([i // max(high, 1), i % max(high, 1), j % max(wide, 1)])
+    positions = torch.stack([i // max(high, 1), i % max(high, 1), j % max(wide, 1)])
     return torch.sparse_coo_tensor(
-        places, out.values(), (size, high, wide), is_coalesced=True, check_invariants=False
+        positions, out.values(), (size, high, wide), is_coalesced=True, check_invariants=False
     ), 0
 
 
@@ -329,11 +329,11 @@ def to_compressed(
 
 def _rows_compressed(op: Any, level: RuleLevel, x: Tensor) -> Tensor:
     """Convert a batch of COO matrices to a batch of CSR matrices."""
-    places, stored = _stored(op, level, x.coalesce())
+    positions, stored = _stored(op, level, x.coalesce())
     begins = torch.arange(x.shape[1] + 1, device=x.device).expand(level.batch_size, -1)
-    compressed = torch.searchsorted(places[..., 0].contiguous(), begins.contiguous())
+    compressed = torch.searchsorted(positions[..., 0].contiguous(), begins.contiguous())
     return of_members(
-        compressed, places[..., 1].contiguous(), stored.contiguous(), x.shape, torch.sparse_csr
+        compressed, positions[..., 1].contiguous(), stored.contiguous(), x.shape, torch.sparse_csr
     )
 
 
@@ -461,14 +461,14 @@ def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
             f"vmap: {op_name(op)} of a batch of tensors of layout {x.layout} with "
             f"{x.sparse_dim() - 1} sparse dims. Call to_dense() or to_sparse() first."
         )
-    places, stored = torch.ops.aten._indices.default(x), torch.ops.aten._values.default(x)
+    positions, stored = torch.ops.aten._indices.default(x), torch.ops.aten._values.default(x)
     if not x.is_coalesced():
-        order = places[0].argsort(stable=True)
-        places, stored = places[:, order], stored[order]
-    counts = places[0].bincount(minlength=level.batch_size)
+        order = positions[0].argsort(stable=True)
+        positions, stored = positions[:, order], stored[order]
+    counts = positions[0].bincount(minlength=level.batch_size)
     _same_number(op, level, counts, "to_dense")
     shape = (level.batch_size, int(counts[0]) if level.batch_size else 0)
-    return places[1:].mT.unflatten(0, shape), stored.unflatten(0, shape)
+    return positions[1:].mT.unflatten(0, shape), stored.unflatten(0, shape)
 
 
 @row("aten::_coalesce")
@@ -508,11 +508,16 @@ def sparse_coo_tensor(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The index of the example becomes an additional row of the indices."""
-    sparse, dense, size, places, stored = args
+    sparse, dense, size, positions, stored = args
     count = level.batch_size
-    places, stored = batched_front(places, dims[3], count), batched_front(stored, dims[4], count)
-    examples = torch.arange(count, device=places.device)[:, None].expand(count, places.shape[2])
-    rows_of_all = torch.cat([examples[None], places.movedim(1, 0)]).flatten(1)
+    positions, stored = (
+        batched_front(positions, dims[3], count),
+        batched_front(stored, dims[4], count),
+    )
+    examples = torch.arange(count, device=positions.device)[:, None].expand(
+        count, positions.shape[2]
+    )
+    rows_of_all = torch.cat([examples[None], positions.movedim(1, 0)]).flatten(1)
     return op(sparse + 1, dense, [count, *size], rows_of_all, stored.flatten(0, 1), **kwargs), 0
 
 
@@ -531,5 +536,5 @@ def sparse_mask(
 def to_dense(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Every dim keeps its place."""
+    """Every dim keeps its position."""
     return op(*args, **kwargs), dims[0]

@@ -1,4 +1,4 @@
-"""Fourier transforms along logical dims; the batch dim keeps its place."""
+"""Fourier transforms along logical dims; the batch dim keeps its position."""
 
 from __future__ import annotations
 

@@ -52,22 +52,22 @@ def _kind(result: Any) -> Any:
     return type(result), repr(result)
 
 
-def take_examples(x: Tensor, at: int, places: Tensor) -> Tensor:
+def take_examples(x: Tensor, at: int, positions: Tensor) -> Tensor:
     """Return some of the examples: a view if they are adjacent, else a copy in the same layout."""
-    count = len(places)
+    count = len(positions)
     if is_compressed(x):
-        return taken(x, places.to(x.device))
+        return taken(x, positions.to(x.device))
     if x.layout is not torch.strided:
-        return x.index_select(at, places.to(x.device))
-    if count == 0 or int(places[-1]) - int(places[0]) + 1 == count:
-        return x.narrow(at, int(places[0]) if count else 0, count)
+        return x.index_select(at, positions.to(x.device))
+    if count == 0 or int(positions[-1]) - int(positions[0]) + 1 == count:
+        return x.narrow(at, int(positions[0]) if count else 0, count)
     strides = x.stride()
     if strides[at] == 0:
         return x.narrow(at, 0, count)
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     if order == sorted(order):
-        return x.index_select(at, places.to(x.device))
-    laid = x.permute(order).index_select(order.index(at), places.to(x.device))
+        return x.index_select(at, positions.to(x.device))
+    laid = x.permute(order).index_select(order.index(at), positions.to(x.device))
     return laid.permute([order.index(dim) for dim in range(x.dim())])
 
 
@@ -87,9 +87,9 @@ def groups_of(answers: Tensor) -> list[Tensor]:
         return list(kind.argsort(stable=True).split(counts))
     # A list: rows can be tracers of an outer level, and reading those can split examples too.
     groups: dict[Any, list[int]] = {}
-    for place, row in enumerate(rows.tolist()):
-        groups.setdefault(tuple(row), []).append(place)
-    return [torch.tensor(places, device="cpu") for places in groups.values()]
+    for position, row in enumerate(rows.tolist()):
+        groups.setdefault(tuple(row), []).append(position)
+    return [torch.tensor(positions, device="cpu") for positions in groups.values()]
 
 
 _SINGLE: dict[str, Callable[[Any], Any]] = {

@@ -1,4 +1,4 @@
-"""Operators on lists of tensors: the batch dims are moved to the same place."""
+"""Operators on lists of tensors: the batch dims are moved to the same position."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def cat(
     ranks = [x.dim() for x in tensors]
     rank = max(ranks)
     if min(ranks) != rank:
-        # The ranks differ, so only the first place is the same in all tensors.
+        # The ranks differ, so only the first position is the same in all tensors.
         tensors, at = _without_empty(in_front(args[0], dims[0], level.batch_size)), 0
     if rank == 1:
         raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
@@ -65,7 +65,7 @@ def _cat_channels_last(tensors: Sequence[Tensor], at: int, dim: int) -> Tensor:
 def stack(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the place of the batch dim is inserted after the batch dim."""
+    """A new dim at the position of the batch dim is inserted after the batch dim."""
     tensors, at = together(args[0], dims[0], level.batch_size)
     rank = tensors[0].dim()
     dim = wrap(args[1] if len(args) > 1 else 0, rank)

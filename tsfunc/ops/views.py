@@ -135,7 +135,7 @@ def expand(
 def permute(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """The batch dim keeps its place."""
+    """The batch dim keeps its position."""
     x, at = args[0], dims[0]
     order = physical_dims(args[1], x.dim() - 1, at)
     order.insert(at, at)
@@ -155,7 +155,7 @@ def permute(
 def transpose(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Exchange two logical dims; the batch dim keeps its place."""
+    """Exchange two logical dims; the batch dim keeps its position."""
     x, first, second = args
     at = dims[0]
     rank = x.dim() - 1
@@ -221,7 +221,7 @@ def squeeze_dims(
 def unsqueeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """A new dim at the place of the batch dim is inserted after it.
+    """A new dim at the position of the batch dim is inserted after it.
 
     A first batch dim stays first.
     """
@@ -286,7 +286,7 @@ def narrow(
 def split(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Each part has the batch dim in the same place as the whole."""
+    """Each part has the batch dim in the same position as the whole."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
         raise RuntimeError(f"{op.name()} expects at least a 1-dimensional tensor")
@@ -457,8 +457,8 @@ def movedim(
     x = front(args[0], dims[0])
     rank = x.dim() - 1
     source, to = ([d] if isinstance(d, int) else d for d in args[1:])
-    places = physical_dims(source, rank, 0), physical_dims(to, rank, 0)
-    return (torch.movedim(x, *places) if rank else same(x)), 0
+    positions = physical_dims(source, rank, 0), physical_dims(to, rank, 0)
+    return (torch.movedim(x, *positions) if rank else same(x)), 0
 
 
 @VIEWS.row("aten::diag")

@@ -51,7 +51,7 @@ class Program(ProgramData):
         descriptors: the assumptions by parameter name, as :func:`specialize` takes them.
         guards: the facts that hold in every call that it answers; printed, one line each;
             ``print`` shows all of them.
-        places: the path of each flattened argument, from the name of a parameter.
+        argument_paths: the path of each flattened argument, from the name of a parameter.
         conditions: the conditions on the numbers among its inputs.
         property_guards: the facts about its arguments, other than types and sizes, that the
         function read.

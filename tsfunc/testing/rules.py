@@ -80,15 +80,15 @@ def _check(
 ) -> None:
     given, tree = pytrees.flatten(args)
     leaves = [_double(leaf) for leaf in given]
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    wrt = [i for i in places if _is_differentiable(leaves[i])]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    wrt = [i for i in positions if _is_differentiable(leaves[i])]
 
     def of_leaves(*values: Any) -> Any:
         return func(*pytrees.unflatten(tree, values))
 
     if isinstance(func, custom_jvp):
         _check_value(func, pytrees.unflatten(tree, leaves), rtol, atol)
-    for at in _batchings(leaves, places):
+    for at in _batchings(leaves, positions):
         what = f"vmap(f) over {_spelled(at)} and the stacked loop"
         _check_loop(what, of_leaves, leaves, at, rtol, atol)
     if not wrt:
@@ -122,7 +122,7 @@ def _check(
         _check_loop(what, pulled, primals, at, rtol, atol)
 
 
-def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: float) -> None:
+def _check_value(func: custom_jvp[Any], args: tuple[Any, ...], rtol: float, atol: float) -> None:
     """Check the value that a jvp rule returns: transforms use the function's value instead."""
     fixed, rest = func.fixed(func.positional(args, {}))
     if func.rule is None:
@@ -215,10 +215,10 @@ def _check_derivatives(
 Batching = list[int | None]
 
 
-def _batchings(leaves: Sequence[Any], places: Sequence[int]) -> Iterator[Batching]:
+def _batchings(leaves: Sequence[Any], positions: Sequence[int]) -> Iterator[Batching]:
     """Yield the batch dims: all tensors batched, then each alone; along the first and last dim."""
-    chosen = [tuple(places), *[(i,) for i in places if len(places) > 1]]
-    for batched in chosen if places else []:
+    chosen = [tuple(positions), *[(i,) for i in positions if len(positions) > 1]]
+    for batched in chosen if positions else []:
         for last in (False, True):
             if last and all(leaves[i].dim() == 0 for i in batched):
                 continue

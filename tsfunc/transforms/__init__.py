@@ -33,8 +33,8 @@ def _in_control(module: str, name: str) -> Callable[..., Any]:
 
 
 for _name in ("cond", "while_loop", "scan", "map_impl", "associative_scan"):
-    torch_loops.stands_for(
+    torch_loops.replace_operator(
         getattr(torch.ops.higher_order, _name), _in_control("torch_forms", _name)
     )
-torch_loops.stands_for_halving(_in_control("torch_forms", "generic_associative_scan"))
+torch_loops.replace_halving(_in_control("torch_forms", "generic_associative_scan"))
 custom_function.on_trace(_in_control("functions", "record_function"))

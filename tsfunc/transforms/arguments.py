@@ -79,11 +79,11 @@ def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, .
     return tuple(replaced)
 
 
-def with_places(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Return the values with those at ``places`` replaced."""
+def with_replaced(values: Sequence[Any], positions: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    """Return the values with those at ``positions`` replaced."""
     replaced = list(values)
-    for place, value in zip(places, new, strict=True):
-        replaced[place] = value
+    for position, value in zip(positions, new, strict=True):
+        replaced[position] = value
     return replaced
 
 

@@ -31,7 +31,7 @@ from tsfunc.bridge.tracers.registrations import prepare
 from tsfunc.bridge.tracers.tracer import NO_KWARGS
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.tracebacks import folding
-from tsfunc.transforms.arguments import like, with_places
+from tsfunc.transforms.arguments import like, with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import filled
@@ -136,8 +136,8 @@ def run(
     """Call a function once, and set it up to run again in backward passes."""
     prepare()
     leaves, tree = pytrees.flatten((tuple(args), dict(kwargs)))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaves[i] for i in positions]
     rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     devices = devices_of(tensors)
     # The random states are arguments too, so that an outer checkpoint recomputes them: otherwise
@@ -149,7 +149,7 @@ def run(
 
     def flat(*given: torch.Tensor) -> Any:
         nonlocal first
-        args, kwargs = pytrees.unflatten(tree, with_places(rest, places, given[drawn:]))
+        args, kwargs = pytrees.unflatten(tree, with_replaced(rest, positions, given[drawn:]))
         if first or not drawn:
             first = False
             return func(*args, **kwargs)
@@ -215,8 +215,8 @@ def _record(
         for leaf, needed in zip(traced.leaves, traced.batched(), strict=True)
     ]
     results = [result for result in traced.end(wanted) if result is not None]
-    tensors, numbers, (places,) = operands_of([traced], 0)
-    op = CheckpointCall(Body("checkpointed", traced.level.graph, places), policy, preserve)
+    tensors, numbers, (positions,) = operands_of([traced], 0)
+    op = CheckpointCall(Body("checkpointed", traced.level.graph, positions), policy, preserve)
     out, drawn = filled(traced, call(op, trace, tensors, numbers, results))
     set_draw_counts(drawn)
     return out

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tsfunc.bridge.tracers.memory import Meter
-from tsfunc.dispatch.places import warn
+from tsfunc.bridge.tracers.memory_meter import Meter
+from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import MemoryBudgetWarning
 
 GROWTH = 8  # the most by which measured chunks grow

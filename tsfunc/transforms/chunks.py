@@ -125,8 +125,8 @@ def _signature(leaves: Sequence[Any], at: Sequence[int | None]) -> Any:
 def _examples(value: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
     """Return the examples of a chunk: a view, except for sparse tensors, which have no views."""
     if value.layout is torch.sparse_coo or is_compressed(value):
-        places = torch.arange(start, start + length, device=value.device)
-        return take_examples(value, dim, places)
+        positions = torch.arange(start, start + length, device=value.device)
+        return take_examples(value, dim, positions)
     return value.narrow(dim, start, length)
 
 

@@ -86,8 +86,8 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
 def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:
     """Return a copy of a graph in which the given nodes are the inputs."""
     made = torch.fx.Graph()
-    places = {node: made.placeholder(node.name) for node in inputs}
+    positions = {node: made.placeholder(node.name) for node in inputs}
     for node in graph.nodes:
-        if node not in places:
-            places[node] = made.node_copy(node, places.__getitem__)
+        if node not in positions:
+            positions[node] = made.node_copy(node, positions.__getitem__)
     return made

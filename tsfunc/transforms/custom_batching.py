@@ -25,7 +25,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
@@ -71,13 +71,13 @@ def call_rule(
     level = level_to_batch(leaves)
     if level is None:
         return otherwise(*args)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     structure: list[Any] = []
 
     def whole(values: Sequence[Any], batched: Sequence[bool]) -> Any:
         filled, flags = list(leaves), [False] * len(leaves)
-        for place, value, flag in zip(places, values, batched, strict=True):
-            filled[place], flags[place] = value, flag
+        for position, value, flag in zip(positions, values, batched, strict=True):
+            filled[position], flags[position] = value, flag
         in_batched = list(pytrees.unflatten(tree, flags))
         returned = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
         out, flat = checked_result(what, returned, level.batch_size)
@@ -86,7 +86,7 @@ def call_rule(
             structure.append(pytrees.structure_of(returned[0]))
         return out, flat
 
-    outs = call_whole(whole, level, [leaves[i] for i in places])
+    outs = call_whole(whole, level, [leaves[i] for i in positions])
     return pytrees.unflatten(structure[0], outs)
 
 
@@ -240,7 +240,7 @@ class _RecordedBatchCall(Function):
             given = values[len(tensors) :]
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, batched = plan.whole(with_places(inputs, by, chosen), own)
+                outs, batched = plan.whole(with_replaced(inputs, by, chosen), own)
                 results = [(x, b) for x, b in zip(outs, batched, strict=True)
                          if isinstance(x, torch.Tensor)]  # fmt: skip
                 return tuple(_expanded(*results[j], plan.level.batch_size) for j in of)
@@ -268,7 +268,7 @@ class _RecordedBatchCall(Function):
             batched: list[bool] = []
 
             def run(*chosen: Any) -> tuple[Any, ...]:
-                outs, tangents_out = plan.whole(with_places(inputs, by, chosen), own)
+                outs, tangents_out = plan.whole(with_replaced(inputs, by, chosen), own)
                 pairs = zip(outs, tangents_out, strict=True)
                 kept = [(x, b) for x, b in pairs if isinstance(x, torch.Tensor)]
                 batched[:] = [b for _, b in kept]

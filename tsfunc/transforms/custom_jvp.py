@@ -18,12 +18,13 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import comes_from, next_node
+from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (
+    Result,
     Rule,
     RuleCall,
     RuleFunction,
@@ -36,7 +37,7 @@ from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
 
 @folded_class
-class custom_jvp(Rule):
+class custom_jvp(Rule[Result]):
     """A function with a custom forward-mode derivative; reverse mode transposes the rule.
 
     Args:
@@ -109,13 +110,14 @@ class custom_jvp(Rule):
         return (self.func, self.rule)
 
     @folding("custom_jvp")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.rule is None:
             raise self.missing("defjvp")
         args = self.positional(args, kwargs)
         if _is_transposed(args):
             return self.func(*args)
-        return self.differentiated(args)
+        out: Result = self.differentiated(args)
+        return out
 
     def pushed(
         self, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]
@@ -131,10 +133,10 @@ class custom_jvp(Rule):
         directions = call.of_rest(given, zero_of)
         if symbolic:
             zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
-            places = call.places[: call.count]
+            positions = call.positions[: call.count]
             leaves, tree = pytrees.flatten(zeros)
-            for place, t in zip(places, given, strict=True):
-                leaves[place] = t
+            for position, t in zip(positions, given, strict=True):
+                leaves[position] = t
             directions = pytrees.unflatten(tree, leaves)
         returned = self.rule(*fixed, primals, directions)
         if not isinstance(returned, tuple | list) or len(returned) != 2:
@@ -156,11 +158,11 @@ class custom_jvp(Rule):
                 f"the structure {pytrees.spelled(call.out_tree)}, got {pytrees.spelled(tree)}."
             )
         checked = []
-        for place, x in zip(call.out_places, call.results, strict=True):
+        for position, x in zip(call.out_places, call.results, strict=True):
             where = f"custom_jvp: the rule of {self.name}:"
-            if not isinstance(leaves[place], SymbolicZero):
-                check_like(f"{where} the result, as the function returns it,", leaves[place], x)
-            t = tangents[place] if x.is_differentiable else None
+            if not isinstance(leaves[position], SymbolicZero):
+                check_like(f"{where} the result, as the function returns it,", leaves[position], x)
+            t = tangents[position] if x.is_differentiable else None
             checked.append(check_like(f"{where} the tangent of a result", t, x))
         return checked
 
@@ -197,7 +199,7 @@ def _is_transposed(args: Any) -> bool:
     """True if an argument depends on such tangents (NOTE [transposed rules])."""
     tangents, since = _transposed.tangents, _transposed.since
     return bool(tangents) and any(
-        comes_from(x, tangents, since)
+        depends_on_leaves(x, tangents, since)
         for x in pytrees.leaves_of(args)
         if isinstance(x, torch.Tensor)
     )
@@ -225,7 +227,7 @@ class _Jvp(RuleFunction):
         by = [i for i, need in enumerate(needed) if need and differentiable(operands[i])]
         of = [i for i, ct in enumerate(cotangents) if ct is not None and differentiable(ct)]
         pulled: list[Any] = [None] * call.count
-        since = next_node()
+        since = next_sequence_number()
 
         def pushed(*tangents: Any) -> tuple[Any, ...]:
             given: list[Any] = [None] * call.count

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -69,9 +69,9 @@ class RuleCall:
     Attributes:
         rule: the function.
         leaves: the leaves of the differentiated arguments, then of the other arguments; None in
-            the places of operands and sizes.
+            the positions of operands and sizes.
         tree: the structures of the two groups of arguments, as a pair.
-        places: the positions of the operands among the leaves; closed-over operands have none.
+        positions: the positions of the operands among the leaves; closed-over operands have none.
         count: the number of operands that the rule differentiates by; they come first.
         sized: the positions of symbolic sizes among the leaves. In a program they differ between
             runs.
@@ -80,10 +80,10 @@ class RuleCall:
         axes: the mesh axes that the call is made in.
     """
 
-    rule: Rule
+    rule: Rule[Any]
     leaves: Sequence[Any]
     tree: tuple[Any, Any]
-    places: Sequence[int]
+    positions: Sequence[int]
     count: int
     sized: Sequence[int]
     closed: Sequence[torch.Tensor]
@@ -108,17 +108,17 @@ class RuleCall:
 
     def _filled(self, sizes: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.places, operands, strict=False):
-            leaves[place] = tensor
-        for place, size in zip(self.sized, sizes, strict=True):
-            leaves[place] = size
+        for position, tensor in zip(self.positions, operands, strict=False):
+            leaves[position] = tensor
+        for position, size in zip(self.sized, sizes, strict=True):
+            leaves[position] = size
         return leaves
 
     def of_rest(self, tensors: Sequence[Any], other: Callable[[Any], Any]) -> Any:
         """Return the differentiated arguments with other tensors; ``other`` maps the rest."""
         leaves = [other(leaf) for leaf in self.leaves[: self.tree[0].num_leaves]]
-        for place, tensor in zip(self.places[: self.count], tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self.positions[: self.count], tensors, strict=True):
+            leaves[position] = tensor
         return pytrees.unflatten(self.tree[0], leaves)
 
     def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ class RuleCall:
 
         The mesh axes of the call are bound, also in a later backward pass.
         """
-        first = len(self.places)
+        first = len(self.positions)
         seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
         return _both(self.axes.bound(), seen) if self.axes.levels else seen
 
@@ -164,13 +164,13 @@ class RuleCall:
     def result(self, tensors: Sequence[Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
         """Return a result of the stored structure."""
         leaves = [other(leaf) for leaf in self.out_leaves]
-        for place, tensor in zip(self.out_places, tensors, strict=True):
-            leaves[place] = tensor
+        for position, tensor in zip(self.out_places, tensors, strict=True):
+            leaves[position] = tensor
         return pytrees.unflatten(self.out_tree, leaves)
 
-    def name(self, place: int) -> str:
+    def name(self, position: int) -> str:
         """Return the user's name of a leaf among the differentiated arguments."""
-        number, *path = self.tree[0].paths()[place]
+        number, *path = self.tree[0].paths()[position]
         name = self.rule.parameter(number)
         return name + "".join(f"[{key!r}]" for key in path)
 
@@ -304,10 +304,17 @@ def _spelled(types: Any) -> str:
 
 
 _T = TypeVar("_T")
+# Without an annotation, as with a lambda, a type checker takes Any for the result.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Result = TypeVarWithDefault("Result", default=Any)
+else:
+    Result = TypeVar("Result")
 _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
-class Rule:
+class Rule(Generic[Result]):
     """Base class of the three kinds of custom rules: a function and its ``nondiff_argnums``."""
 
     what = "custom_rule"
@@ -315,7 +322,7 @@ class Rule:
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Result],
         nondiff_argnums: int | Sequence[int] = (),
         nondiff_argnames: str | Sequence[str] = (),
     ) -> None:
@@ -336,8 +343,8 @@ class Rule:
                     f"{self.what}: {self.name} has no parameter {name!r}, which nondiff_argnames "
                     f"names; its parameters are {', '.join(known) or 'not known'}."
                 )
-        places = {*numbers, *(known.index(name) for name in names)}
-        self.nondiff_argnums = tuple(sorted(places))
+        positions = {*numbers, *(known.index(name) for name in names)}
+        self.nondiff_argnums = tuple(sorted(positions))
 
     def _several(self, name: str, value: Any, cls: type[_T]) -> list[_T]:
         """Return the elements of an argument: one of a class, or a sequence of them."""
@@ -395,16 +402,16 @@ class Rule:
     def whole(self, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, ...]:
         """Return all arguments, merged from the two groups."""
         count = len(fixed) + len(rest)
-        places = {n % count for n in self.nondiff_argnums} if count else set()
+        positions = {n % count for n in self.nondiff_argnums} if count else set()
         remaining, kept = iter(rest), iter(fixed)
-        return tuple(next(kept if i in places else remaining) for i in range(count))
+        return tuple(next(kept if i in positions else remaining) for i in range(count))
 
     def parameter(self, number: int) -> str:
         """Return the name of a differentiated argument."""
         names = [] if self.signature is None else [*self.signature.parameters]
         count = max(len(names), number + len(self.nondiff_argnums) + 1)
-        places = {n % count for n in self.nondiff_argnums}
-        own = [names[i] if i < len(names) else str(i) for i in range(count) if i not in places]
+        positions = {n % count for n in self.nondiff_argnums}
+        own = [names[i] if i < len(names) else str(i) for i in range(count) if i not in positions]
         return own[number]
 
     def missing(self, method: str) -> UndefinedRuleError:
@@ -432,14 +439,14 @@ class Rule:
         leaves, tree = pytrees.flatten(rest)
         others, fixed_tree = pytrees.flatten(fixed)
         leaves += others
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         sized = [i for i, leaf in enumerate(leaves) if isinstance(leaf, SYMBOLIC)]
-        tensors, sizes = [leaves[i] for i in places], [leaves[i] for i in sized]
-        for i in (*places, *sized):
+        tensors, sizes = [leaves[i] for i in positions], [leaves[i] for i in sized]
+        for i in (*positions, *sized):
             leaves[i] = None
         closed = consts_of((*self.functions(), *leaves))
-        count = sum(i < tree.num_leaves for i in places)
-        call = RuleCall(self, leaves, (tree, fixed_tree), places, count, sized, closed)
+        count = sum(i < tree.num_leaves for i in positions)
+        call = RuleCall(self, leaves, (tree, fixed_tree), positions, count, sized, closed)
         return call, tuple(sizes), (*tensors, *map(as_seen_by_current_level, closed))
 
 

@@ -15,13 +15,20 @@ from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.arguments import like
-from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, check_like, structure_error
+from tsfunc.transforms.custom_rules import (
+    Result,
+    Rule,
+    RuleCall,
+    RuleFunction,
+    check_like,
+    structure_error,
+)
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
 
 @folded_class
-class custom_vjp(Rule):
+class custom_vjp(Rule[Result]):
     """A function with a reverse-mode derivative rule of the user.
 
     Args:
@@ -84,10 +91,11 @@ class custom_vjp(Rule):
         return (self.func, self.fwd, self.bwd)
 
     @folding("custom_vjp")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
-        return self.differentiated(self.positional(args, kwargs))
+        out: Result = self.differentiated(self.positional(args, kwargs))
+        return out
 
     def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
@@ -124,8 +132,8 @@ def _unperturbed(leaf: Any) -> Any:
 def _with_flags(call: RuleCall, rest: Any) -> Any:
     """Return the arguments of a ``fwd`` rule with symbolic zeros: values with perturbed flags."""
     leaves = [_unperturbed(leaf) for leaf in pytrees.leaves_of(rest)]
-    for place, flag in zip(call.places[: call.count], call.perturbed, strict=False):
-        leaves[place] = CustomVJPPrimal(leaves[place].value, flag)
+    for position, flag in zip(call.positions[: call.count], call.perturbed, strict=False):
+        leaves[position] = CustomVJPPrimal(leaves[position].value, flag)
     return pytrees.unflatten(call.tree[0], leaves)
 
 
@@ -233,17 +241,17 @@ def pulled_by_rule(
     for number, (arg, cotangent) in enumerate(zip(rest, pulled, strict=True)):
         flat += _leaves_like(rule, number, arg, cotangent)
     gradients: list[Any] = []
-    for place, x in zip(call.places[: call.count], operands, strict=False):
+    for position, x in zip(call.positions[: call.count], operands, strict=False):
         if not differentiable(x):
             gradients.append(None)
             continue
         what = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
-        none = " Where it is zero, return None." if flat[place] is not None else ""
-        gradients.append(check_like(f"{what} {call.name(place)}", flat[place], x, none=none))
+        none = " Where it is zero, return None." if flat[position] is not None else ""
+        gradients.append(check_like(f"{what} {call.name(position)}", flat[position], x, none=none))
     return gradients
 
 
-def _leaves_like(rule: Rule, number: int, arg: Any, cotangent: Any) -> list[Any]:
+def _leaves_like(rule: Rule[Any], number: int, arg: Any, cotangent: Any) -> list[Any]:
     """Return a cotangent leaf for each leaf of an argument; None covers all leaves below it."""
     try:
         leaves = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)

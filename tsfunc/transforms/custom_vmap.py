@@ -13,15 +13,15 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.abstract_eval import eval_shape
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
-from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, apply
+from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
 
 
 @folded_class
-class custom_vmap(Rule):
+class custom_vmap(Rule[Result]):
     """A function with a batching rule of the user.
 
     Args:
@@ -57,7 +57,7 @@ class custom_vmap(Rule):
 
     what = "custom_vmap"
 
-    def __init__(self, func: Callable[..., Any]) -> None:
+    def __init__(self, func: Callable[..., Result]) -> None:
         super().__init__(func)
         self.rule: Callable[..., Any] | None = None
         self._structures: dict[Any, Any] = {}
@@ -71,11 +71,12 @@ class custom_vmap(Rule):
         return (self.func, self.rule)
 
     @folding("custom_vmap")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         args = self.positional(args, kwargs)
         if self.rule is None:
             raise self.missing("def_vmap")
-        return call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
+        out: Result = call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
+        return out
 
     @property
     def _what(self) -> str:
@@ -159,7 +160,7 @@ class _UnbatchedCall(RuleFunction):
 custom_vmap.kind = _UnbatchedCall
 
 
-def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
+def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
     """Return a function that ``vmap`` calls once per example.
 
     Args:
@@ -187,11 +188,11 @@ def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
     def rule(axis_size: int, in_batched: Any, *args: Any) -> tuple[Any, bool]:
         leaves, tree = pytrees.flatten(args)
         flags = pytrees.leaves_of(tuple(in_batched))
-        places = [i for i, flag in enumerate(flags) if flag]
+        positions = [i for i, flag in enumerate(flags) if flag]
 
         def one(rows: Sequence[Any]) -> Any:
-            return func(*pytrees.unflatten(tree, with_places(leaves, places, rows)))
+            return func(*pytrees.unflatten(tree, with_replaced(leaves, positions, rows)))
 
-        return map_examples(one, [leaves[i] for i in places]), True
+        return map_examples(one, [leaves[i] for i in positions]), True
 
     return made

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 
@@ -132,7 +132,7 @@ def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> 
     gradients: list[Any] = [None] * len(closed)
     if by:
         _, pull = vjp(
-            lambda *own: tuple(function(with_places(closed, by, own))), *[closed[i] for i in by]
+            lambda *own: tuple(function(with_replaced(closed, by, own))), *[closed[i] for i in by]
         )
         for i, value in zip(by, pull(tuple(-x for x in w)), strict=True):
             gradients[i] = value
@@ -145,7 +145,7 @@ def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Valu
     if not by:
         return None
     return jvp(
-        lambda *own: tuple(function(with_places(closed, by, own))),
+        lambda *own: tuple(function(with_replaced(closed, by, own))),
         tuple(closed[i] for i in by),
         tuple(tangents[i] for i in by),
     )[1]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
 from tsfunc.bridge.tracers.boundaries import Lines
-from tsfunc.bridge.tracers.watching import PlainCalls
+from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
 from tsfunc.dispatch.recording import recording
@@ -72,7 +72,7 @@ class OperatorUse:
     seconds: float
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The user's line in short form."""
         suffix = ", backward" if self.backward else ""
         return f"{os.path.basename(self.file)}:{self.line}, {self.function}{suffix}"
@@ -137,7 +137,7 @@ class CallReport:
             level = f"{use.transform} (level {use.depth})" if use.depth else ""
             ms = f"{use.seconds * 1e3:.3f}"
             name = f"{mark}{indent}{use.operator}"
-            yield (name, use.category or "", use.place, level, use.way, str(use.times), ms)
+            yield (name, use.category or "", use.location, level, use.way, str(use.times), ms)
 
     def show(self, path: str | os.PathLike[str] | None = None) -> None:
         """Print the table, or write it as an HTML page that can be searched and sorted.
@@ -249,14 +249,14 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 def _order(counted: tuple[Use, Count]) -> tuple[str, int, bool, int]:
     """Return the sort key: by line, with each line's backward pass after it."""
     use, count = counted
-    return use.place.file, use.place.line, use.backward, count.first
+    return use.location.file, use.location.line, use.backward, count.first
 
 
 def _described(use: Use, count: Count) -> OperatorUse:
     row = find(use.operator)
     how, rule, source = _way(use, row)
     category = ops.category_of(use.operator)
-    file, line, function = use.place
+    file, line, function = use.location
     return OperatorUse(
         use.operator, category.value if category is not None else None, file, line, function,
         use.backward, use.transform, use.depth, how, rule, source, use.within, count.times,

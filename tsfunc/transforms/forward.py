@@ -108,7 +108,7 @@ def jvp(
     if (other := delegate("jvp")) is not None:
         return other(func, primals, tangents, strict=strict, has_aux=has_aux)
     if torch.is_inference_mode_enabled():
-        return autograd.out_of_inference(
+        return autograd.without_inference_mode(
             jvp, func, primals, tangents, strict=strict, has_aux=has_aux
         )
     flat, directions, spec = _match(primals, tangents)
@@ -192,7 +192,7 @@ def _jvp(
     has_aux: bool,
 ) -> Any:
     level = level_of((flat, directions))
-    if not autograd.forward_in_use(level):
+    if not autograd.may_carry_outer_tangents(level):
         # The level's key is active already if the tensors belong to a level.
         with watching_random() if level is None else nullcontext():
             return _push(func, flat, directions, spec, level, strict, has_aux)

@@ -12,7 +12,7 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.bridge.tracers.dynamo import in_dynamo
+from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
@@ -48,8 +48,8 @@ def _unit(index: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Te
     """Return one unit vector over the entries of all tensors, in the shapes of the tensors."""
     units, start = [], 0
     for x in tensors:
-        places = torch.arange(start, start + x.numel(), device=x.device)
-        unit = (places == index.to(x.device)).to(x.dtype)
+        positions = torch.arange(start, start + x.numel(), device=x.device)
+        unit = (positions == index.to(x.device)).to(x.dtype)
         units.append(unit.view(x.shape))
         start += x.numel()
     return units
@@ -91,7 +91,7 @@ def _jacrev_in_dynamo(
 
 
 @folding("jacrev")
-@in_dynamo(_jacrev_in_dynamo)
+@delegate_in_dynamo(_jacrev_in_dynamo)
 def jacrev(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -192,7 +192,7 @@ def _split_rows(rows: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.
 
 
 @folding("jacfwd")
-@in_dynamo(TORCH_FUNC["jacfwd"])
+@delegate_in_dynamo(TORCH_FUNC["jacfwd"])
 def jacfwd(
     func: Callable[..., Any],
     argnums: Argnums = 0,
@@ -267,7 +267,7 @@ def _split_columns(columns: torch.Tensor, inputs: Sequence[torch.Tensor]) -> lis
 
 
 @folding("hessian")
-@in_dynamo(TORCH_FUNC["hessian"])
+@delegate_in_dynamo(TORCH_FUNC["hessian"])
 def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any]:
     """Return the matrix of second derivatives: forward mode over reverse mode.
 

@@ -9,7 +9,7 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import is_compressed, put_together
 from tsfunc.transforms.out_dims import match_out_dims
@@ -94,7 +94,7 @@ def _leaf(value: Any, dim: int | None, size: int) -> _JoinedLeaf:
         return _Once(value)
     dim %= value.dim()
     plain = type(value) in _PLAIN and value.layout is torch.strided
-    if plain and not value.requires_grad and not tangents_here():
+    if plain and not value.requires_grad and not can_carry_tangents():
         return _Copied(value, dim, size)
     return _PartsJoiner(value, dim)
 

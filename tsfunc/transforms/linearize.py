@@ -71,7 +71,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
 
         return (*other(without_aux, *primals), *kept)
     if torch.is_inference_mode_enabled():
-        return autograd.out_of_inference(linearize, func, *primals, has_aux=has_aux)
+        return autograd.without_inference_mode(linearize, func, *primals, has_aux=has_aux)
     flat, spec = flatten_tensors(API, "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:

@@ -10,7 +10,7 @@ import torch.func
 from torch import Tensor, nn
 
 from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
-from tsfunc.bridge.tracers.flat_weights import flat_weights_kept
+from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.tracebacks import folding
 
@@ -67,7 +67,7 @@ def functional_call(
             f"A function takes its tensors as arguments."
         )
     refuse_fully_sharded(module, "functional_call")
-    with flat_weights_kept(module):
+    with preserve_flat_weights(module):
         return TORCH_FUNC["functional_call"](
             module, parameter_and_buffer_dicts, args, kwargs,
             tie_weights=tie_weights, strict=strict,

@@ -259,8 +259,8 @@ class _Joined:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         rows = torch.cat([v.movedim(along + 1, 1).flatten(0, 1) for v in values])
         if not self.sorted:
-            places = torch.repeat_interleave(starts - offsets[:-1], lengths)
-            rows = rows.index_select(0, (places + torch.arange(len(places))).to(device))
+            positions = torch.repeat_interleave(starts - offsets[:-1], lengths)
+            rows = rows.index_select(0, (positions + torch.arange(len(positions))).to(device))
         with _without_warnings_of("torch.fx._symbolic_trace"):  # torch's call of its own function
             return torch.nested.nested_tensor_from_jagged(
                 rows.movedim(0, along), self._offsets(offsets, device), jagged_dim=along + 1

@@ -23,7 +23,7 @@ from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.trace.trace_rules import traces_dtensors
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import replicated_like, unit_cotangent
-from tsfunc.bridge.tracers.dynamo import in_dynamo
+from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
@@ -84,7 +84,7 @@ class RecordedCall:
             or any(autograd.requires_grad(ct, level) for ct in lifted)
             or (not self.outer_grad and self.depends_on_others())
         )
-        again = create or autograd.differentiated_outside(self.outputs)
+        again = create or autograd.differentiated_by_outer(self.outputs)
         with autograd.recording(level) if again else autograd.unrecorded(level):
             gradients = autograd.backward(
                 self.outputs, lifted, self.inputs, create_graph=again, retain_graph=retain
@@ -162,7 +162,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     if (other := delegate("vjp")) is not None:
         return other(func, *primals, has_aux=has_aux)
     if torch.is_inference_mode_enabled():
-        return autograd.out_of_inference(vjp, func, *primals, has_aux=has_aux)
+        return autograd.without_inference_mode(vjp, func, *primals, has_aux=has_aux)
     flat, spec = flatten_tensors("vjp(f, *primals)", "primals", primals)
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
@@ -271,7 +271,7 @@ def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]: ...
 @folding("grad")
-@in_dynamo(TORCH_FUNC["grad"])
+@delegate_in_dynamo(TORCH_FUNC["grad"])
 def grad(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -312,14 +312,14 @@ def grad(
         if (other := delegate("grad")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return autograd.out_of_inference(call, args, kwargs)
+            return autograd.without_inference_mode(call, args, kwargs)
         return call(args, kwargs)
 
     return gradient
 
 
 @folding("grad_and_value")
-@in_dynamo(TORCH_FUNC["grad_and_value"])
+@delegate_in_dynamo(TORCH_FUNC["grad_and_value"])
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
@@ -346,7 +346,7 @@ def grad_and_value(
         if (other := delegate("grad_and_value")) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return autograd.out_of_inference(call, args, kwargs)
+            return autograd.without_inference_mode(call, args, kwargs)
         return call(args, kwargs)
 
     return gradient
@@ -360,7 +360,7 @@ def _value_and_grad_in_dynamo(
 
 
 @folding("value_and_grad")
-@in_dynamo(_value_and_grad_in_dynamo)
+@delegate_in_dynamo(_value_and_grad_in_dynamo)
 def value_and_grad(
     func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., tuple[_Result, Any]]:

@@ -96,9 +96,9 @@ def sparse_jacobian(
         pairs, values = entries(blocks)
 
         def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
-            own, places = blocks.within(pairs, row, column, out, x)
+            own, positions = blocks.within(pairs, row, column, out, x)
             found = values[own.to(values.device)].to(out.dtype)
-            return _laid_out(places, found, out.shape, x.shape, layout)
+            return _laid_out(positions, found, out.shape, x.shape, layout)
 
         found = blocks.of_each(block)
         return (found, func(*args, **kwargs)[1]) if has_aux else found
@@ -151,8 +151,8 @@ def jacobian_sparsity(
         pairs = pattern_of(blocks)
 
         def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
-            own, places = blocks.within(pairs, row, column, out, x)
-            return _coo(places, own[own], out.shape, x.shape)
+            own, positions = blocks.within(pairs, row, column, out, x)
+            return _coo(positions, own[own], out.shape, x.shape)
 
         return blocks.of_each(block)
 
@@ -189,7 +189,7 @@ def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
     sparse = sparsity.to_dense() if sparsity.layout is not torch.sparse_coo else sparsity
     if sparse.layout is not torch.sparse_coo:
         sparse = sparse.to_sparse()
-    places, shape = sparse.coalesce().indices(), tuple(sparse.shape)
+    positions, shape = sparse.coalesce().indices(), tuple(sparse.shape)
     rank = 1 if len(shape) == 2 and shape[1] == x.numel() else len(shape) - x.dim()
     sizes = shape[rank:]
     if sizes not in (tuple(x.shape), (x.numel(),)):
@@ -197,24 +197,24 @@ def _given(blocks: Blocks, sparsity: Any) -> torch.Tensor:
             f"{API}: sparsity must be of the output's shape and then the argument's, "
             f"{tuple(x.shape)}, or a matrix of their numbers of entries; got the shape {shape}."
         )
-    return torch.stack([_number(places[:rank], shape[:rank]), _number(places[rank:], sizes)])
+    return torch.stack([_number(positions[:rank], shape[:rank]), _number(positions[rank:], sizes)])
 
 
-def _number(places: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _number(positions: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return the flat indices of multi-dimensional positions."""
-    numbers = torch.zeros(places.shape[1], dtype=torch.long)
-    for place, size in zip(places, shape, strict=True):
-        numbers = numbers * size + place
+    numbers = torch.zeros(positions.shape[1], dtype=torch.long)
+    for position, size in zip(positions, shape, strict=True):
+        numbers = numbers * size + position
     return numbers
 
 
-def _places(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
+def _unravel_index(numbers: torch.Tensor, shape: Sequence[int]) -> list[torch.Tensor]:
     """Return the multi-dimensional positions of flat indices."""
-    places = []
+    positions = []
     for size in reversed(shape):
-        places.append(numbers % size)
+        positions.append(numbers % size)
         numbers = numbers // size
-    return places[::-1]
+    return positions[::-1]
 
 
 def colors(pairs: torch.Tensor) -> dict[int, int]:
@@ -248,8 +248,8 @@ def _seeds(chosen: dict[int, int], like: torch.Tensor) -> torch.Tensor:
     """Return for each color the sum of the unit vectors of its columns."""
     seeds = torch.zeros(_count(chosen), like.numel(), dtype=like.dtype, device=like.device)
     if chosen:
-        places = torch.tensor([*chosen.items()], device=like.device)
-        seeds[places[:, 1], places[:, 0]] = 1
+        positions = torch.tensor([*chosen.items()], device=like.device)
+        seeds[positions[:, 1], positions[:, 0]] = 1
     return seeds.view(-1, *like.shape)
 
 
@@ -291,8 +291,10 @@ def _by_rows(
 def _coo(
     pairs: torch.Tensor, values: torch.Tensor, shape: Sequence[int], sizes: Sequence[int]
 ) -> torch.Tensor:
-    places = [*_places(pairs[0], shape), *_places(pairs[1], sizes)]
-    indices = torch.stack(places) if places else torch.zeros(0, pairs.shape[1], dtype=torch.long)
+    positions = [*_unravel_index(pairs[0], shape), *_unravel_index(pairs[1], sizes)]
+    indices = (
+        torch.stack(positions) if positions else torch.zeros(0, pairs.shape[1], dtype=torch.long)
+    )
     indices = indices.to(values.device)
     return torch.sparse_coo_tensor(indices, values, [*shape, *sizes], check_invariants=True)
 

@@ -27,10 +27,10 @@ from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.trace.trace_rules import surely
 from tsfunc.bridge.tracers.boundaries import watched_for_nans
-from tsfunc.bridge.tracers.dynamo import instead_in_dynamo, outside_dynamo
+from tsfunc.bridge.tracers.dynamo import outside_dynamo, replace_in_dynamo
 from tsfunc.config import config
-from tsfunc.dispatch.places import warn
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import (
     DataDependentError,
     DescriptorError,
@@ -44,7 +44,7 @@ from tsfunc.errors import (
 from tsfunc.program import Program
 from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsInlining, Target
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
-from tsfunc.program.calling.no_match import why_unanswered
+from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.closure.guard_builder import Closure
 from tsfunc.program.closure.guard_codegen import Texts
 from tsfunc.program.graphs.backends import resolve
@@ -113,7 +113,7 @@ class Specialized(Generic[_Params, _Result]):
     def _outside(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)
 
-    @instead_in_dynamo(_inlined)
+    @replace_in_dynamo(_inlined)
     @outside_dynamo
     @is_boundary
     def __call__(self, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
@@ -466,7 +466,7 @@ class LoadedFunction(Specialized[..., Any]):
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         raise DescriptorViolation(
             f"{self.name}, loaded from {self.what}: there is no program for this call, and a file "
-            f"does not have the function itself: {why_unanswered(call, self.cache.entries)}"
+            f"does not have the function itself: {explain_miss(call, self.cache.entries)}"
             f"Call it as these were called, or save it after a call like this one."
         )
 

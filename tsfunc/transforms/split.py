@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.batch.split_level import SplitLevel, StartAnew, was_written
+from tsfunc.bridge.batch.split_level import RestartRun, SplitLevel, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.vmap_spec import Spec
@@ -129,7 +129,7 @@ class Runner:
         inputs = _inputs(self.sources, level, single)
         try:
             out = self.run(level, inputs)
-        except StartAnew as anew:
+        except RestartRun as anew:
             if anew.level is not level:
                 raise
             self._copying = self._copying or level.writes_arguments
@@ -158,7 +158,7 @@ class _NoSplitter:
     def agree(self, answers: torch.Tensor) -> None:
         """Raise: a trace has no values to split by."""
         raise DataDependentError(
-            f"{self.level.name}, at {users_place()}: a value of each example decides what the "
+            f"{self.level.name}, at {user_location()}: a value of each example decides what the "
             f"function does. data_dependent='split' looks at the values, but a trace has none. "
             f"Write the choice with torch.where, or keep the vmap outside of specialize."
         )

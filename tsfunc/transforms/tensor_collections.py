@@ -22,7 +22,7 @@ import optree
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
-from tsfunc.bridge.tracers.functorch import teach_is_batched
+from tsfunc.bridge.tracers.functorch import extend_is_batched
 from tsfunc.transforms.in_dims import match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.vmap_spec import Spec
@@ -33,17 +33,17 @@ def tensordict_module() -> Any:
     module = sys.modules.get("tensordict")
     if module is None or not hasattr(module, "is_tensor_collection"):
         return None
-    for name in _ASK.difference(_taught):
-        if (asks := sys.modules.get(name)) is not None:
-            teach_is_batched(asks, "is_batchedtensor", lambda x: isinstance(x, BatchTracer))
-            _taught.add(name)
+    for name in _IMPORTERS.difference(_extended):
+        if (importer := sys.modules.get(name)) is not None:
+            extend_is_batched(importer, "is_batchedtensor", lambda x: isinstance(x, BatchTracer))
+            _extended.add(name)
     return module
 
 
 # tensordict detaches a tensor that becomes a module's parameter, unless the tensor is batched.
 # These modules call torch.func's test, which does not know the tensors of other vmaps.
-_ASK = frozenset({"tensordict.base", "tensordict.nn.params"})
-_taught: set[str] = set()
+_IMPORTERS = frozenset({"tensordict.base", "tensordict.nn.params"})
+_extended: set[str] = set()
 
 
 class _Opaque:

@@ -15,12 +15,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.grad.autograd import out_of_inference
+from tsfunc.bridge.grad.autograd import without_inference_mode
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.boundaries import boundary, outermost
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
-from tsfunc.bridge.tracers.dynamo import in_dynamo
+from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
@@ -64,7 +64,7 @@ def _in_dynamo(
 
 
 @folding("vmap")
-@in_dynamo(_in_dynamo)
+@delegate_in_dynamo(_in_dynamo)
 def vmap(
     func: Callable[..., _Result],
     in_dims: InDims = 0,
@@ -221,7 +221,7 @@ def vmap(
             theirs = other(func, in_dims, out_dims, randomness, chunk_size=chunks)
             return theirs(*args, **kwargs)
         if torch.is_inference_mode_enabled():
-            return out_of_inference(call, args, kwargs)
+            return without_inference_mode(call, args, kwargs)
         return call(args, kwargs)
 
     # ``wraps`` only for callables with a name: modules and partials have none.

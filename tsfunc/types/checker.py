@@ -62,7 +62,7 @@ from tsfunc.types.values import (
     Path,
     children_of,
     describe,
-    place_text,
+    path_text,
     same_keys,
     same_value,
     tensor_text,
@@ -158,15 +158,23 @@ class CheckContext:
         leaves: the metadata that describes each tensor, by the tensor's path.
     """
 
-    __slots__ = ("_dims", "_entered", "_failures", "_pending", "_places", "_roots", "leaves",
-                 "sizes")  # fmt: skip
+    __slots__ = (
+        "_binding_paths",
+        "_dims",
+        "_entered",
+        "_failures",
+        "_pending",
+        "_roots",
+        "leaves",
+        "sizes",
+    )  # fmt: skip
 
     def __init__(self, roots: Mapping[str, object], dims: Mapping[str, Dim] | None = None) -> None:
         self._roots = roots
         self._dims = {} if dims is None else dims
         self.sizes: dict[str, int] = {}
         self.leaves: dict[Path, MetaTensorType] = {}
-        self._places: dict[str, tuple[Path, str]] = {}
+        self._binding_paths: dict[str, tuple[Path, str]] = {}
         self._pending: list[tuple[Path, str, DimExpr, int]] = []
         self._failures: list[Failure] = []
         self._entered: set[tuple[int, type]] = set()
@@ -178,7 +186,7 @@ class CheckContext:
 
     def fail(self, path: Path, part: str, expected: object, got: str) -> None:
         """Add a mismatch of the value at `path`, in its attribute or item `part`."""
-        mismatch = Mismatch(f"{place_text(path, self._roots)}{part}", str(expected), got)
+        mismatch = Mismatch(f"{path_text(path, self._roots)}{part}", str(expected), got)
         self._failures.append(Failure((len(path), bool(part)), mismatch))
 
     # --- types
@@ -223,7 +231,7 @@ class CheckContext:
                 if not isinstance(value, dict):
                     return self.fail(path, "", "a dict", describe(value))
                 for key, item in value.items():
-                    self.check(key, key_type, (f"a key of {place_text(path, self._roots)}",))
+                    self.check(key, key_type, (f"a key of {path_text(path, self._roots)}",))
                     self.check(item, item_type, (*path, key))
             case TSTuple(elements):
                 self._items(value, tuple, elements, path)
@@ -371,14 +379,14 @@ class CheckContext:
         """Return a context with the same state, for an alternative that may not fit."""
         trial = CheckContext(self._roots, self._dims)
         trial.sizes, trial.leaves = dict(self.sizes), dict(self.leaves)
-        trial._places, trial._pending = dict(self._places), list(self._pending)
+        trial._binding_paths, trial._pending = dict(self._binding_paths), list(self._pending)
         trial._entered = set(self._entered)
         return trial
 
     def _adopt(self, trial: CheckContext) -> None:
         """Take over the state of a fork of this context, without its mismatches."""
         self.sizes, self.leaves, self._entered = trial.sizes, trial.leaves, trial._entered
-        self._places, self._pending = trial._places, trial._pending
+        self._binding_paths, self._pending = trial._binding_paths, trial._pending
 
     # --- tensors
 
@@ -423,7 +431,7 @@ class CheckContext:
             return self.fail(path, part, f"{known} ({self._bound_at(dim.name)})", str(size))
         if known is None:
             self.sizes[dim.name] = size
-            self._places[dim.name] = (path, part)
+            self._binding_paths[dim.name] = (path, part)
             dim = self._dims.get(dim.name, dim)
         elif dim.name in self._dims:  # all of its bounds were checked at its first place
             return
@@ -448,8 +456,8 @@ class CheckContext:
 
     def _bound_at(self, name: str) -> str:
         """Return a text with the place that bound a named dim."""
-        path, part = self._places[name]
-        return f"{name} is {self.sizes[name]} at {place_text(path, self._roots)}{part}"
+        path, part = self._binding_paths[name]
+        return f"{name} is {self.sizes[name]} at {path_text(path, self._roots)}{part}"
 
     def _check_expressions(self) -> None:
         """Check the computed sizes; a name that no shape has as a dim is solved for."""
@@ -472,7 +480,7 @@ class CheckContext:
             name, solution = solved
             if solution is not None:
                 self.sizes[name] = solution
-                self._places[name] = (path, f"{part} = {expression}")
+                self._binding_paths[name] = (path, f"{part} = {expression}")
                 return True
             if {expression.evaluate({**self.sizes, name: each}) for each in (0, 1)} == {size}:
                 got = f"{size}: {expression} is {size} for every {name} ({because}), so {name} "

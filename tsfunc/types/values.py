@@ -155,7 +155,7 @@ def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(flat.entries), tuple(flat.children)
 
 
-def place_text(path: Path, roots: Mapping[str, object]) -> str:
+def path_text(path: Path, roots: Mapping[str, object]) -> str:
     """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
     text, value = str(path[0]), roots.get(path[0])
     for entry in path[1:]:

@@ -171,9 +171,9 @@ def indexed(by_tensors: Rule | None) -> Rule:
                 tensors = _tensor_indices(items, logical_rank(x, dims[0]), dims[1])
                 if tensors is None:
                     return NotImplemented
-                places = tensors[1] if any(dim is not None for dim in tensors[1]) else None
+                positions = tensors[1] if any(dim is not None for dim in tensors[1]) else None
                 overload = torch.ops.aten.index.Tensor
-                return by_tensors(overload, level, (dims[0], places), (x, tensors[0]), NO_KWARGS)
+                return by_tensors(overload, level, (dims[0], positions), (x, tensors[0]), NO_KWARGS)
         if type(index) is list or dims[0] is None:
             return NotImplemented
         try:
@@ -191,7 +191,7 @@ def _tensor_indices(
     """Return the indices and their batch dims for ``aten::index``; None for other forms."""
     at = list(dims) if isinstance(dims, list) else [dims] * len(items)
     indices: list[Any] = []
-    places: list[int | None] = []
+    positions: list[int | None] = []
     for item, dim in zip(items, at, strict=True):
         if item is Ellipsis:
             count = rank - len(items) + 1
@@ -201,13 +201,13 @@ def _tensor_indices(
             if logical_rank(item, dim) == 0:
                 return None  # acts as an int: the result is a view
             indices.append(item)
-            places.append(dim)
+            positions.append(dim)
             continue
         else:
             return None
         indices += [None] * count
-        places += [None] * count
-    return (indices, places) if len(indices) <= rank else None
+        positions += [None] * count
+    return (indices, positions) if len(indices) <= rank else None
 
 
 def transposed_matrix(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tsfunc.bridge.batch.empty_batches import may_fail_on_empty_batch, run_on_made_up_example
 from tsfunc.bridge.batch.fallback import without_rule, write_out
-from tsfunc.bridge.batch.no_examples import is_out_of_examples, run_without
 from tsfunc.bridge.batch.split_level import before_write
 from tsfunc.bridge.tracers.batch_tracer import (
     BatchLevel,
@@ -37,17 +37,17 @@ def batch_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             pass  # the level has fewer examples now, and their answers agree
         except Exception as error:
             level = _running_level()
-            if not is_out_of_examples(level, error):
+            if not may_fail_on_empty_batch(level, error):
                 raise
-            return run_without(op, level, args, kwargs, error)
+            return run_on_made_up_example(op, level, args, kwargs, error)
 
 
 def _run_rule(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Unwrap the arguments, find the batching rule of ``op`` and run it on the values."""
     level = _running_level()
     if level.splitter is not None and isinstance(op, TorchOperator):
-        for place in op.written:
-            before_write(level, args[place : place + 1])
+        for position in op.written:
+            before_write(level, args[position : position + 1])
     _, values, kinds = unwrap_args(args, level)
     dims = dims_of(kinds, values)
     any_batched = any(dim is not None for dim in dims)

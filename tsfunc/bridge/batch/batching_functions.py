@@ -74,7 +74,7 @@ def _callables(base: str) -> Iterator[Any]:
 
 
 @on_register
-def _give_way(op: Operator, key: DispatchKey | None) -> None:
+def _remove_rules(op: Operator, key: DispatchKey | None) -> None:
     """Remove what is cached of an operator, so that a user's Batch kernel or row is called."""
     if isinstance(op, TorchOperator) and key in (None, DispatchKey.Batch):
         base = _base(op.name)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
+from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
@@ -70,8 +70,8 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
         f"narrow: start and length ({length}) exceed the dimension's size ({size}) for some "
         f"example",
     )
-    places = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
-    return gather(x, dim, places)
+    positions = torch.where(start < 0, start + size, start) + torch.arange(length, device=x.device)
+    return gather(x, dim, positions)
 
 
 @_instead(F.affine_grid)
@@ -143,7 +143,7 @@ def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 
 
 def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """Return a bool mask of the filled places, which broadcasts with ``x``."""
+    """Return a bool mask of the filled positions, which broadcasts with ``x``."""
     if not x.dim():
         return torch.full((), index.numel() > 0, device=x.device)
     mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)

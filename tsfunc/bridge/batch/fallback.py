@@ -14,7 +14,7 @@ from typing import Any
 import optree
 import torch
 
-from tsfunc.bridge.batch.torch_rules import by_torchs_rule, has_torchs_rule
+from tsfunc.bridge.batch.torch_rules import has_torch_rule, run_torch_rule
 from tsfunc.bridge.sizes.shape_environment import needed_number
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, unwrap, wrap
 from tsfunc.bridge.tracers.decompositions import (
@@ -31,9 +31,9 @@ from tsfunc.bridge.tracers.operators import (
     tensors_in,
 )
 from tsfunc.dispatch import Operator
-from tsfunc.dispatch.places import users_place, warn
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import user_location, warn
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.compressed import is_compressed, stacked
 from tsfunc.ops.dims import refuse_inplace
@@ -49,7 +49,7 @@ def without_rule(
     if isinstance(op, TorchOperator):
         if op.out_names:
             return write_out(op, level, args, kwargs)
-        out = by_torchs_rule(op, level, args, kwargs)
+        out = run_torch_rule(op, level, args, kwargs)
         if out is not NotImplemented:
             return out
         decomposition = _decomposition_of(op)
@@ -61,7 +61,7 @@ def without_rule(
     return loop(op, level, args, kwargs)
 
 
-def way_of(name: str) -> str:
+def describe_execution(name: str) -> str:
     """Return a description of how vmap runs an operator that has no row."""
     overload = overload_of(name)
     if overload is None:
@@ -69,7 +69,7 @@ def way_of(name: str) -> str:
     op = operator_of(overload)
     if op.out_names:
         return "by the form that returns its result, which is then copied"
-    if op.overload.namespace != "aten" and has_torchs_rule(op):
+    if op.overload.namespace != "aten" and has_torch_rule(op):
         return "by the rule that was registered with torch"
     if own_decomposition(name) is not None:
         return "by its parts, as written here"
@@ -149,8 +149,8 @@ def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tu
     if op.composite and own_decomposition(op.name) is None:
         return "torch's own composite", ""
     code = getattr(inspect.unwrap(decomposition), "__code__", None)  # C functions have none
-    place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{decomposition.__module__}.{decomposition.__name__}", place
+    position = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{decomposition.__module__}.{decomposition.__name__}", position
 
 
 def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
@@ -177,9 +177,9 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     strict = _strict_level(level)
     if strict is not None:
         raise MissingRuleError(
-            f"{strict.name}: {op.name} has no batching rule for this call, at {users_place()}. It "
-            f"would run once for each of {level.batch_size} examples, which strict=True does not "
-            f"allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
+            f"{strict.name}: {op.name} has no batching rule for this call, at {user_location()}. "
+            f"It would run once for each of {level.batch_size} examples, which strict=True does "
+            f"not allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
             f"operator of your own), call another operator there, or leave out strict=True."
         )
     note("loop", f"one call for each of {level.batch_size} examples")
@@ -215,10 +215,10 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     if level.splitter is not None:
         agree_on_results(op, level, results)
     out = _stack(op, level, results)
-    if not any(place is not None for place in returned):
+    if not any(position is not None for position in returned):
         return out
     both = zip(out, returned, strict=True)
-    return tuple(part if place is None else args[place] for part, place in both)
+    return tuple(part if position is None else args[position] for part, position in both)
 
 
 def _reason(op: Operator) -> str:
@@ -234,8 +234,8 @@ def _reason(op: Operator) -> str:
 def _check_written(op: Operator, level: BatchLevel, args: Sequence[Any]) -> None:
     """Raise if the operator writes into an unbatched tensor, which all examples would share."""
     if isinstance(op, TorchOperator) and op.writes:
-        for place in op.written:
-            for target in tensors_in(args[place : place + 1]):
+        for position in op.written:
+            for target in tensors_in(args[position : position + 1]):
                 if unwrap(target, level)[1] is None:
                     refuse_inplace(op.native)
 
@@ -244,7 +244,7 @@ def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
     """Return the shapes of the tensors that an operator writes to."""
     if not isinstance(op, TorchOperator) or not op.writes:
         return []
-    return [x.shape for place in op.written for x in tensors_in(args[place : place + 1])]
+    return [x.shape for position in op.written for x in tensors_in(args[position : position + 1])]
 
 
 def _beginning(

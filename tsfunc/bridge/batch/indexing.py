@@ -2,7 +2,7 @@
 
 Python's indexing reads the value of an integer tensor without dims, to select or slice with it. A
 tracer has no single value, so such items are served by tensor operators: each item becomes an
-index tensor along its dim, with one place or as many as the slice has.
+index tensor along its dim, with one position or as many as the slice has.
 
 The result of a read is a view of ``x``, as with an int: NOTE [gathered views].
 
@@ -27,7 +27,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import wrap as wrap_dim
 
@@ -87,9 +87,9 @@ def _items(index: Any, rank: int) -> list[Any]:
     """Return the items of an index with Ellipsis expanded, so that they cover all dims."""
     items = list(index) if isinstance(index, tuple) else [index]
     rest = [_ALL] * (rank - sum(_consumed(item) for item in items if item is not Ellipsis))
-    for place, item in enumerate(items):
+    for position, item in enumerate(items):
         if item is Ellipsis:
-            return [*items[:place], *rest, *items[place + 1 :]]
+            return [*items[:position], *rest, *items[position + 1 :]]
     return [*items, *rest]
 
 
@@ -97,8 +97,8 @@ def _from_front(index: Any, size: int) -> torch.Tensor:
     return torch.where(index < 0, index + size, index)
 
 
-def _places(item: Any, size: int) -> torch.Tensor:
-    """Return the places along a dim of ``size`` that an item selects; an int may be negative."""
+def _item_positions(item: Any, size: int) -> torch.Tensor:
+    """Return the positions along a dim of ``size`` that an item selects; an int may be negative."""
     if not isinstance(item, slice):
         return item  # type: ignore[no-any-return]
     like = item.start if isinstance(item.start, Tracer) else item.stop
@@ -133,10 +133,10 @@ def _same_count(counts: Any, item: slice) -> int:
     if splits:
         return int(counts)
     raise DataDependentError(
-        f"vmap, at {users_place()}: x[start:stop] with bounds that differ from example to example "
-        f"has between {low} and {high} elements, so the size of the result would differ too. "
-        f"Slices of one size for all work (x[i : i + 2], where every i + 2 is within x); else use "
-        f"torch.where or a mask. {SPLIT}."
+        f"vmap, at {user_location()}: x[start:stop] with bounds that differ from example to "
+        f"example has between {low} and {high} elements, so the size of the result would differ "
+        f"too. Slices of one size for all work (x[i : i + 2], where every i + 2 is within x); else "
+        f"use torch.where or a mask. {SPLIT}."
     )
 
 
@@ -160,9 +160,9 @@ def _get(
         same = all(a is b for a, b in zip(given, known, strict=True))
         return NotImplemented if same else x[known]
     items = _items(known, x.dim())
-    for place in reversed(range(len(items))):
-        if _is_traced(items[place]):
-            x = _taken(x, items, place)
+    for position in reversed(range(len(items))):
+        if _is_traced(items[position]):
+            x = _taken(x, items, position)
     return x[tuple(items)] if items else x
 
 
@@ -176,8 +176,8 @@ def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
 
 def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
     """Return the input and the arguments with these names, None for each missing one."""
-    places = enumerate(("input", *names))
-    return [args[k] if k < len(args) else kwargs.get(name) for k, name in places]
+    positions = enumerate(("input", *names))
+    return [args[k] if k < len(args) else kwargs.get(name) for k, name in positions]
 
 
 def _select(
@@ -216,14 +216,14 @@ def _tensor_split(
     return torch.tensor_split(args[0] if args else kwargs["input"], where.tolist(), dim)
 
 
-def _taken(x: torch.Tensor, items: list[Any], place: int) -> torch.Tensor:
+def _taken(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
     """Gather one traced item from ``x`` and update ``items`` for the dims of the result."""
-    item = items.pop(place)
-    dim = sum(_consumed(item) for item in items[:place])
-    places = _places(item, x.shape[dim])
-    if places.dim():
-        items.insert(place, _ALL)
-    return gather(x, dim, places)
+    item = items.pop(position)
+    dim = sum(_consumed(item) for item in items[:position])
+    positions = _item_positions(item, x.shape[dim])
+    if positions.dim():
+        items.insert(position, _ALL)
+    return gather(x, dim, positions)
 
 
 def _set(
@@ -284,24 +284,24 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     view = x[tuple(_ALL if _is_traced(item) else item for item in items)]
     kept = [item for item in items if item is None or isinstance(item, slice) or _is_traced(item)]
     dims = [dim for dim, item in enumerate(kept) if _is_traced(item)]
-    places = [_places(kept[dim], view.shape[dim]) for dim in dims]
+    positions = [_item_positions(kept[dim], view.shape[dim]) for dim in dims]
     shape: list[int] = []  # the shape of the written part, and the dims of slices in it
     spans: list[int] = []
     for dim, size in enumerate(view.shape):
-        place = places[dims.index(dim)] if dim in dims else None
-        if place is None:
+        position = positions[dims.index(dim)] if dim in dims else None
+        if position is None:
             shape.append(size)
-        elif place.dim():
+        elif position.dim():
             spans.append(len(shape))
-            shape.append(place.shape[0])
+            shape.append(position.shape[0])
     value = _without_leading_ones(value.to(x.dtype), len(shape)).expand(shape)
     value = value.movedim(spans, list(range(len(spans))))
     after = len(spans)
-    for k, place in enumerate(places):
-        if place.dim():
+    for k, position in enumerate(positions):
+        if position.dim():
             after -= 1
-            places[k] = place.view(-1, *[1] * after)
-    view.movedim(dims, list(range(len(dims)))).index_put_(tuple(places), value)
+            positions[k] = position.view(-1, *[1] * after)
+    view.movedim(dims, list(range(len(dims)))).index_put_(tuple(positions), value)
 
 
 def _has_basic_index(kinds: Sequence[Any]) -> bool:

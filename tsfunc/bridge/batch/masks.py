@@ -1,8 +1,8 @@
 """Writes by masks that differ between examples, for tensors that autograd records.
 
-The derivative of torch's masked write looks up the places of the mask, whose number depends on the
-mask's values. The functions below write all places instead: the places outside of the mask get
-their old values.
+The derivative of torch's masked write looks up the selected positions, whose number depends on
+the mask's values. The functions below write all positions instead, and the positions that the mask
+does not select get their old values.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def _at_the_places(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.T
         require(
             mask.sum() == count,
             f"shape mismatch: a value with {count} entries is written by a mask that has another "
-            f"number of places for some example",
+            f"number of positions for some example",
         )
-        # The n-th selected place gets the n-th entry. For no entries, any value serves.
+        # The n-th selected position gets the n-th entry. For no entries, any value serves.
         order = mask.reshape(-1).cumsum(0) - 1
         if not count:
             value = value.new_zeros([*value.shape[:dim], 1, *value.shape[dim + 1 :]])

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tsfunc.bridge.batch.sized_composites import needs_plain_sizes
+from tsfunc.bridge.batch.symbolic_composites import needs_plain_sizes
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 
 # The computation of one step: from the input's product, the states before and the weights to the
@@ -153,10 +153,10 @@ def _is_packed(func: Callable[..., Any], args: Sequence[Any]) -> bool:
 def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
     name = func.__name__.lstrip("_")
     raise DataDependentError(
-        f"vmap: {name} of a packed sequence, at {users_place()}: expected padded sequences, since "
-        f"torch reads the lengths of packed ones as Python numbers, also if all examples have the "
-        f"same lengths. Pass the padded sequences to the layer and select each result at its "
-        f"length (outputs.gather(...)), or call the layer outside of the vmapped function."
+        f"vmap: {name} of a packed sequence, at {user_location()}: expected padded sequences, "
+        f"since torch reads the lengths of packed ones as Python numbers, also if all examples "
+        f"have the same lengths. Pass the padded sequences to the layer and select each result at "
+        f"its length (outputs.gather(...)), or call the layer outside of the vmapped function."
     )
 
 

@@ -33,10 +33,10 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     if not isinstance(x, Selection):
         if len(items) != 1 or items[0].dtype is torch.bool:
             return NotImplemented
-        return index.like(x[items[0].places], items[0].after + x.dim() - 1)
+        return index.like(x[items[0].elements], items[0].after + x.dim() - 1)
     if isinstance(index, Selection):
         return _narrowed(x, index)
-    front = x.places.dim() + x.at
+    front = x.elements.dim() + x.at
     if not all(item is None or item is ... or isinstance(item, int | slice) for item in items):
         return NotImplemented
     return _basic(x, items, front)
@@ -44,10 +44,10 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
 
 def _narrowed(x: Selection, by: Selection) -> Any:
     """Restrict a selection to the selected elements for which the selection ``by`` is True."""
-    if by.dtype is not torch.bool or by.after or by.places.dim() != 1 or not x.is_first:
+    if by.dtype is not torch.bool or by.after or by.elements.dim() != 1 or not x.is_first:
         return NotImplemented
     flags = by.on(x.mask, x.source)
-    out = x.like(x.places)
+    out = x.like(x.elements)
     out.mask, out.source = x.mask & flags, None
     return out
 
@@ -59,17 +59,17 @@ def _one(x: Selection, number: int) -> torch.Tensor:
     require(count >= least, f"index {number} is out of bounds of what a mask selects")
     order = (~x.mask).byte().argsort(stable=True)
     ordinal = torch.full_like(count, number) if number >= 0 else count + number
-    place = order.index_select(0, ordinal.reshape(1))
-    return x.places.index_select(x.at, place).squeeze(x.at)
+    position = order.index_select(0, ordinal.reshape(1))
+    return x.elements.index_select(x.at, position).squeeze(x.at)
 
 
 def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
-    """Index with ints, slices and None; the dim of the places is kept, or takes a leading int."""
+    """Index with ints, slices and None; the dim of the elements is kept, or takes a leading int."""
     whole = [*items]
     if ... in whole:
-        place = whole.index(...)
+        position = whole.index(...)
         used = sum(1 for item in whole if item is not None) - 1
-        whole[place : place + 1] = [_ALL] * (x.places.dim() - used)
+        whole[position : position + 1] = [_ALL] * (x.elements.dim() - used)
     dim = 0
     for k, item in enumerate(whole):
         if item is not None and dim == front:
@@ -79,9 +79,9 @@ def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
                 return NotImplemented
             behind = whole[k + 1 :]
             gone = sum(isinstance(i, int) for i in behind)
-            return x.like(x.places[tuple(whole)], x.after - gone + behind.count(None))
+            return x.like(x.elements[tuple(whole)], x.after - gone + behind.count(None))
         dim += item is not None
-    return x.like(x.places[tuple(whole)])
+    return x.like(x.elements[tuple(whole)])
 
 
 def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
@@ -90,9 +90,9 @@ def _set(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     if isinstance(x, Selection):
         if not isinstance(index, Selection) or index.dtype is not torch.bool:
             return NotImplemented
-        lead, (places, flags, value) = together([x, index, value], func.__name__)
+        lead, (elements, flags, value) = together([x, index, value], func.__name__)
         if not isinstance(value, torch.Tensor) or value.dim() <= lead.after:
-            places.copy_(torch.where(flags, value, places))
+            elements.copy_(torch.where(flags, value, elements))
             return None
         return NotImplemented
     items = masked_items(x, index)
@@ -119,44 +119,44 @@ def _index_put(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
 
 
 def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Flatten all elements of a selection into the dim of the places."""
+    """Flatten a selection into one dim of elements."""
     x, *shape = args
     if func.__name__ in ("reshape", "view") and shape not in ([-1], [(-1,)], [[-1]]):
         return NotImplemented
     if func.__name__ == "flatten" and (shape or kwargs):
         return NotImplemented
-    mask = x.column().expand_as(x.places).reshape(-1)
+    mask = x.column().expand_as(x.elements).reshape(-1)
     return (
-        x.like(x.places.reshape(-1), 0)
-        if x.places.dim() == 1
-        else _of(x, x.places.reshape(-1), mask)
+        x.like(x.elements.reshape(-1), 0)
+        if x.elements.dim() == 1
+        else _of(x, x.elements.reshape(-1), mask)
     )
 
 
-def _of(x: Selection, places: torch.Tensor, mask: torch.Tensor) -> Any:
-    """Return a selection of ``places`` with a new mask."""
-    out = x.like(places, 0 if places.dim() == 1 else None)
+def _of(x: Selection, elements: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Return a selection of ``elements`` with a new mask."""
+    out = x.like(elements, 0 if elements.dim() == 1 else None)
     out.mask, out.source = mask, None
     return out
 
 
 def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """``cat`` along the dim of the places; the elements of plain tensors are all selected."""
+    """``cat`` along the dim of the elements; the elements of plain tensors are all selected."""
     parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
     lead = next(selections_in(parts))
-    places, masks = [], []
+    elements, masks = [], []
     for part in parts:
         if isinstance(part, Selection):
             if part.after != lead.after:
                 return NotImplemented
-            places.append(part.places)
+            elements.append(part.elements)
             masks.append(part.mask)
         else:
-            places.append(part)
+            elements.append(part)
             masks.append(lead.mask.new_ones(part.shape[dim]))
-    if wrap_dim(dim, lead.places.dim()) != lead.at + lead.places.dim():
+    if wrap_dim(dim, lead.elements.dim()) != lead.at + lead.elements.dim():
         return NotImplemented
-    return _of(lead, torch.cat(places, dim), torch.cat(masks))
+    return _of(lead, torch.cat(elements, dim), torch.cat(masks))
 
 
 def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:

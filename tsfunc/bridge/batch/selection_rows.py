@@ -26,27 +26,27 @@ _T = torch.Tensor
 
 
 def _matmul(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
-    """Multiply rows or columns by a matrix, or contract two selections over their places."""
+    """Multiply rows or columns by a matrix, or contract two selections over their elements."""
     x, y = args if not kwargs else (*args, *kwargs.values())
     if func.__name__ == "__rmatmul__":
         x, y = y, x
     if isinstance(x, Selection) and isinstance(y, Selection):
         # The contracted dim is the last of x, and the last but one of y.
-        if x.after != 0 or y.after != min(y.places.dim() - 1, 1):
+        if x.after != 0 or y.after != min(y.elements.dim() - 1, 1):
             return NotImplemented
-        places = y.on(x.mask, x.source)
-        keep = y.mask if places is y.places else x.mask
-        return torch.matmul(x.filled(0), torch.where(keep.reshape(-1, *[1] * y.after), places, 0))
+        elements = y.on(x.mask, x.source)
+        keep = y.mask if elements is y.elements else x.mask
+        return torch.matmul(x.filled(0), torch.where(keep.reshape(-1, *[1] * y.after), elements, 0))
     if isinstance(x, Selection):
         if not x.after:
             return NotImplemented
         after = x.after - 1 if y.dim() == 1 else x.after
         if y.dim() > 2:
             return NotImplemented
-        return x.like(torch.matmul(x.places, y), after)
-    if y.after or y.places.dim() < 2:
+        return x.like(torch.matmul(x.elements, y), after)
+    if y.after or y.elements.dim() < 2:
         return NotImplemented
-    return y.like(torch.matmul(x, y.places))
+    return y.like(torch.matmul(x, y.elements))
 
 
 def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
@@ -56,7 +56,7 @@ def _rows(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         return NotImplemented
     if any(isinstance(value, Selection) for value in (*args[1:], *kwargs.values())):
         return NotImplemented
-    return x.like(func(x.places, *args[1:], **kwargs))
+    return x.like(func(x.elements, *args[1:], **kwargs))
 
 
 def _layer_norm(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
@@ -68,15 +68,15 @@ def _embedding(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
     x = args[0]
     if not isinstance(x, Selection) or any(selections_in((*args[1:], *kwargs.values()))):
         return NotImplemented
-    return x.like(func(x.places, *args[1:], **kwargs), x.after + 1)
+    return x.like(func(x.elements, *args[1:], **kwargs), x.after + 1)
 
 
 def _transposed(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     x = args[0]
-    if x.places.dim() == 1:
-        return x.like(x.places)
-    out = func(x.places, *args[1:], **kwargs)
-    if x.places.dim() != 2:
+    if x.elements.dim() == 1:
+        return x.like(x.elements)
+    out = func(x.elements, *args[1:], **kwargs)
+    if x.elements.dim() != 2:
         return NotImplemented
     return x.like(out, 1 - x.after)
 
@@ -86,8 +86,8 @@ def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     given = dict(kwargs)
     lead, values = together(args[:2], func.__name__)
     dim = given.get("dim", args[2] if len(args) > 2 else 1)
-    if func is functional.cosine_similarity and wrap_dim(dim, lead.places.dim()) <= (
-        lead.at + lead.places.dim()
+    if func is functional.cosine_similarity and wrap_dim(dim, lead.elements.dim()) <= (
+        lead.at + lead.elements.dim()
     ):
         return NotImplemented
     if not lead.after:
@@ -139,7 +139,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
         return NotImplemented
     reduction = given.pop("reduction", "mean")
     classes = target.on(x.mask, x.source)
-    each = x.like(func(x.places, classes, reduction="none", **given), x.after - 1)
+    each = x.like(func(x.elements, classes, reduction="none", **given), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
         return _summed_up(each, reduction)
     # The mean divides by the weights of the rows' classes, and skips ignored rows.
@@ -155,8 +155,8 @@ def _normalize(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
     x, given = args[0], named(args, kwargs, "p", "dim")
     if not isinstance(given.get("p", 2.0), int | float) or given.get("p", 2.0) <= 0:
         return NotImplemented
-    over = wrap_dim(given.get("dim", 1), x.places.dim()) == x.at + x.places.dim()
-    return x.like(func(x.filled(0) if over else x.places, **given))
+    over = wrap_dim(given.get("dim", 1), x.elements.dim()) == x.at + x.elements.dim()
+    return x.like(func(x.filled(0) if over else x.elements, **given))
 
 
 function_rules: Final = SelectionRules()

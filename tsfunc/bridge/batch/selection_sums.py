@@ -1,7 +1,7 @@
 """Reductions of selections: NOTE [selections] in ``selections``.
 
-Each reduction is a call on all places, with the neutral element of the reduction in the places
-that are not selected: zero for a sum, the smallest number for a maximum.
+Each reduction is a call on all elements, with the neutral element of the reduction in place of the
+elements that are not selected: zero for a sum, the smallest number for a maximum.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _DIM = ("dim", "keepdim")
 
 
 def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
-    """Return the reduced dims, and True if the dim of the places is among them."""
-    rank = x.places.dim()
+    """Return the reduced dims, and True if the dim of the elements is among them."""
+    rank = x.elements.dim()
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     wrapped = [wrap_dim(each, rank) for each in dims] or list(range(rank))
     return wrapped, x.at + rank in wrapped
 
 
 def _left(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
-    """Return a result that keeps the dim of the places, as a selection."""
-    behind = [dim for dim in spans if dim > x.at + x.places.dim()]
+    """Return a result that keeps the dim of the elements, as a selection."""
+    behind = [dim for dim in spans if dim > x.at + x.elements.dim()]
     return x.like(out, x.after if keepdim else x.after - len(behind))
 
 
@@ -58,10 +58,10 @@ def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], som
             return NotImplemented
         spans, over = _spans(x, dim)
         if not over:
-            return _left(x, func(x.places, **given), spans, given.get("keepdim", False))
+            return _left(x, func(x.elements, **given), spans, given.get("keepdim", False))
         if some:
             _require_some(x, func.__name__)
-        return func(x.filled(neutral(x.places)), **given)
+        return func(x.filled(neutral(x.elements)), **given)
 
     return served
 
@@ -74,16 +74,16 @@ def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     x, given = args[0], named(args, kwargs, *_DIM)
     spans, over = _spans(x, given.get("dim"))
     if not over:
-        return _left(x, func(x.places, **given), spans, given.get("keepdim", False))
+        return _left(x, func(x.elements, **given), spans, given.get("keepdim", False))
     dtype = given.get("dtype") or x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        return func(x.places, **given)  # torch raises the error
-    places = x.places.to(dtype)
+        return func(x.elements, **given)  # torch raises the error
+    elements = x.elements.to(dtype)
     keep = x.column()
     if func.__name__ == "nanmean":
-        keep = keep & ~places.isnan()
-    keep = keep.expand_as(places)
-    total = torch.where(keep, places, 0).sum(spans, given.get("keepdim", False))
+        keep = keep & ~elements.isnan()
+    keep = keep.expand_as(elements)
+    total = torch.where(keep, elements, 0).sum(spans, given.get("keepdim", False))
     return total / keep.sum(spans, given.get("keepdim", False))
 
 
@@ -99,12 +99,12 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> A
     keepdim = given.get("keepdim", False)
     spans, over = _spans(x, given.get("dim"))
     if not over:
-        out = func(x.places, spans, correction=correction, keepdim=keepdim)
+        out = func(x.elements, spans, correction=correction, keepdim=keepdim)
         return _left(x, out, spans, keepdim)
-    keep = x.column().expand_as(x.places)
+    keep = x.column().expand_as(x.elements)
     count = keep.sum(spans, True)
-    mean = torch.where(keep, x.places, 0).sum(spans, True) / count
-    off = torch.where(keep, x.places - mean, 0)
+    mean = torch.where(keep, x.elements, 0).sum(spans, True) / count
+    off = torch.where(keep, x.elements - mean, 0)
     squares = (off * off.conj()).real if off.is_complex() else off * off
     out = squares.sum(spans, True) / (count - correction).clamp(min=0)
     if not keepdim:
@@ -138,7 +138,7 @@ def _extremum(largest: bool) -> Any:
             return both(args[0], other)
         x = args[0]
         if other is not None and not _spans(x, other)[1]:
-            values, at = func(x.places, **given)
+            values, at = func(x.elements, **given)
             keepdim = given.get("keepdim", False)
             spans = _spans(x, other)[0]
             return type(func(torch.zeros(1), 0))(
@@ -146,8 +146,8 @@ def _extremum(largest: bool) -> Any:
             )
         _require_some(x, func.__name__)
         if other is None:
-            return func(x.filled(_limit(x.places, not largest)))
-        return func(_in_front(x, _limit(x.places, not largest)), **given)
+            return func(x.filled(_limit(x.elements, not largest)))
+        return func(_in_front(x, _limit(x.elements, not largest)), **given)
 
     return served
 
@@ -168,9 +168,9 @@ def _place(largest: bool) -> Any:
             return NotImplemented  # the result is an index into the flattened tensor
         spans, over = _spans(x, dim)
         if not over:
-            return _left(x, func(x.places, **given), spans, keepdim)
+            return _left(x, func(x.elements, **given), spans, keepdim)
         _require_some(x, func.__name__)
-        return func(_in_front(x, _limit(x.places, not largest)), **given)
+        return func(_in_front(x, _limit(x.elements, not largest)), **given)
 
     return served
 
@@ -183,7 +183,7 @@ def _along(neutral: Callable[[torch.Tensor], Any]) -> Any:
         if not isinstance(x, Selection) or not isinstance(given.get("dim"), int):
             return NotImplemented
         over = _spans(x, given["dim"])[1]
-        return x.like(func(x.filled(neutral(x.places)) if over else x.places, **given))
+        return x.like(func(x.filled(neutral(x.elements)) if over else x.elements, **given))
 
     return served
 
@@ -192,8 +192,8 @@ def _median(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
     x = args[0]
     if len(args) > 1 or kwargs:
         return NotImplemented
-    mask = x.column().expand_as(x.places).reshape(-1)
-    values = x.places.reshape(-1)
+    mask = x.column().expand_as(x.elements).reshape(-1)
+    values = x.elements.reshape(-1)
     # Add small and large numbers around the selected ones so that the middle stays the same.
     count = mask.sum()
     below = (mask.shape[0] - 1) // 2 - (count - 1) // 2

@@ -4,14 +4,15 @@ NOTE [selections]
 The number of elements that a mask selects differs between examples, so a batch can't hold the
 result. Many uses of the result don't depend on that number: elementwise functions, sums and means,
 and a write by the same mask (``x[mask] = f(x[mask])``, which includes ``x[mask] *= 2``). So
-``x[mask]`` returns a *selection*: all places, and a mask of the selected ones. The dim of the
-places is the only dim of unknown size. An operation that needs this size raises an error that names
-the line of ``x[mask]``.
+``x[mask]`` returns a *selection*: all elements, and a mask of the selected ones. The dim of the
+elements is the only dim of unknown size. An operation that needs this size raises an error that
+names the line of ``x[mask]``.
 
-Places that are not selected hold the first selected element of the example. A function therefore
-behaves at them as it does at a selected place: no logarithm of a number that the mask excludes,
-and no infinite derivative. Before a reduction, the neutral element replaces them: zero for a sum,
-the smallest number for a maximum (``selection_sums``; ``selection_rows``, ``selection_items``).
+Each element that is not selected is replaced by the first selected element of its example. A
+function therefore behaves there as it does at a selected element: no logarithm of a number that the
+mask excludes, and no infinite derivative. Before a reduction, the neutral element replaces them:
+zero for a sum, the smallest number for a maximum (``selection_sums``; ``selection_rows``,
+``selection_items``).
 
 Selections are implemented by calls at the user's own level, as if the program contained these
 calls. Derivatives of every kind, outer levels and traces see ``torch.where`` and similar operators.
@@ -42,10 +43,10 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.refusal import require
-from tsfunc.tracebacks import Place
+from tsfunc.tracebacks import Location
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -86,18 +87,19 @@ class Selection(Tracer):
     """A tensor of some elements of another tensor, which differ between examples.
 
     Attributes:
-        places: all elements, ``[*before, places, *after]``: the mask's dims are flattened into one.
-        mask: True for the selected places; it has one dim.
-        after: the number of dims after that of the places.
+        elements: all elements, of shape ``[*before, count, *after]``: the mask's dims are flattened
+            into one.
+        mask: True for the selected elements; it has one dim.
+        after: the number of dims after that of the elements.
         source: the user's mask and its state; None after the selection was narrowed.
-        line: the place in the user's code that made the selection.
+        line: the line of the user's code that made the selection.
     """
 
-    places: torch.Tensor
+    elements: torch.Tensor
     mask: torch.Tensor
     after: int
     source: tuple[torch.Tensor, Any] | None
-    line: Place
+    line: Location
 
     @classmethod
     def __torch_function__(
@@ -129,13 +131,13 @@ class Selection(Tracer):
 
     @property
     def at(self) -> int:
-        """The dim of the places, as a negative number."""
+        """The dim of the elements, as a negative number."""
         return -1 - self.after
 
     @property
     def is_first(self) -> bool:
-        """True if the dim of the places is the first."""
-        return self.places.dim() == self.after + 1
+        """True if the dim of the elements is the first."""
+        return self.elements.dim() == self.after + 1
 
     def sync(self) -> NoReturn:
         """Raise, because a selection has no tensor of a known size."""
@@ -148,7 +150,7 @@ class Selection(Tracer):
             f"values of a batched tensor, so it would differ from example to example (torch.func "
             f"says: vmap: We do not support batching operators that can output dynamic shape. "
             f"Attempted to vmap over aten::index.Tensor). It can be used elementwise, summed, and "
-            f"written back by its mask; {by}, at {users_place()}, needs its size. Use "
+            f"written back by its mask; {by}, at {user_location()}, needs its size. Use "
             f"torch.where(mask, x, fill) instead of x[mask], or call it outside of the vmapped "
             f"function. {SPLIT}."
         )
@@ -158,11 +160,11 @@ class Selection(Tracer):
         self.refuse("shape")
 
     def size(self, dim: Any = None) -> Any:
-        """Return the size of one dim; raise if it is the dim of the places."""
-        rank = self.places.dim()
+        """Return the size of one dim; raise if it is the dim of the elements."""
+        rank = self.elements.dim()
         if dim is None or dim % rank == self.at % rank:
             self.refuse("size")
-        return self.places.size(dim)
+        return self.elements.size(dim)
 
     def numel(self) -> NoReturn:
         self.refuse("numel")
@@ -179,36 +181,36 @@ class Selection(Tracer):
     def describe(self) -> str:
         return f"Selection(by a mask of {self.dispatch_level.name}, at {self.line})"
 
-    def like(self, places: torch.Tensor, after: int | None = None) -> Any:
+    def like(self, elements: torch.Tensor, after: int | None = None) -> Any:
         """Return a selection of another tensor by the same mask."""
-        return _make(places, self.mask, self.after if after is None else after, self.source,
+        return _make(elements, self.mask, self.after if after is None else after, self.source,
                      self.line)  # fmt: skip
 
     def filled(self, value: Any) -> torch.Tensor:
-        """Return all places, with ``value`` in those that are not selected."""
-        return torch.where(self.column(), self.places, value)
+        """Return all elements, with ``value`` in those that are not selected."""
+        return torch.where(self.column(), self.elements, value)
 
     def column(self) -> torch.Tensor:
         """Return the mask with dims of size 1 for the dims after it, so that it broadcasts."""
         return self.mask.reshape(-1, *[1] * self.after)
 
     def count(self) -> torch.Tensor:
-        """Return the number of selected places as a tensor without dims."""
+        """Return the number of selected elements as a tensor without dims."""
         return self.mask.sum()
 
     def on(self, mask: torch.Tensor, source: Any = None) -> torch.Tensor:
-        """Return the places in the order of another mask, which must select as many elements."""
+        """Return the elements in the order of another mask, which must select as many elements."""
         if mask is self.mask or (source is not None and _same(source, self.source)):
-            return self.places
+            return self.elements
         count = mask.sum()
         require(
             count == self.count(),
             "shape mismatch: two masks are used together that do not select as many elements",
         )
-        # The n-th place that one mask selects corresponds to the n-th of the other.
+        # The n-th element that one mask selects corresponds to the n-th of the other.
         order = (~self.mask).byte().argsort(stable=True)
         ordinal = (mask.cumsum(0) - 1).clamp(min=0)
-        return self.places.index_select(self.at, order.index_select(0, ordinal))
+        return self.elements.index_select(self.at, order.index_select(0, ordinal))
 
 
 def is_lazy(mask: Any) -> bool:
@@ -228,15 +230,15 @@ def select(x: torch.Tensor, items: Sequence[Any]) -> Any:
     view, mask, before = view_of(x, items)
     after = view.dim() - before - mask.dim()
     source = mask, state_of(mask)
-    places = view.flatten(before, -1 - after) if mask.dim() else view.unsqueeze(before)
+    elements = view.flatten(before, -1 - after) if mask.dim() else view.unsqueeze(before)
     flat = mask.clone().reshape(-1)
     if flat.shape[0]:
         first = flat.byte().argmax(0).reshape(1)
-        fill = places.detach().index_select(before, first)
+        fill = elements.detach().index_select(before, first)
         if fill.is_floating_point() or fill.is_complex():
             fill = torch.where(flat.any(), fill, 1.0)
-        places = torch.where(flat.reshape(-1, *[1] * after), places, fill)
-    return _make(places, flat, after, source, users_place())
+        elements = torch.where(flat.reshape(-1, *[1] * after), elements, fill)
+    return _make(elements, flat, after, source, user_location())
 
 
 def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -247,10 +249,10 @@ def view_of(x: torch.Tensor, items: Sequence[Any]) -> tuple[torch.Tensor, torch.
     Raises:
         IndexError: the mask's shape is not that of the dims that it indexes.
     """
-    (place,) = [place for place, item in enumerate(items) if isinstance(item, BatchTracer)]
-    mask = items[place]
-    before = sum(1 for item in items[:place] if item is None or isinstance(item, slice))
-    basic = [*items[:place], *[_ALL] * mask.dim(), *items[place + 1 :]]
+    (position,) = [position for position, item in enumerate(items) if isinstance(item, BatchTracer)]
+    mask = items[position]
+    before = sum(1 for item in items[:position] if item is None or isinstance(item, slice))
+    basic = [*items[:position], *[_ALL] * mask.dim(), *items[position + 1 :]]
     view = x if all(item == _ALL for item in basic) else x[tuple(basic)]
     spans = tuple(view.shape[before : before + mask.dim()])
     if spans != tuple(mask.shape):
@@ -265,10 +267,10 @@ def spread(value: Selection, mask: torch.Tensor, right: int) -> torch.Tensor:
     """Return a selection as the values of a write by ``mask``, with ``right`` dims after it."""
     if value.after != right:
         value.refuse("a write to dims that it does not have")
-    places = value.on(mask.reshape(-1), (mask, state_of(mask)))
+    elements = value.on(mask.reshape(-1), (mask, state_of(mask)))
     if not mask.dim():
-        return places.squeeze(value.at)
-    shaped: torch.Tensor = places.unflatten(value.at, mask.shape)
+        return elements.squeeze(value.at)
+    shaped: torch.Tensor = elements.unflatten(value.at, mask.shape)
     return shaped
 
 
@@ -282,9 +284,9 @@ def selections_in(values: Sequence[Any]) -> Iterator[Selection]:
 
 
 def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
-    """Return the first selection, and all values in the order of its places.
+    """Return the first selection, and all values in the order of its elements.
 
-    Values that broadcast with the places are returned unchanged. ``by`` is the name of the
+    Values that broadcast with the elements are returned unchanged. ``by`` is the name of the
     operation, for the error.
     """
     lead = next(selections_in(args))
@@ -312,12 +314,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _make(
-    places: torch.Tensor, mask: torch.Tensor, after: int, source: Any, line: Place
+    elements: torch.Tensor, mask: torch.Tensor, after: int, source: Any, line: Location
 ) -> Selection:
     HOOKED.setdefault(Selection, _serve)
-    level = innermost_level((places, mask))
+    level = innermost_level((elements, mask))
     return Selection.make(
-        places.detach(), level, places=places, mask=mask, after=after, source=source, line=line
+        elements.detach(),
+        level,
+        elements=elements,
+        mask=mask,
+        after=after,
+        source=source,
+        line=line,
     )
 
 

@@ -12,7 +12,7 @@ the vmapped call runs the function for each of them from its start. As a result:
 - a batch whose examples keep leaving one by one is given up, and the rest of it is run example by
   example. The number of complete runs is never more than a loop over the examples makes.
 
-A value made before the batch became smaller has a place for each example of the earlier batch. A
+A value made before the batch became smaller has an entry for each example of the earlier batch. A
 tracer is narrowed at the next access: its ``value`` is a property that selects the remaining
 examples, under the state that the level captured, so that the graphs of outer levels include the
 selection.
@@ -39,11 +39,11 @@ from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, BatchTracer,
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer
-from tsfunc.bridge.writing.memory import physical
+from tsfunc.bridge.writing.storages import physical
 from tsfunc.ops.splitting import groups_of, take_examples
 
 
-class StartAnew(BaseException):
+class RestartRun(BaseException):
     """Internal: aborts the run of a level's examples, which the vmapped call then repeats.
 
     The base class is not ``Exception``, so that the user's function does not catch it.
@@ -106,7 +106,7 @@ class SplitLevel(BatchLevel):
         self._past: list[torch.Tensor] = []
         self._picked: dict[int, torch.Tensor] = {}
         outer = [level for level in self.outer.levels if isinstance(level, SplitLevel)]
-        self._moves: _Moves = outer[0]._moves if outer else _Moves()
+        self._moves: _NarrowedStorages = outer[0]._moves if outer else _NarrowedStorages()
 
     def examples(self, device: torch.device) -> torch.Tensor:
         return self.subset.to(device)
@@ -133,7 +133,7 @@ class SplitLevel(BatchLevel):
             The positions of the remaining examples in the batch, or None if all examples agree.
 
         Raises:
-            StartAnew: the batch is split; its first example runs by itself, and the others later.
+            RestartRun: the batch is split; its first example runs by itself, and the others later.
         """
         self.reads_values = True
         groups = groups_of(answers)
@@ -146,13 +146,13 @@ class SplitLevel(BatchLevel):
         self.subset = self.subset[kept]
         self.generation += 1
         self.batch_size = len(kept)
-        if self._comes_apart():
+        if self._keeps_splitting():
             self.put_off += self.subset[1:].split(1)
             self.subset = self.subset[:1]
-            raise StartAnew(self)
+            raise RestartRun(self)
         return kept
 
-    def _comes_apart(self) -> bool:
+    def _keeps_splitting(self) -> bool:
         """Return True if examples kept leaving in small groups until a quarter was gone.
 
         The condition is at least three splits with at most two examples per split on average. The
@@ -172,17 +172,17 @@ class SplitLevel(BatchLevel):
 
     def twin(self, name: str) -> BatchLevel:
         twin = super().twin(name)
-        twin.splitter = _BeginningAnew(self)
+        twin.splitter = _RestartSplitter(self)
         return twin
 
     def narrowed(self, value: torch.Tensor, at: int, generation: int) -> torch.Tensor:
         """Select the remaining examples of a value from an earlier generation."""
-        places = self._picked.get(generation)
-        if places is None:
-            places = torch.searchsorted(self._past[generation], self.subset)
-            self._picked[generation] = places
+        positions = self._picked.get(generation)
+        if positions is None:
+            positions = torch.searchsorted(self._past[generation], self.subset)
+            self._picked[generation] = positions
         with self.restored(), torch.set_grad_enabled(self.torch_state.grad_mode):
-            taken = take_examples(value, at, places)
+            taken = take_examples(value, at, positions)
         self._moves.moved(value, taken, self)
         return taken
 
@@ -194,15 +194,16 @@ class SplitLevel(BatchLevel):
         arguments = self._moves.arguments_at(memory, self)
         if arguments and not self.copying:
             self.writes_arguments = True
-            raise StartAnew(self)
+            raise RestartRun(self)
         self.written |= arguments
-        level = self._moves.parted_at(memory)
+        level = self._moves.diverged_at(memory)
         if level is not None:
-            raise StartAnew(level)
+            raise RestartRun(level)
 
-    def note_argument(self, value: torch.Tensor, place: int) -> None:
-        """Record that ``value`` is the input at ``place``; the caller must see writes into it."""
-        self._moves.note_argument(value, self, place)
+    def note_argument(self, value: torch.Tensor, position: int) -> None:
+        """Record that ``value`` is the input at ``position``; the caller must see writes into "
+        "it."""
+        self._moves.note_argument(value, self, position)
 
 
 def was_written(value: torch.Tensor) -> bool:
@@ -241,7 +242,7 @@ class SplitTracer(FastBatchTracer):
         self._generation = level.generation
 
 
-class _BeginningAnew:
+class _RestartSplitter:
     """The splitter of a level that a rule enters for the batch of another level.
 
     A rule's values have one batch size, so they can't be narrowed within the rule. If examples
@@ -252,12 +253,12 @@ class _BeginningAnew:
         self.level = level
 
     def agree(self, answers: torch.Tensor) -> None:
-        """Return None if all examples agree, and raise StartAnew otherwise."""
+        """Return None if all examples agree, and raise RestartRun otherwise."""
         if self.level.agree(answers) is not None:
-            raise StartAnew(self.level)
+            raise RestartRun(self.level)
 
 
-class _Moves:
+class _NarrowedStorages:
     """The storages that were one memory before examples parted.
 
     Nested levels share one record, because an outer level may move memory that an inner level
@@ -282,22 +283,22 @@ class _Moves:
         if before.cdata in self._arguments:
             self._arguments[after.cdata] = after, self._arguments[before.cdata][1]
 
-    def parted_at(self, memory: StorageWeakRef) -> SplitLevel | None:
+    def diverged_at(self, memory: StorageWeakRef) -> SplitLevel | None:
         """Return the outermost level at which a memory parted from another one that is alive."""
         family = self._families.get(memory.cdata, ())
         others = [at for other, at in family if other.cdata != memory.cdata and not other.expired()]
         return min(others, key=lambda level: level.depth, default=None)
 
-    def note_argument(self, value: torch.Tensor, level: SplitLevel, place: int) -> None:
+    def note_argument(self, value: torch.Tensor, level: SplitLevel, position: int) -> None:
         """Record that a memory belongs to an argument of a level's call."""
         memory = _storage_of(value)
         if memory is not None:
-            self._arguments.setdefault(memory.cdata, (memory, set()))[1].add((level, place))
+            self._arguments.setdefault(memory.cdata, (memory, set()))[1].add((level, position))
 
     def arguments_at(self, memory: StorageWeakRef, level: SplitLevel) -> set[int]:
         """Return the arguments of a level's call that a memory belongs to, or was copied from."""
         known = self._arguments.get(memory.cdata)
-        return set() if known is None else {place for at, place in known[1] if at is level}
+        return set() if known is None else {position for at, position in known[1] if at is level}
 
 
 def _storage_of(value: torch.Tensor) -> StorageWeakRef | None:

@@ -31,7 +31,7 @@ from tsfunc.ops.category_rules import rule_of_category
 from tsfunc.ops.registry import Category, Rule
 
 
-def by_torchs_rule(
+def run_torch_rule(
     op: TorchOperator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a custom operator by a rule that was written for torch, or by its ``pointwise`` tag.
@@ -48,13 +48,13 @@ def by_torchs_rule(
         returned = rule(info, tuple(dims), *values, **kwargs)
         what = f"the rule that register_vmap was given for {op.name}"
         return results_of_rule(returned, what, values, args, level)
-    if has_torchs_rule(op):
+    if has_torch_rule(op):
         note("rule", "torch.vmap's")
         return _by_torch_vmap(op, level, args, kwargs)
     return _by_tag(op, level, args, kwargs)
 
 
-def has_torchs_rule(op: TorchOperator) -> bool:
+def has_torch_rule(op: TorchOperator) -> bool:
     """Return True if a rule for torch.vmap is registered."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name, "FuncTorchBatched"))
 

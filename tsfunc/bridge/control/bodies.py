@@ -41,8 +41,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
-from tsfunc.bridge.tracers.questions import suppress_guards
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using
 

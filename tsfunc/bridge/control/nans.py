@@ -30,11 +30,11 @@ from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import Lines, on_debug_nans
-from tsfunc.dispatch.places import is_users, source_of
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.recording import recording
+from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
-from tsfunc.tracebacks import GENERATED, PLACES, Place
+from tsfunc.tracebacks import GENERATED, LOCATIONS, Location
 
 # They return memory that is not written yet, or the memory of an argument.
 _UNWRITTEN = (
@@ -84,7 +84,7 @@ class _NanRecorder(Recorder):
         outermost = not self.running
         out = super().run(use, call, alone=alone)
         if outermost and _is_written(use.operator):
-            _look(use.operator, out, use.place, use.backward)
+            _look(use.operator, out, use.location, use.backward)
         return out
 
 
@@ -101,8 +101,8 @@ class _NanMode(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self.recorder.running and _is_written(func.name()) and _tensors((args, kwargs)):
-            place, backward = self.lines.here()
-            _look(func.name(), out, _place_in_program() or place, backward)
+            location, backward = self.lines.here()
+            _look(func.name(), out, _program_location() or location, backward)
         return out
 
 
@@ -115,19 +115,21 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor)]
 
 
-def _place_in_program() -> Place | None:
+def _program_location() -> Location | None:
     """Return the user's line of the statement of a program that is running; None outside of one."""
     frame = inspect.currentframe()
-    while frame is not None and not is_users(frame):
+    while frame is not None and not is_user_frame(frame):
         if frame.f_code.co_filename.startswith(GENERATED):
-            place = frame.f_globals.get(PLACES, {}).get(frame.f_lineno)
-            if place is not None:
-                return place if isinstance(place, Place) else Place(str(place), 0, "")
+            location = frame.f_globals.get(LOCATIONS, {}).get(frame.f_lineno)
+            if location is not None:
+                return (
+                    location if isinstance(location, Location) else Location(str(location), 0, "")
+                )
         frame = frame.f_back
     return None
 
 
-def _look(operator: str, out: Any, place: Place, backward: bool) -> None:
+def _look(operator: str, out: Any, location: Location, backward: bool) -> None:
     """Raise an error if a result has a NaN."""
     for result in _tensors(out):
         value, stack = unwrap_all(result)
@@ -145,7 +147,7 @@ def _look(operator: str, out: Any, place: Place, backward: bool) -> None:
             with torch.no_grad():
                 number, _ = unwrap_all(index(level, None))
             found.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
-        text = _message(operator, place, backward, levels, found, at[len(levels) :], nan)
+        text = _message(operator, location, backward, levels, found, at[len(levels) :], nan)
         raise NanError(text, operator, tuple(found))
 
 
@@ -162,10 +164,10 @@ def _nan_mask(value: Any) -> torch.Tensor | None:
 
 
 def _message(
-    operator: str, place: Place, backward: bool, levels: Sequence[BatchLevel],
+    operator: str, location: Location, backward: bool, levels: Sequence[BatchLevel],
     examples: Sequence[int], at: Sequence[int], nan: torch.Tensor,
 ) -> str:  # fmt: skip
-    line = f"{place}{source_of(place, ': ')}" if place.line else place.file
+    line = f"{location}{source_line(location, ': ')}" if location.line else location.file
     within = "the backward pass of " if backward else ""
     where = "".join(
         f" in example {example} of {level.name}"

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.batch.split_level import StartAnew
+from tsfunc.bridge.batch.split_level import RestartRun
 from tsfunc.bridge.grad.linear_maps import (
     LinearMap,
     at_level,
@@ -136,7 +136,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
         Examples outside of the subset, which need no answer, are never put off.
 
         Raises:
-            StartAnew: the examples of the subset have different answers.
+            RestartRun: the examples of the subset have different answers.
         """
         groups = groups_of(answers)
         if len(groups) == 1:
@@ -148,7 +148,7 @@ class SubsetLevel(BatchLevel, LevelProxy):
         for number, subset in enumerate(sorted(groups, key=len, reverse=True)):
             group[index[subset]] = number
         splitter.agree(group)
-        raise StartAnew(self.whole)
+        raise RestartRun(self.whole)
 
     def ancestors(self) -> Iterator[BatchLevel]:
         """Yield the levels that the subset was selected from, the closest first."""

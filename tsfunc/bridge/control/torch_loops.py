@@ -29,7 +29,7 @@ from tsfunc.dispatch.state import tls
 OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
 
 
-def stands_for(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
+def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) -> None:
     """Register the replacement of a torch operator inside of transforms, with equal arguments."""
 
     def called(_: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -54,7 +54,7 @@ class _Given(TorchFunctionMode):
         return OURS.get(func, func)(*args, **(kwargs or {}))
 
 
-def _given_to_ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _redirect_to_own(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None) -> Any:
         if not tls.state.levels:
             return compiled(fn, args, kwargs)
@@ -64,7 +64,7 @@ def _given_to_ours(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def stands_for_halving(func: Callable[..., Any]) -> None:
+def replace_halving(func: Callable[..., Any]) -> None:
     """Register the replacement of ``generic_associative_scan`` inside of transforms."""
     home: Any = importlib.import_module("torch._higher_order_ops.associative_scan")
     halving = home.generic_associative_scan
@@ -75,12 +75,12 @@ def stands_for_halving(func: Callable[..., Any]) -> None:
     home.generic_associative_scan = call
 
 
-def take_over() -> None:
+def patch_torch_loops() -> None:
     """Patch torch so that its functions don't compile while a level is active."""
     utils: Any = torch._higher_order_ops.utils
     compiled = getattr(utils, "_hop_compile_and_call", None)
     if compiled is not None:
-        utils._hop_compile_and_call = _given_to_ours(compiled)
+        utils._hop_compile_and_call = _redirect_to_own(compiled)
 
 
-take_over()
+patch_torch_loops()

@@ -33,10 +33,10 @@ from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
 from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.questions import known_to_hold
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
+from tsfunc.bridge.tracers.user_queries import known_to_hold
 from tsfunc.dispatch import current_levels
 
 _alias = torch.ops.aten.alias.default
@@ -69,7 +69,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
         )
     lifted = lift(value, level)
     with DisableTorchFunctionSubclass():
-        connected = lifted.requires_grad or forward_in_use(level)
+        connected = lifted.requires_grad or may_carry_outer_tangents(level)
         if isinstance(lifted, Tracer) and lifted.dispatch_level is level and not connected:
             fresh: torch.Tensor = lifted.aliased_here()
         elif lifted.layout is torch.strided:
@@ -82,7 +82,7 @@ def fresh_input(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     return fresh
 
 
-def out_of_inference(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def without_inference_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function under ``no_grad`` instead of inference mode, which can't record.
 
     Inference tensors among the arguments are cloned.
@@ -181,7 +181,7 @@ class recording(_Recorded):
             self._watching.__exit__(*error)
 
 
-def _is_of(value: Any, level: TracerLevel) -> bool:
+def _belongs_to(value: Any, level: TracerLevel) -> bool:
     """Return True if a tensor belongs to the level's transform, including its subsets."""
     return isinstance(value, Tracer) and value.dispatch_level.root is level.root
 
@@ -208,7 +208,7 @@ def outside_graph(grad_mode: bool) -> Iterator[None]:
 
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
     """Return True if the value depends on an outer differentiated input of the same level."""
-    if level is not None and not _is_of(value, level):
+    if level is not None and not _belongs_to(value, level):
         return False
     with DisableTorchFunctionSubclass():
         return any(part.requires_grad for part in _with_tangents((value,), level))
@@ -218,7 +218,7 @@ def _with_tangents(
     values: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> Sequence[torch.Tensor]:
     """Return the values and their tangents, which have separate graphs."""
-    if not forward_in_use(level):
+    if not may_carry_outer_tangents(level):
         return values
     tangents = [forward_ad.unpack_dual(value).tangent for value in values]
     return [*values, *(tangent for tangent in tangents if tangent is not None)]
@@ -235,7 +235,7 @@ def reaches_other_leaves(
 
     def is_other(variable: torch.Tensor) -> bool:
         own = any(variable is leaf for leaf in leaves)
-        return not own and (level is None or _is_of(variable, level))
+        return not own and (level is None or _belongs_to(variable, level))
 
     with DisableTorchFunctionSubclass():
         outputs = _with_tangents(outputs, level)
@@ -244,7 +244,7 @@ def reaches_other_leaves(
 
 def is_perturbed(value: Any) -> bool:
     """Return True if a tensor is differentiated by, at any level and in either mode."""
-    recorded, forward = torch.is_grad_enabled(), tangents_here()
+    recorded, forward = torch.is_grad_enabled(), can_carry_tangents()
     with DisableTorchFunctionSubclass():
         while isinstance(value, torch.Tensor):
             if recorded and value.requires_grad:
@@ -255,12 +255,12 @@ def is_perturbed(value: Any) -> bool:
     return False
 
 
-def next_node() -> int:
+def next_sequence_number() -> int:
     """Return the sequence number of the next node that this thread makes."""
     return _autograd._get_sequence_nr()
 
 
-def comes_from(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
+def depends_on_leaves(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
     """Return True if a tensor, or a value that it wraps, was computed from leaves of a graph.
 
     Args:
@@ -269,13 +269,13 @@ def comes_from(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
         since: the smallest sequence number of a node that can depend on the leaves.
     """
     while isinstance(value, torch.Tensor):
-        if any(value is leaf for leaf in leaves) or _made_of(value, leaves, since):
+        if any(value is leaf for leaf in leaves) or _has_node_from(value, leaves, since):
             return True
         value = getattr(value, "value", None) if isinstance(value, Tracer) else None
     return False
 
 
-def _made_of(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) -> bool:
+def _has_node_from(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: int) -> bool:
     with DisableTorchFunctionSubclass():
         pending: list[Any] = [value.grad_fn]
         seen = set(pending)
@@ -326,14 +326,14 @@ _leaves: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] = (
 )
 
 
-def differentiated_outside(outputs: Sequence[torch.Tensor]) -> bool:
+def differentiated_by_outer(outputs: Sequence[torch.Tensor]) -> bool:
     """Return True if the outputs carry tangents, or an outer level differentiates by their inputs.
 
     Some backward formulas (for example that of ``linalg.det``) use saved values without
     derivatives, unless grad mode is on when they run.
     """
     with DisableTorchFunctionSubclass():
-        forward = tangents_here()
+        forward = can_carry_tangents()
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:
                 return True
@@ -419,7 +419,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
     with DisableTorchFunctionSubclass():
         if not value.requires_grad:
             return value
-        if tangents_here():
+        if can_carry_tangents():
             primal, tangent = forward_ad.unpack_dual(value)
             if tangent is not None:
                 dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
@@ -438,7 +438,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
 _dual_lock = threading.Condition()
 _DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0
-_dual_ours = False
+_dual_level_entered = False
 _dual_owner = 0
 
 
@@ -449,37 +449,37 @@ class DualLevelTaken(RuntimeError):
 @leaves_dual_level
 def _leave_dual_level(before: int) -> None:
     """Exit the dual level that jvps of this thread have entered since it was at ``before``."""
-    global _dual_users, _dual_ours
+    global _dual_users, _dual_level_entered
     if _dual_owner != threading.get_ident():
         return
     with suppress(RuntimeError):  # raised as soon as the thread does not hold the lock
         while True:
             _dual_lock.release()
     with _dual_lock:
-        if before < 0 and (_dual_ours or _dual_users or forward_ad._current_level >= 0):
+        if before < 0 and (_dual_level_entered or _dual_users or forward_ad._current_level >= 0):
             # torch's level number may not agree with whether the level is entered.
             with suppress(RuntimeError):
                 torch._C._exit_dual_level(level=0)
             forward_ad._current_level = -1
-        _dual_users, _dual_ours = 0, False
+        _dual_users, _dual_level_entered = 0, False
         _dual_lock.notify_all()
 
 
-def tangents_here() -> bool:
+def can_carry_tangents() -> bool:
     """Return True if values on this thread can carry tangents.
 
     The jvp of another thread does not count, since it may exit the dual level at any moment.
     """
-    if outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours):
+    if outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_level_entered):
         return True
     return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
 
 
-def forward_in_use(level: TracerLevel | None) -> bool:
+def may_carry_outer_tangents(level: TracerLevel | None) -> bool:
     """Return True if tensors of this level may carry tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
-    return outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_ours)
+    return outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_level_entered)
 
 
 _formulas_loaded = False
@@ -507,7 +507,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     Raises:
         DualLevelTaken: another thread does not exit the dual level in time.
     """
-    global _dual_users, _dual_ours, _dual_owner
+    global _dual_users, _dual_level_entered, _dual_owner
     if not _formulas_loaded:
         _load_forward_formulas()
     missing_tangents.watch()
@@ -517,7 +517,9 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             raise DualLevelTaken
         _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
-            _dual_ours = True  # set first: an interrupt may follow as soon as the level is entered
+            _dual_level_entered = (
+                True  # set first: an interrupt may follow as soon as the level is entered
+            )
             forward_ad.enter_dual_level()
         _dual_users += 1
     if level is not None:
@@ -539,8 +541,8 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         with _dual_lock:
             _dual_users -= 1
             if _dual_users == 0:
-                if _dual_ours:
-                    _dual_ours = False
+                if _dual_level_entered:
+                    _dual_level_entered = False
                     forward_ad.exit_dual_level()
                 _dual_lock.notify_all()
 
@@ -575,14 +577,14 @@ def make_dual(
         if 0 in primal.stride():
             # torch gives a tangent the strides of its primal, which fails for an expanded primal.
             primal = primal.contiguous()
-        if not _surely_alike(primal, tangent):
+        if not _known_to_have_equal_strides(primal, tangent):
             zeros = torch.ops.aten._new_zeros_with_same_feature_meta(tangent, primal)
             tangent = zeros.copy_(tangent)
         dual: torch.Tensor = forward_ad.make_dual(primal, tangent)
     return dual
 
 
-def _surely_alike(primal: torch.Tensor, tangent: torch.Tensor) -> bool:
+def _known_to_have_equal_strides(primal: torch.Tensor, tangent: torch.Tensor) -> bool:
     """Return False if equal strides depend on symbolic sizes: torch would add a guard on these."""
     steps, others = primal.stride(), tangent.stride()
     if all(type(step) is int for step in (*steps, *others)):

@@ -26,7 +26,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad import apply_hook
-from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.grad.checkpoints import is_reentrant, not_reentrant
 from tsfunc.bridge.grad.mapped_function import (
     MappedFunction,
@@ -52,7 +52,7 @@ _torch_vmap = Function.vmap
 
 def torch_apply(cls: Any, *args: Any) -> Any:
     """Call torch's own method, which adds one node to the graph of the tensor arguments."""
-    if cls.jvp is not torch_jvp and tangents_here():
+    if cls.jvp is not torch_jvp and can_carry_tangents():
         cls = _on_primals(cls)
     return apply_hook.call_torch_apply(cls, *args)
 
@@ -123,7 +123,7 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
             function = MappedFunction(cls, level, tracers, ctx.needs_input_grad)
             outs, stored = function(tracers)
-        stored.hand_over(ctx)
+        stored.save_to(ctx)
         return outs
 
     own = forward if has_setup(cls) else forward_with_context
@@ -181,7 +181,7 @@ def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
         while isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return True
-            forward = tangents_here()
+            forward = can_carry_tangents()
             if forward and forward_ad.unpack_dual(value).tangent is not None:
                 return True
             value = value.value if isinstance(value, BatchTracer | GradTracer) else None

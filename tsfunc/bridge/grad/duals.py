@@ -21,14 +21,14 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.grad.autograd import (
     dual_level,
-    forward_in_use,
     make_dual,
+    may_carry_outer_tangents,
     no_duals,
     unpack_dual,
 )
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.torch_state import below_autograd, faking, tangents_enabled
+from tsfunc.bridge.tracers.torch_state import below_autograd, in_fake_mode, tangents_enabled
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import State
 
@@ -46,7 +46,7 @@ class Duals:
     def __init__(self, state: State) -> None:
         self.around = frozenset(state.levels)
         self.active = [x for x in state.levels if isinstance(x, TracerLevel)]
-        self.levels: list[TracerLevel | None] = [None] if forward_in_use(None) else []
+        self.levels: list[TracerLevel | None] = [None] if may_carry_outer_tangents(None) else []
         self.levels += [x for x in self.active if x.forward]
         self.enabled = tangents_enabled()
         self.given: list[_Build | None] = []
@@ -56,7 +56,7 @@ class Duals:
     def first(self, args: Sequence[Any]) -> Iterator[None]:
         """Context manager for the first run, which stores the tangents."""
         self.given = [_how(arg) for arg in args]
-        with _Looking(self.keep, self.around):
+        with _TangentCollector(self.keep, self.around):
             yield
 
     @contextmanager
@@ -73,7 +73,7 @@ class Duals:
                 stack.enter_context(dual_level(level))
             pairs = zip(args, self.given, strict=True)
             given = [arg if build is None else build(arg) for arg, build in pairs]
-            stack.enter_context(_Looking(self.replaced, self.around))
+            stack.enter_context(_TangentCollector(self.replaced, self.around))
             yield given
 
     def keep(self, value: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Duals:
         return build(value) if build is not None and ref is not None and ref() is value else value
 
 
-class _Looking(TorchFunctionMode):
+class _TangentCollector(TorchFunctionMode):
     """Calls ``look`` on the tensors from outside among the arguments of each call."""
 
     def __init__(self, look: Callable[[torch.Tensor], torch.Tensor], around: Any) -> None:
@@ -104,7 +104,7 @@ class _Looking(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if below_autograd() or faking() or not tangents_enabled():
+        if below_autograd() or in_fake_mode() or not tangents_enabled():
             return func(*args, **kwargs)  # no tangents are visible here
         args = [self.seen(arg) for arg in args]
         return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})

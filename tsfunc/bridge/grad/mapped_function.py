@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
@@ -138,7 +138,7 @@ class FunctionContext:
             self.saved_tensors = self.saved_for_forward
         return self
 
-    def hand_over(self, ctx: Any) -> None:
+    def save_to(self, ctx: Any) -> None:
         """Copy the saved tensors and settings to torch's ctx."""
         told = dict(vars(self))
         saved, forward = told.pop("saved_tensors"), told.pop("saved_for_forward")
@@ -244,12 +244,12 @@ class MappedFunction:
         self.state = []
         for leaf in stored:
             value = value_of(leaf, level)
-            place = _place(value, values, known)
-            if place is None and isinstance(value, torch.Tensor):
-                place = ("result", len(results))
+            position = _place(value, values, known)
+            if position is None and isinstance(value, torch.Tensor):
+                position = ("result", len(results))
                 results.append(leaf)
                 known.append(value)
-            self.state.append(place or ("other", value))
+            self.state.append(position or ("other", value))
 
     def _batch_all(self, results: list[Any], size: int) -> None:
         """Batch all results with differentiable dtypes: see NOTE [results of a mapped function]."""
@@ -258,7 +258,7 @@ class MappedFunction:
             if self.out_dims[i] is None and isinstance(x, torch.Tensor) and differentiable(x):
                 every = x.expand(size, *x.shape)
                 # A tangent gets the strides of its result, which fails for an expanded one.
-                results[i] = every.clone() if tangents_here() else every
+                results[i] = every.clone() if can_carry_tangents() else every
                 self.out_dims[i] = 0
 
     @property

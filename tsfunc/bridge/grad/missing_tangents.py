@@ -63,7 +63,7 @@ _OF_TORCH = frozenset(
 
 # An interceptor takes the operator's name, a function that continues the call, and the arguments;
 # it returns the result of the call.
-_Meet = Callable[[str, Callable[..., Any], Sequence[Any], Any], Any]
+_Interceptor = Callable[[str, Callable[..., Any], Sequence[Any], Any], Any]
 
 _libraries: dict[str, torch.library.Library] = {}
 _custom: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -91,7 +91,7 @@ def watch() -> None:
             _custom.add(made)
             name = made._opoverload.name()
             _watched.add(name)
-            _install(name, _how_to_meet(name), made._lib)
+            _install(name, _interceptor_for(name), made._lib)
     # A module import or torch.ops.load_library loads C++ extensions.
     counts = len(_defs), len(torch.ops.loaded_libraries), len(sys.modules)
     if counts != _Known.counts:
@@ -100,10 +100,10 @@ def watch() -> None:
             if name.partition("::")[0] not in _OF_TORCH and name not in _watched:
                 _watched.add(name)
                 if _may_be_differentiated(name):
-                    _install(name, _how_to_meet(name))
+                    _install(name, _interceptor_for(name))
 
 
-def _how_to_meet(name: str) -> _Meet:
+def _interceptor_for(name: str) -> _Interceptor:
     if name in LINEAR:
         return _push
     return _refuse_write if name.startswith("c10d::") else _require_tangent
@@ -123,7 +123,7 @@ def _may_be_differentiated(name: str) -> bool:
     )
 
 
-def _install(name: str, meet: _Meet, library: torch.library.Library | None = None) -> None:
+def _install(name: str, meet: _Interceptor, library: torch.library.Library | None = None) -> None:
     """Intercept calls of an operator with tangents before autograd."""
     overload = overload_of(name)
     if overload is None:

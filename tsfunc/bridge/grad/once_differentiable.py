@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents, differentiates_here, is_perturbed
 from tsfunc.bridge.grad.mapped_function import has_setup, torch_jvp
 from tsfunc.errors import UndefinedDerivativeError
 
@@ -114,7 +114,7 @@ def _guarded(cls: Any) -> Any:
         with torch.no_grad():
             results = backward(ctx, *cotangents)
         results = results if isinstance(results, tuple) else (results,)
-        if torch.is_grad_enabled() or tangents_here():
+        if torch.is_grad_enabled() or can_carry_tangents():
             others = [ctx.once_guard, *[ct for ct in cotangents if ct is not None]]
             results = tuple(
                 _Pulled.apply(cls.__name__, x, *others)  # type: ignore[no-untyped-call]

@@ -38,20 +38,20 @@ _Map = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 def call(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator with arguments that have tangents at their level."""
     level = innermost_level(args)
-    places = [place for place, arg in enumerate(args) if _is_differentiable(arg)]
-    rest = [None if place in places else arg for place, arg in enumerate(args)]
+    positions = [position for position, arg in enumerate(args) if _is_differentiable(arg)]
+    rest = [None if position in positions else arg for position, arg in enumerate(args)]
     single = False
 
     def operator(values: Sequence[Tensor]) -> Sequence[Tensor]:
         nonlocal single
         filled = list(rest)
-        for place, value in zip(places, values, strict=True):
-            filled[place] = value
+        for position, value in zip(positions, values, strict=True):
+            filled[position] = value
         outs = overload(*filled, **kwargs)
         single = isinstance(outs, Tensor)
         return (outs,) if single else outs
 
-    outs = _apply(operator, [args[place] for place in places], level)
+    outs = _apply(operator, [args[position] for position in positions], level)
     return outs[0] if single else tuple(outs)
 
 
@@ -116,7 +116,7 @@ def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLev
     Args:
         function: the function.
         count: the number of its arguments.
-        given: the places of the results that have cotangents.
+        given: the positions of the results that have cotangents.
         level: the level of the arguments.
     """
 
@@ -139,15 +139,15 @@ def _pushed(
     """Return the tangents of the function's results; None for a result without one."""
     with autograd.recording(level):
         primals = [autograd.unpack_dual(value)[0] for value in values]
-        places = [i for i, tangent in enumerate(tangents) if tangent is not None]
-        for i in places:
+        positions = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        for i in positions:
             primals[i] = autograd.fresh_input(primals[i], level)
         outs = function(primals)
         with DisableTorchFunctionSubclass():
             kept = [i for i, out in enumerate(outs) if out.requires_grad]
         cotangents = [autograd.fresh_input(torch.zeros_like(outs[i]), level) for i in kept]
-        pulled = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in places])
-        pairs = [(g, tangents[i]) for g, i in zip(pulled, places, strict=True) if g is not None]
+        pulled = _backward([outs[i] for i in kept], cotangents, [primals[i] for i in positions])
+        pairs = [(g, tangents[i]) for g, i in zip(pulled, positions, strict=True) if g is not None]
         pushed = _backward([g for g, _ in pairs], [t for _, t in pairs], cotangents)
     given = [tangent for tangent in tangents if tangent is not None]
     connected = any(autograd.requires_grad(x, level) for x in (*values, *given))

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tsfunc import pytrees
-from tsfunc.bridge.grad.autograd import tangents_here
+from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.tracer import Tracer
 
 # A function of a context, an operator and its arguments, as in torch.utils.checkpoint.
@@ -122,27 +122,27 @@ class _Mode(TorchDispatchMode):
         if not _may_be_saved(func, args, kwargs):
             return func(*args, **kwargs)
         key = _key(func, args, kwargs)
-        place = self.seen[key]
-        self.seen[key] = place + 1
-        return self.at(key, place, func, args, kwargs)
+        position = self.seen[key]
+        self.seen[key] = position + 1
+        return self.at(key, position, func, args, kwargs)
 
-    def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def at(self, key: Any, position: int, func: Any, args: Any, kwargs: Any) -> Any:
         """Handle a call by its key and the number of earlier calls with this key."""
         raise NotImplementedError
 
 
 class _First(_Mode):
-    def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
+    def at(self, key: Any, position: int, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
         if self.saved.policy(context, func, *args, **kwargs) in SAVES:
-            self.saved.results[key][place] = _SavedResult(out)
+            self.saved.results[key][position] = _SavedResult(out)
         return out
 
 
 class _Again(_Mode):
-    def at(self, key: Any, place: int, func: Any, args: Any, kwargs: Any) -> Any:
-        saved = self.saved.results[key].get(place) if key in self.saved.results else None
+    def at(self, key: Any, position: int, func: Any, args: Any, kwargs: Any) -> Any:
+        saved = self.saved.results[key].get(position) if key in self.saved.results else None
         if saved is None or not saved.valid:
             return func(*args, **kwargs)
         return saved.given()
@@ -182,7 +182,7 @@ def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]
-    return not (tracers and (tangents_here() or any(_recorded_outside(x) for x in tracers)))
+    return not (tracers and (can_carry_tangents() or any(_recorded_outside(x) for x in tracers)))
 
 
 def _recorded_outside(tracer: Any) -> bool:

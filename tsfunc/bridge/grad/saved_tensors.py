@@ -30,7 +30,7 @@ import torch
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
-from tsfunc.bridge.tracers.reentry import any_ended, reenter
+from tsfunc.bridge.tracers.reentry import any_level_ended, reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials
 from tsfunc.dispatch import DispatchKey
@@ -107,7 +107,7 @@ def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.T
     def unpacked(packed: Any) -> torch.Tensor:
         if type(packed) is _UnhookedTensor:
             return packed.tensor
-        if not any_ended(state):
+        if not any_level_ended(state):
             return unpack(packed)
         with reenter(state):
             return unpack(packed)

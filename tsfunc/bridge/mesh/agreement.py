@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import RanksDisagree
 
 _LENGTH = 400  # bytes of a rank's text
@@ -71,7 +71,7 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
     known = mesh_named(text)
     if mark.startswith("program:") and (axis, mark) not in known.agreed:
         text = f"{mark.replace(':', ' ')}, {call or 'compiled'}"
-        agree(known, axis, text, f" at {users_place()}")
+        agree(known, axis, text, f" at {user_location()}")
         known.agreed.add((axis, mark))
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import user_call_location
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:
@@ -87,7 +87,7 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
             f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
-        agree(mesh, axis, f"{_call(x, kind, ints)} at {users_call()}{_transposed.call}")
+        agree(mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}")
 
 
 class _Transposed(threading.local):

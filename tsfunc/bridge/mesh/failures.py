@@ -27,7 +27,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.places import place_of, users_place
+from tsfunc.dispatch.user_code import error_location, user_location
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.tracebacks import LIBRARIES
 
@@ -78,7 +78,7 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
                 raise
     ranks = mesh.ranks[axis]
     lines = [f"  rank {ranks[at]}: {text}" for at, text in reports.items()]
-    lines.append(f"  rank {ranks[mesh.index(axis)]}: waited for the others at {users_place()}")
+    lines.append(f"  rank {ranks[mesh.index(axis)]}: waited for the others at {user_location()}")
     raise RanksDisagree(
         f"expected all ranks along mesh axis {axis!r} to join an exchange, got ranks that raised "
         f"before it:\n" + "\n".join(lines)
@@ -110,10 +110,10 @@ def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> 
 
 def describe(error: BaseException) -> str:
     """Return an error with its line, for the message of another rank."""
-    place = place_of(error)
-    if place.file.startswith(LIBRARIES):  # the user's frames are not in the traceback yet
-        place = users_place()
-    return f"raised {type(error).__name__}: {error} at {place}"
+    location = error_location(error)
+    if location.file.startswith(LIBRARIES):  # the user's frames are not in the traceback yet
+        location = user_location()
+    return f"raised {type(error).__name__}: {error} at {location}"
 
 
 def withdraw_report(mesh: Mesh) -> None:

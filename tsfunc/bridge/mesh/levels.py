@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.mesh.agreement import agree
 from tsfunc.bridge.mesh.engine import exchange_over
 from tsfunc.bridge.mesh.meshes import Mesh
-from tsfunc.bridge.mesh.operators import axis_index, in_trace, mapped, runs_now
+from tsfunc.bridge.mesh.operators import axis_index, in_trace, is_plain_exchange, mapped
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using
 
@@ -87,7 +87,7 @@ class MeshLevel(Level):
         """Return a collective of a value (``operators`` has the kinds)."""
         if _observed.axes is not None:
             _observed.axes.add(self.axis_name)
-        if runs_now(value):
+        if is_plain_exchange(value):
             check = self.check_of_calls(traced=False)
             return exchange_over(self.mesh, check, value, kind, ints, self.axis_name)
         check = self.check_of_calls(in_trace())
@@ -123,7 +123,11 @@ def copied(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> torch.Ten
         kind: "enter" or "leave".
         x: the value.
     """
-    if all(level.check != "values" for level in levels) and _observed.axes is None and runs_now(x):
+    if (
+        all(level.check != "values" for level in levels)
+        and _observed.axes is None
+        and is_plain_exchange(x)
+    ):
         return x.clone(memory_format=torch.contiguous_format)
     for level in levels:
         x = level.exchanged(kind, (), x)

@@ -55,8 +55,8 @@ from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
-from tsfunc.dispatch.places import users_call
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import user_call_location
 
 _library = torch.library.Library("tsfunc_mesh", "DEF")
 _library.define(
@@ -145,7 +145,7 @@ class _Exchange(Function):
     def forward(ctx: Any, keys: Any, grad_mode: bool, x: Tensor, *call: Any) -> Any:
         ctx.call = call
         compared = str(call[-1]).endswith((";calls", ";values")) and not in_trace()
-        ctx.place = users_call() if compared else None
+        ctx.location = user_call_location() if compared else None
         # Values inside of tracers belong to other levels, whose graphs continue.
         with outside_graph(grad_mode):
             return _below_autograd(keys, x, *call)
@@ -153,7 +153,7 @@ class _Exchange(Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
-        with nullcontext() if ctx.place is None else transposing(ctx.place):
+        with nullcontext() if ctx.location is None else transposing(ctx.location):
             pulled = mapped(cotangent, *transposed(kind, ints), axis, mesh)
         return (None, None, pulled, None, None, None, None)
 
@@ -183,13 +183,13 @@ _library.impl("map", _autograd, "Autograd", with_keyset=True)
 
 def mapped(x: Tensor, kind: str, ints: list[int], axis: str, mesh: str) -> Tensor:
     """Return an exchange of a tensor at any level."""
-    if runs_now(x):
+    if is_plain_exchange(x):
         return exchange(x, kind, ints, axis, mesh)
     out: Tensor = MAP(x, kind, ints, axis, mesh)
     return out
 
 
-def runs_now(x: Tensor) -> bool:
+def is_plain_exchange(x: Tensor) -> bool:
     """True if an exchange of the tensor concerns neither autograd nor a transform or a trace."""
     return (
         type(x) is Tensor

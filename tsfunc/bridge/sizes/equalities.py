@@ -1,10 +1,10 @@
 """Finds pairs of sizes that an operator requires to be equal.
 
-Among the questions of an operator (NOTE [guards of operators] in ``fake_results``), equalities
-of two sizes are special: two names mean two sizes, and a function that needs them equal needs
-descriptors that say so. An equality is needed if the operator raises whenever it is broken: it
-raises at all tried sizes that satisfy the other equalities but not this one. Sizes 0 and 1, which
-broadcast, are not tried, because they say nothing about other sizes.
+Among the conditions that an operator's rule tests (NOTE [guards of operators] in
+``fake_results``), equalities of two sizes are special: two names mean two sizes, and a function
+that needs equal sizes needs descriptors that say so. An equality is needed if the operator raises
+whenever it is broken: it raises at all tried sizes that satisfy the other equalities but not this
+one. Sizes 0 and 1, which broadcast, are not tried, because they say nothing about other sizes.
 
 Private names used here (torch 2.13 and 2.14): ``torch.utils._sympy`` has ``Mod`` and ``PythonMod``,
 the remainders of sizes.
@@ -24,16 +24,16 @@ _Sizes = Mapping[Any, int]
 
 
 def required(
-    questions: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]
+    conditions: Sequence[Any], hints: _Sizes, accepts: Callable[[_Sizes], bool]
 ) -> list[Any]:
-    """Return the equalities among the questions of an operator that the operator needs.
+    """Return the equalities that an operator needs, among the conditions that its rule tests.
 
     Args:
-        questions: the questions, as sympy relations.
+        conditions: the conditions, as sympy relations.
         hints: the sizes of the call, by symbol.
         accepts: returns True if the operator accepts given sizes.
     """
-    facts = _independent(_equalities(questions, hints), hints)
+    facts = _independent(_equalities(conditions, hints), hints)
     needed = []
     for fact in facts:
         kept = [other for other in facts if other is not fact]
@@ -77,13 +77,13 @@ def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     return kept
 
 
-def _equalities(questions: Sequence[Any], hints: _Sizes) -> list[Any]:
-    """Return the equalities in the questions that hold at the sizes of the call."""
+def _equalities(conditions: Sequence[Any], hints: _Sizes) -> list[Any]:
+    """Return the equalities in the conditions that hold at the sizes of the call."""
     from sympy import And, Eq, Ne
 
     equalities: dict[Any, None] = {}
-    for question in dict.fromkeys(questions):
-        for part in sorted(And.make_args(question), key=str):
+    for condition in dict.fromkeys(conditions):
+        for part in sorted(And.make_args(condition), key=str):
             fact = Eq(*part.args) if isinstance(part, Ne) else part
             if isinstance(fact, Eq) and fact.free_symbols <= hints.keys() and fact.xreplace(hints):
                 equalities[fact] = None

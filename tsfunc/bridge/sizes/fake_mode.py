@@ -10,8 +10,8 @@ on the CPU, :func:`results_of_fixed_sizes` does without it:
 
 1. Most operators are called on small tensors: NOTE [scaled-down calls].
 2. Views, copies and factories run their kernel for ``meta`` tensors, as in FakeTensorMode. Other
-   operators' kernels for ``meta`` tensors are Python functions of torch's, which ask a fake tensor
-   for its device and import torch._dynamo.
+   operators' kernels for ``meta`` tensors are Python functions of torch, which read the
+   device of a fake tensor and import torch._dynamo.
 3. FakeTensorMode computes all other results, and raises the errors. :class:`LazyFakeMode` sets it
    up at the first such call.
 
@@ -66,7 +66,7 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes.write_counts import count_write
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.torch_state import kept_keys, outside_functorch
+from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
 from tsfunc.dispatch import state
 from tsfunc.ops import (
     attention,
@@ -260,7 +260,7 @@ def _on_meta(
         kwargs = {**kwargs, at: _META}
     elif at is not None and at < len(args):
         args = (*args[:at], _META, *args[at + 1 :])
-    with kept_keys(), DisableTorchFunction(), _DisableTorchDispatch():
+    with preserve_dispatch_keys(), DisableTorchFunction(), _DisableTorchDispatch():
         try:
             plain = [meta(x) for x in args], {name: meta(x) for name, x in kwargs.items()}
             results = call(*plain[0], **plain[1])
@@ -274,7 +274,7 @@ def _on_meta(
 def meta_of(x: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor on ``meta`` with the sizes and the storage of a fake tensor.
 
-    C++ asks a fake tensor for its device in Python.
+    C++ reads the device of a fake tensor in Python.
     """
     plain = torch.empty(0, dtype=x.dtype, device=_META)
     plain.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
@@ -343,7 +343,7 @@ def _place_of_device(overload: OpOverload) -> int | str | None:
 
 @functools.cache
 def _is_served(overload: OpOverload) -> bool:
-    """True for views, copies and factories: their kernels do not ask for the device."""
+    """True for views, copies and factories: their kernels do not read the device."""
     name, tags = overload.name(), overload.tags
     if name in _ONLY_IN_THE_MODE or torch.Tag.inplace_view in tags:
         return False

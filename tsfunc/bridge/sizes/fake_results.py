@@ -1,13 +1,13 @@
 """Results of operators on fake tensors with symbolic sizes, with few guards.
 
 NOTE [guards of operators]
-torch's fake-tensor rules ask about sizes: whether a kernel is no longer than its input, whether
-sizes are equal, how strides are ordered. Most questions only check arguments, which the operator
-checks again when the program runs, or choose between ways to the same result; few determine the
-result. A question of an operator is therefore first answered for the sizes of the call. The
+torch's fake-tensor rules test conditions on sizes: whether a kernel is longer than its input,
+whether sizes are equal, how strides are ordered. Most conditions only check arguments, which the
+operator checks again when the program runs, or choose between two computations of the same result;
+few determine the result. A condition is therefore first evaluated for the sizes of the call. The
 operator then runs on fake tensors of other, fixed sizes. If its results have the sizes and strides
-of the symbolic results there, the question adds no guard. Sizes that the operator refuses prove
-nothing, except for the equalities that the operator needs (``equalities``). A question becomes a
+of the symbolic results there, the condition adds no guard. Sizes that the operator refuses prove
+nothing, except for the equalities that the operator needs (``equalities``). A condition becomes a
 requirement on the descriptors only for these equalities, or if the results differ, or if the
 operator accepts too few sizes.
 
@@ -90,8 +90,8 @@ from tsfunc.bridge.sizes.write_counts import (
     update_versions,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import defer_guards, suppress_guards
-from tsfunc.bridge.tracers.torch_state import SETTINGS, kept_keys
+from tsfunc.bridge.tracers.torch_state import SETTINGS, preserve_dispatch_keys
+from tsfunc.bridge.tracers.user_queries import defer_guards, suppress_guards
 
 _Call = Callable[..., Any]
 _META: Final = torch.device("meta")
@@ -120,7 +120,7 @@ def results_of(
     """
     env = fake.shape_env
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
-    # rules, and a hit asks no question and may be wrong.
+    # rules, and a hit tests no condition and may be wrong.
     symbolic = env is not None and bool(symbols_among((args, kwargs)))
     keeps = name not in UNKEPT and not symbolic
     if not symbolic and name not in RULES_OF_FIXED_SIZES:
@@ -137,27 +137,27 @@ def results_of(
         with _kept(fake, keeps), counting_writes(args) if writes else nullcontext():
             return call(*args, **kwargs)
     try:
-        with defer_guards(env) as questions, _kept(fake, keeps):
+        with defer_guards(env) as conditions, _kept(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
     except Exception:
         probe = ShapeProbe(env, call, args, kwargs)
         found = fit_shapes(probe, fake)
-        if found is None and probe.fix_refused():
+        if found is None and probe.fix_unaccepted():
             found = fit_shapes(probe, fake)
         if found is None:
             raise
-        probe.ask_fixed()
+        probe.guard_fixed()
         return found
-    if not questions:
+    if not conditions:
         return results
     probe = ShapeProbe(env, call, args, kwargs)
-    probe.keep_needed(questions)
+    probe.keep_required(conditions)
     if not probe.agrees(results):
         results = fit_shapes(probe, fake)
     if results is not None:
-        probe.ask_needed(multiples=name in OTHER_SHAPES)
+        probe.guard_required(multiples=name in OTHER_SHAPES)
         return results
     with _kept(fake, False):
         return call(*args, **kwargs)
@@ -168,7 +168,7 @@ def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
     """Run operators on fake tensors in a block, with or without the mode's cache."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
-        with kept_keys(), DisableTorchFunction(), fake:
+        with preserve_dispatch_keys(), DisableTorchFunction(), fake:
             yield
     finally:
         fake.cache_enabled = cached

@@ -3,9 +3,8 @@
 NOTE [sizes for C++]
 A level that records autograd runs composite operators in C++ (``torch.cov``, ``torch.gradient``).
 Some of their kernels read ``tensor.sizes()``, which C++ has as plain ints. If a size is symbolic,
-it asks the tensor's class for them, as ``aten::size``, or for its strides, as ``aten::stride``. The
-answer is those of the call. It adds the guard that a size is equal to its number, like
-``int(x.shape[0])`` in the user's code.
+C++ calls ``aten::size`` or ``aten::stride`` on the tensor's class. The result is that of the call.
+It adds the guard that a size is equal to its number, like ``int(x.shape[0])`` in the user's code.
 
 The kernels of ``upsample_*.vec`` only work out the sizes of the result, and call the operator that
 takes those. The same is done here with symbolic sizes, so that no guard is needed.
@@ -27,7 +26,7 @@ from tsfunc.bridge.tracers.operators import TorchOperator, operators_by_id
 
 
 class _PlainSizes(TorchOperator):
-    """``aten::size``, by which C++ asks for sizes: NOTE [sizes for C++]."""
+    """``aten::size``, by which C++ reads sizes: NOTE [sizes for C++]."""
 
     __slots__ = ()
 
@@ -36,7 +35,7 @@ class _PlainSizes(TorchOperator):
 
 
 class _PlainStrides(TorchOperator):
-    """``aten::stride``, by which C++ asks for strides: NOTE [sizes for C++]."""
+    """``aten::stride``, by which C++ reads strides: NOTE [sizes for C++]."""
 
     __slots__ = ()
 

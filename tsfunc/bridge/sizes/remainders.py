@@ -54,9 +54,9 @@ def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool
                 return polynomial.least({}) >= isinstance(fact, Gt)
 
     for periods in _periods(difference):
-        answers = list(map(holds, _by_remainders(periods, sizes)))
-        if None not in answers:
-            return all(answers)
+        holding = list(map(holds, _by_remainders(periods, sizes)))
+        if None not in holding:
+            return all(holding)
     return False
 
 

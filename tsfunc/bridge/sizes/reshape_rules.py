@@ -26,7 +26,7 @@ from tsfunc.bridge.sizes.shape_rules import (
     shape_rule,
     view_like,
 )
-from tsfunc.bridge.tracers.questions import suppress_guards
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 
 # Operators with a size of -1 that must divide evenly. Other operators that need multiples of a
 # number (``hsplit``, ``glu``, ``pixel_shuffle``) check them when the program runs.

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.operators import overload_of
-from tsfunc.bridge.tracers.questions import suppress_guards, suppress_guards_of
+from tsfunc.bridge.tracers.user_queries import suppress_guards, suppress_guards_of
 from tsfunc.ops.dims import wrap as wrap_dim
 
 
@@ -99,12 +99,12 @@ def _lstsq(a: Any, b: Any, rcond: Any = None, *, driver: str | None = None) -> A
     if a.device.type != "cpu" or a.dim() != b.dim():
         return NotImplemented
     rows, columns = a.shape[-2:]
-    asks = driver != "gelsy"
-    is_tall = asks and bool(rows > columns)
+    compares_ranks = driver != "gelsy"
+    is_tall = compares_ranks and bool(rows > columns)
     if is_tall and driver != "gels":
         return NotImplemented
     batch, right = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), b.shape[-1]
-    height = (rows if is_tall else columns) if asks else torch.sym_max(rows, columns)
+    height = (rows if is_tall else columns) if compares_ranks else torch.sym_max(rows, columns)
     order = [*range(len(batch)), len(batch) + 1, len(batch)]
     solved = new_like(a, [*batch, height, right], order=order)
     return (

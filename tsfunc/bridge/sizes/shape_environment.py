@@ -1,9 +1,9 @@
 """The environment of symbolic sizes: torch's ShapeEnv, with the user's line for each guard.
 
 Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental.symbolic_shapes`` has
-ShapeEnv. Its ``evaluate_expr`` answers questions about sizes, and ``guards`` lists them;
-``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle questions without an
-answer yet, and ``_version_counter`` invalidates its caches when it learns more.
+ShapeEnv. Its ``evaluate_expr`` evaluates conditions on sizes, and ``guards`` lists them;
+``guard_or_defer_runtime_assert`` and ``num_deferred_runtime_asserts`` handle conditions whose value
+is not known yet, and ``_version_counter`` invalidates its caches when it learns more.
 ``torch._guards.Source`` is the origin of a symbol, ``forward_ad._current_level`` the depth of
 torch's dual levels. These modules import sympy, which takes half a
 second, so they are imported when the first symbol is made.
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from tsfunc.bridge.tracers.questions import in_user_code
-from tsfunc.dispatch.places import users_place
-from tsfunc.dispatch.refusals import may_be_caught, refused_value
-from tsfunc.tracebacks import Place
+from tsfunc.bridge.tracers.user_queries import in_user_code
+from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
+from tsfunc.dispatch.user_code import user_location
+from tsfunc.tracebacks import Location
 
 
 class SignedZeroError(Exception):
@@ -47,8 +47,8 @@ def environment_class() -> Any:
 
         Attributes:
             symbols: the owner, which writes assertions into the program.
-            guard_origins: for each guard the line, whether it is required as asked (as questions of
-                the user's code are), and whether the function raises if the answer differs.
+            guard_origins: for each guard the line, whether it is required as it was tested (as the
+                conditions of user code are), and whether the function raises otherwise.
             kept: its methods that cache their results.
             reasons: for a line, why this package needs a size as a number there.
             counts: True while an operator computes its number of results, which must stay the same.
@@ -63,8 +63,8 @@ def environment_class() -> Any:
                 duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
             )
             self.symbols = symbols
-            self.guard_origins: list[tuple[Place, bool, bool]] = []
-            self.reasons: dict[Place, str] = {}
+            self.guard_origins: list[tuple[Location, bool, bool]] = []
+            self.reasons: dict[Location, str] = {}
             self.counts = False
             self.parts: dict[Any, Any] = {}
 
@@ -75,11 +75,11 @@ def environment_class() -> Any:
                     raise SignedZeroError(f"{expr} is 0.0 or -0.0")
                 return answer
             except GuardOnDataDependentSymNode:
-                asking, _ = _asking_frame(inspect.currentframe())
-                if asking is None and forward_ad._current_level >= 0 and _asks_if_empty(expr):
+                caller, _ = _querying_frame(inspect.currentframe())
+                if caller is None and forward_ad._current_level >= 0 and _is_emptiness_query(expr):
                     return false  # NOTE [tangents of unknown sizes]
-                tests = asking if isinstance(expr, Boolean) else None
-                refused = None if tests is None else refused_value(tests)
+                tests = caller if isinstance(expr, Boolean) else None
+                refused = None if tests is None else raising_outcome(tests)
                 if refused is None:
                     answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
                     if answer is None:
@@ -91,20 +91,22 @@ def environment_class() -> Any:
             finally:
                 new = len(self.guards) - len(self.guard_origins)
                 if new > 0:
-                    asking, called = _asking_frame(inspect.currentframe())
-                    users = asking is not None and in_user_code()
-                    by_user = users and not _PYTHONS_QUESTIONS.isdisjoint(called)
-                    is_check = asking is not None and (
-                        refused_value(asking) is not None
-                        or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(asking))
+                    caller, called = _querying_frame(inspect.currentframe())
+                    users = caller is not None and in_user_code()
+                    by_user = users and not _PYTHON_QUERIES.isdisjoint(called)
+                    is_check = caller is not None and (
+                        raising_outcome(caller) is not None
+                        or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(caller))
                     )
-                    self.guard_origins += [(users_place(), by_user or self.counts, is_check)] * new
+                    self.guard_origins += [
+                        (user_location(), by_user or self.counts, is_check)
+                    ] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
             holds = self.kept["guard_or_defer_runtime_assert"](expr, *args, **kwargs)
             if self.num_deferred_runtime_asserts > count:
-                self.symbols.assert_in_program(expr, users_place())
+                self.symbols.assert_in_program(expr, user_location())
             return holds
 
     return Environment
@@ -119,7 +121,7 @@ def needed_number(size: Any, reason: str) -> int:
     """
     reasons = getattr(size.node.shape_env, "reasons", None) if type(size) is torch.SymInt else None
     if reasons is not None:
-        reasons[users_place()] = reason
+        reasons[user_location()] = reason
     return int(size)
 
 
@@ -127,7 +129,7 @@ class _CachedMethod:
     """A method of one environment, with a cache of its own.
 
     torch has one cache per method for all environments. That cache holds each environment, and so
-    its trace, forever or until the next question of a changed environment. Traces of many sizes
+    its trace, forever or until the next condition in a changed environment. Traces of many sizes
     would fill the memory. Each environment therefore has its own caches.
 
     Args:
@@ -162,9 +164,9 @@ _LRU = functools.lru_cache(len)
 
 
 # NOTE [tangents of unknown sizes]
-# When C++ gives a tensor its tangent, it compares their strides and storages, and asks first if the
-# tensor is empty. The answer does not matter: an empty tangent is kept or copied.
-def _asks_if_empty(expr: Any) -> bool:
+# When C++ gives a tensor its tangent, it compares their strides and storages, and first tests
+# whether the tensor is empty. The outcome does not matter: an empty tangent is kept or copied.
+def _is_emptiness_query(expr: Any) -> bool:
     from sympy import Eq
 
     return isinstance(expr, Eq) and 0 in expr.args
@@ -182,30 +184,30 @@ def count_of(size: Any) -> int:
         env.counts = False
 
 
-def _asking_frame(answering: FrameType | None) -> tuple[FrameType | None, set[CodeType]]:
-    """Return the frame of the Python code that asks a question, and the functions that it calls.
+def _querying_frame(evaluating: FrameType | None) -> tuple[FrameType | None, set[CodeType]]:
+    """Return the frame of the Python code that tests a condition, and the functions that it calls.
 
-    The frame is None if torch's C++ asks. Python asks by a method of a symbolic number, as
-    ``if n > 2`` and ``range(n)`` do, or by one of torch's checks.
+    The frame is None if torch's C++ tests the condition. Python calls a method of a symbolic
+    number, as ``if n > 2`` and ``range(n)`` do, or one of torch's checks.
 
     Args:
-        answering: the frame of ``evaluate_expr``; a further one belongs to another question.
+        evaluating: the frame of ``evaluate_expr``; a further one belongs to another condition.
     """
-    asks = _PYTHONS_QUESTIONS | _CHECKS
+    tests = _PYTHON_QUERIES | _CHECKS
     called: set[CodeType] = set()
-    frame = answering and answering.f_back
-    while frame is not None and frame.f_code not in asks:
-        if answering is not None and frame.f_code is answering.f_code:
+    frame = evaluating and evaluating.f_back
+    while frame is not None and frame.f_code not in tests:
+        if evaluating is not None and frame.f_code is evaluating.f_code:
             return None, called
         frame = frame.f_back
-    while frame is not None and frame.f_code in asks:
+    while frame is not None and frame.f_code in tests:
         called.add(frame.f_code)
         frame = frame.f_back
     return frame, called
 
 
-# Functions of torch that raise for the answer "no". Inside of operators they check arguments, which
-# ``equalities`` handles.
+# Functions of torch that raise if a condition is false. Inside of operators they check arguments,
+# which ``equalities`` handles.
 _CHECKS = {
     check.__code__
     for name, each in vars(torch).items()
@@ -214,9 +216,9 @@ _CHECKS = {
 } | {torch._assert.__code__}
 
 
-# The methods by which Python asks. Other questions come from torch's C++, which is called from the
-# same frame: the user's ``contiguous()`` asks whether a tensor is contiguous.
-_PYTHONS_QUESTIONS = {
+# The methods by which Python tests conditions. torch's C++ tests others, and is called from the
+# same frame: the user's ``contiguous()`` tests whether a tensor is contiguous.
+_PYTHON_QUERIES = {
     method.__code__
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool)
     for name in ("__bool__", "__int__", "__index__", "__float__")

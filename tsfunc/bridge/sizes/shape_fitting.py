@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.shape_probe import ENOUGH, ShapeProbe, at
-from tsfunc.bridge.tracers.questions import suppress_guards
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 
 
 def fit_shapes(probe: ShapeProbe, fake: FakeTensorMode) -> Any:

@@ -61,11 +61,11 @@ class ShapeProbe:
         self.fixed: list[Any] = []  # symbols that keep the value of the trace
         self.needed: list[Any] = []  # equalities that the operator needs; other sizes keep them
 
-    def keep_needed(self, questions: Sequence[Any]) -> None:
+    def keep_required(self, conditions: Sequence[Any]) -> None:
         """Restrict other sizes to those that satisfy the equalities which the operator needs."""
-        self.needed = required(questions, self.hints, self.accepts)
+        self.needed = required(conditions, self.hints, self.accepts)
 
-    def ask_needed(self, multiples: bool) -> None:
+    def guard_required(self, multiples: bool) -> None:
         """Add guards for the needed equalities to the trace.
 
         Args:
@@ -75,7 +75,7 @@ class ShapeProbe:
             if multiples or not is_multiple(fact):
                 self.env.evaluate_expr(or_one(fact, self.hints, self.accepts))
 
-    def fix_refused(self) -> bool:
+    def fix_unaccepted(self) -> bool:
         """Fix the symbols for which the operator accepts no other size; True if there are any."""
         hints = self.hints
         self.fixed = [
@@ -87,7 +87,7 @@ class ShapeProbe:
         ]
         return bool(self.fixed)
 
-    def ask_fixed(self) -> None:
+    def guard_fixed(self) -> None:
         """Add guards to the trace that the fixed symbols keep their values."""
         from sympy import Eq
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
-from tsfunc.bridge.tracers.questions import suppress_guards
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.ops.dims import wrap as wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns

@@ -1,7 +1,7 @@
 """Basic indexing in a trace: ints and slices become ``select`` and ``slice`` calls, item by item.
 
-torch's own indexing asks a symbolic int for its value, and asks whether a slice covers a whole
-dim. Both questions would add guards on the sizes of the call (NOTE [slices of named dims] in
+torch's own indexing reads the value of a symbolic int, and tests whether a slice covers a whole
+dim. Both would add guards on the sizes of the call (NOTE [slices of named dims] in
 ``shape_rules``).
 """
 

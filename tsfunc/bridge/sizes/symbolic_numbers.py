@@ -4,8 +4,8 @@ Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``expr``
 
 NOTE [symbolic ints as plain ints]
 Some operators take a plain int that may be symbolic in a trace: the steps of ``linspace``, the
-offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser asks a symbolic int for
-its value there, which adds a guard on the value. The operator is therefore called without the
+offset of ``diagonal``, the classes of ``one_hot``. torch's argument parser reads the value of a
+symbolic int there, which adds a guard on the value. The operator is therefore called without the
 parser, and its result follows from NOTE [guards of operators] in ``fake_results``. If that
 fails (``x.sum(k)`` over dims of several sizes), the parser runs after all. ``torch.tensor`` has no
 schema, and becomes ``torch.full``.
@@ -27,8 +27,8 @@ import torch.fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import operator_of, overload_for
-from tsfunc.bridge.tracers.questions import KINDS, LISTS, has_symbols, in_user_code
 from tsfunc.bridge.tracers.tracer import HOOKED, TracerLevel, innermost_level
+from tsfunc.bridge.tracers.user_queries import KINDS, LISTS, has_symbols, in_user_code
 from tsfunc.dispatch import current_levels
 from tsfunc.types.sizes import DimExpr, solved_for
 

@@ -7,14 +7,14 @@ a symbol is first made.
 
 NOTE [hints]
 A named dim is traced with the size of the call as its hint, so that the function takes the same
-branches as in the call. The questions about the symbol (:meth:`Symbols.needs`) determine whether
-another size would take another branch. Operators treat sizes 0 and 1 specially, so another hint
-replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
+branches as in the call. The conditions on the symbol that were tested (:meth:`Symbols.needs`)
+determine whether another size would take another branch. Operators treat sizes 0 and 1 specially,
+so another hint replaces these sizes: NOTE [sizes 0 and 1] in ``program/graphs/comparison``.
 
 NOTE [sizes of data]
 ``nonzero``, ``x[mask]`` and ``x.item()`` return numbers that a trace does not know: each is a
 symbol without a hint, made together with the node that computes it (:meth:`Symbols.register`).
-Questions about the symbol have no answer; assertions (``torch._check``, and operators' checks of
+Conditions on the symbol can't be evaluated; assertions (``torch._check``, and operators' checks of
 their arguments) become calls of :func:`check_size` in the program.
 
 A body of control flow (NOTE [bodies] in ``bodies.py``) has such symbols of its own, and its
@@ -36,13 +36,13 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
-from tsfunc.bridge.sizes.facts import facts_of_its_own
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
+from tsfunc.bridge.sizes.scoped_facts import scoped_facts
 from tsfunc.bridge.sizes.shape_environment import environment_class, source_called
 from tsfunc.bridge.sizes.symbolic_numbers import divided
-from tsfunc.bridge.tracers.questions import KINDS
+from tsfunc.bridge.tracers.user_queries import KINDS
 from tsfunc.errors import FailedCheckError
-from tsfunc.tracebacks import Place
+from tsfunc.tracebacks import Location
 from tsfunc.types import Dim
 
 # Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by
@@ -57,7 +57,7 @@ class Need:
     Attributes:
         fact: the fact as Python code.
         expr: the fact as an expression in symbols with the names of the dims.
-        place: the user's line.
+        location: the user's line.
         by_user: True if the user's code tests the fact or gets a number of results that depends on
             it; False if torch or this package tests it for another reason.
         reason: why this package needs it, and the remedy; empty for other facts.
@@ -65,7 +65,7 @@ class Need:
 
     fact: str
     expr: Any
-    place: Place
+    location: Location
     by_user: bool
     reason: str = ""
 
@@ -125,7 +125,8 @@ class Symbols:
         sizes: the symbolic size of each named dim.
         scalars: the symbolic numbers among the arguments.
         graph: the graph that records numbers; None before and after the trace.
-        asks: returns the value of a node that computes a number, if the trace can know it.
+        computed_value: returns the value of a node that computes a number, if the trace can know
+            it.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Symbols:
         self._answers: dict[Any, Any] = {}  # symbols for bools, and the expressions of these bools
         self._env: Any = None
         self.graph: torch.fx.Graph | None = None
-        self.asks: Callable[[torch.fx.Node], Any] = lambda node: None
+        self.computed_value: Callable[[torch.fx.Node], Any] = lambda node: None
         self._inputs: Mapping[str, torch.fx.Node] = {}
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
@@ -252,19 +253,19 @@ class Symbols:
             if number is not None:
                 node.meta["number"] = number
 
-    def assert_in_program(self, expr: Any, place: Place) -> None:
+    def assert_in_program(self, expr: Any, location: Location) -> None:
         """Let the program check a fact when it runs."""
         if self.graph is None or not all(s in self._names
                                           for s in expr.free_symbols):  # fmt: skip
             return  # the trace has ended, or the symbols are not part of the program
-        text = f"{self.spell(expr)} does not hold, which the program relies on (at {place})."
+        text = f"{self.spell(expr)} does not hold, which the program relies on (at {location})."
         if self._bodies:
             graph, number = self._bodies[-1]
             holds = number(self._env.create_symboolnode(expr))
         else:
             graph, holds = self.graph, self._node(expr)
         node = graph.call_function(check_size, (holds, text))
-        node.meta["place"] = place
+        node.meta["location"] = location
 
     @contextmanager
     def in_body(self, graph: torch.fx.Graph, number: Callable[[Any], Any]) -> Iterator[None]:
@@ -276,7 +277,7 @@ class Symbols:
         """
         self._bodies.append((graph, number))
         try:
-            with facts_of_its_own(self._env):
+            with scoped_facts(self._env):
                 yield
         finally:
             self._bodies.pop()
@@ -292,13 +293,13 @@ class Symbols:
             return self._env.create_symintnode(symbol, hint=None)
         return self._env.create_symfloatnode(symbol, hint=None)
 
-    # --- questions
+    # --- conditions
 
     def answer(self, expr: Any) -> Any:
-        """Return the answer to a question about numbers of data; None if it is not known."""
+        """Return the value of a condition on numbers of data; None if it is not known."""
         if self.graph is None or self._bodies or not expr.free_symbols <= self._names.keys():
             return None
-        return self.asks(self._node(expr))
+        return self.computed_value(self._node(expr))
 
     def needs(self) -> list[Need]:
         """Return the facts about named dims that the trace relies on."""
@@ -309,11 +310,11 @@ class Symbols:
             Need(
                 self.spell(exact(guard.expr)),
                 exact(guard.expr).xreplace(names),
-                place,
+                location,
                 by_user,
-                self._env.reasons.get(place, ""),
+                self._env.reasons.get(location, ""),
             )
-            for guard, (place, by_user, is_check) in zip(
+            for guard, (location, by_user, is_check) in zip(
                 self._env.guards, self._env.guard_origins, strict=True
             )
             if not is_check and not self._is_of_scalars(guard.expr)
@@ -322,8 +323,8 @@ class Symbols:
     def conditions(self, variables: Mapping[str, str]) -> list[Condition]:
         """Return the conditions on numbers among the arguments, and the checks.
 
-        A failed check of sizes (NOTE [checks of arguments] in ``dispatch/refusals``) raises in the
-        function itself, so the check is a condition of the program instead of a need of the
+        A failed check of sizes (NOTE [checks of arguments] in ``dispatch/user_checks``) raises in
+        the function itself, so the check is a condition of the program instead of a need of the
         descriptors.
 
         Args:
@@ -419,7 +420,8 @@ class Symbols:
     def in_users_names(self, text: str) -> str:
         """Return a text with the user's names in place of the trace's symbols."""
         names = {str(symbol): name for symbol, name in self._all_names().items()}
-        return re.sub(r"\b[a-z]+\d+\b", lambda at: names.get(at[0], at[0]), text)
+        # torch writes shapes as (1xs39xs94), too.
+        return re.sub(r"(?:\b|(?<=\dx))[a-z]+\d+(?=\b|x)", lambda at: names.get(at[0], at[0]), text)
 
     def _all_names(self) -> dict[Any, str]:
         """Return a name for each symbol; those that no node has yet are numbers of data."""
@@ -476,7 +478,7 @@ class Symbols:
         Python's collector does not see such a cycle, so neither would be freed.
         """
         self.graph, self._inputs = None, {}
-        self.asks = lambda node: None
+        self.computed_value = lambda node: None
         self._nodes.clear()
         self._definitions.clear()
 

@@ -28,7 +28,7 @@ def _average(dims: int) -> Callable[..., Any]:
     return rule
 
 
-def _largest(dims: int, *, places: bool) -> Callable[..., Any]:
+def _largest(dims: int, *, with_indices: bool) -> Callable[..., Any]:
     """Return the rule for maxima over windows in the last dims, with or without indices."""
 
     def rule(
@@ -39,15 +39,17 @@ def _largest(dims: int, *, places: bool) -> Callable[..., Any]:
         if shape is None:
             return NotImplemented
         values = new_like(x, shape, order=_order(x, dims))
-        return (values, new_like(x, shape, torch.int64, _order(x, dims))) if places else values
+        return (
+            (values, new_like(x, shape, torch.int64, _order(x, dims))) if with_indices else values
+        )
 
     return rule
 
 
 for _dims in (1, 2, 3):
     shape_rule(f"avg_pool{_dims}d")(_average(_dims))
-    shape_rule(f"max_pool{_dims}d")(_largest(_dims, places=False))
-    shape_rule(f"max_pool{_dims}d_with_indices")(_largest(_dims, places=True))
+    shape_rule(f"max_pool{_dims}d")(_largest(_dims, with_indices=False))
+    shape_rule(f"max_pool{_dims}d_with_indices")(_largest(_dims, with_indices=True))
 
 
 @shape_rule("im2col")

@@ -1,7 +1,7 @@
 """torch's anomaly mode in traces: the checks for NaN become checks of the program.
 
 In anomaly mode the autograd engine checks after each backward formula whether its results contain
-NaN. A trace has no data to answer with. It records an assertion instead, which raises torch's error
+NaN. A trace has no data for this check. It records an assertion instead, which raises torch's error
 when the program runs, with the user's line of the forward call.
 
 Private names used here (torch 2.13 and 2.14): ``torch._C._current_autograd_node`` is the node whose
@@ -24,8 +24,8 @@ from tsfunc.tracebacks import LIBRARIES
 
 @register("aten::_local_scalar_dense", DispatchKey.Trace)
 def _local_scalar_dense(value: TraceTracer) -> Any:
-    """Return a number of data; the answer to the engine's question about NaN is an assertion."""
-    if not _is_of_the_engine(value):
+    """Return a number of data; the engine's check for NaN becomes an assertion."""
+    if not _is_engine_query(value):
         return trace_kernel(operator_of(torch.ops.aten._local_scalar_dense.default), (value,), {})
     message = _message(torch._C._current_autograd_node())
     sound = trace_kernel(operator_of(torch.ops.aten.logical_not.default), (value,), {})
@@ -35,7 +35,7 @@ def _local_scalar_dense(value: TraceTracer) -> Any:
     return False
 
 
-def _is_of_the_engine(value: TraceTracer) -> bool:
+def _is_engine_query(value: TraceTracer) -> bool:
     """Return True if the engine reads a number for its check for NaN."""
     if not torch.is_anomaly_check_nan_enabled() or not torch.is_anomaly_enabled():
         return False
@@ -52,7 +52,7 @@ def _message(node: Any) -> str:
 
 
 def _line_of(entry: str) -> str | None:
-    """Return the place of a line of a traceback; None if it is code of a library."""
+    """Return the location of a line of a traceback; None if it is code of a library."""
     found = re.match(r'\s*File "(.*)", line (\d+), in (.*)', entry)
     if found is None or found[1].startswith(LIBRARIES):
         return None

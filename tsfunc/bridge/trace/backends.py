@@ -5,7 +5,7 @@ Inductor rewrites ``scan`` and ``map_impl`` as ``while_loop``, and stores each c
 layout of its initial value. This requires two things of a program's graph, and of the graphs that
 AOTAutograd makes of its derivatives: an initial value must not be an expanded tensor, whose
 storage is smaller than a new carry; and each symbol in the sizes of stacked results must be an
-operand, or the length of the loop. :class:`LoopsMadeReady` ensures both.
+operand, or the length of the loop. :class:`PrepareLoops` ensures both.
 
 Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
 uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
@@ -58,12 +58,12 @@ def inductor(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    from tsfunc.bridge.trace.inductor_loops import LoopsMadeReady, assert_in_bodies
+    from tsfunc.bridge.trace.inductor_loops import PrepareLoops, assert_in_bodies
 
     patches: dict[str, Any] = {"fallback_random": True}
     if _has_loops(module):
         assert_in_bodies(module)
-        patches["post_grad_custom_pre_pass"] = LoopsMadeReady()
+        patches["post_grad_custom_pre_pass"] = PrepareLoops()
     table = None
     if decompositions and any(node.target in decompositions for node in _every_node(module)):
         table = {**select_decomp_table(), **decompositions}
@@ -133,7 +133,7 @@ def backend_of(name: str) -> Backend:
     return functools.partial(_compiled, found)
 
 
-def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
+def can_run_compiled(tensors: Sequence[torch.Tensor]) -> bool:
     """True if compiled code may run here: no mode, transform or class must see each operator."""
     return (
         all(type(x) in _PLAIN for x in tensors)
@@ -143,7 +143,7 @@ def runs_plainly(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def stand_for_others(tensors: Sequence[torch.Tensor]) -> bool:
+def any_wrapped(tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if some tensors are values of a transform, which no backend can take."""
     return _functorch.maybe_current_level() is not None or any(
         isinstance(x, Tracer) for x in tensors

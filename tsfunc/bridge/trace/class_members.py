@@ -20,7 +20,7 @@ from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_clas
 from tsfunc.bridge.trace.trace_level import TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 
-# Members that concern the object and not its meaning, and those that a tracer answers itself.
+# Members that concern the object and not its meaning, and those that a tracer handles itself.
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 _KEPT = frozenset(
     {"__torch_function__", "__torch_dispatch__", "__weakref__", "__slots__", "__annotations__"}

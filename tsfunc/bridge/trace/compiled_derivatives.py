@@ -27,7 +27,7 @@ import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import Function
 
-from tsfunc.bridge.trace.backends import runs_plainly
+from tsfunc.bridge.trace.backends import can_run_compiled
 
 Run = Callable[..., Sequence[Any]]
 
@@ -91,7 +91,7 @@ class _Call(Function):
         tensors = ctx.saved_tensors
         outs, inputs = ctx.recorded
         recorded = torch.is_grad_enabled()
-        again = recorded or not runs_plainly([x for x in cotangents if x is not None])
+        again = recorded or not can_run_compiled([x for x in cotangents if x is not None])
         if again:
             # An alias of each: the derivatives are those of this call, whatever else uses a tensor.
             with torch.enable_grad():

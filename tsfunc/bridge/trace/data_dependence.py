@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tsfunc.bridge.tracers.questions import caller_of_handlers
-from tsfunc.dispatch.places import source_of, users_place
-from tsfunc.tracebacks import LIBRARIES, Place
+from tsfunc.bridge.tracers.user_queries import caller_of_handlers
+from tsfunc.dispatch.user_code import source_line, user_location
+from tsfunc.tracebacks import LIBRARIES, Location
 
 
 def data_dependent_message(name: str, what: str) -> str:
@@ -14,20 +14,20 @@ def data_dependent_message(name: str, what: str) -> str:
         name: the operator or the method.
         what: the name of the trace.
     """
-    place = users_place()
+    location = user_location()
     frame = caller_of_handlers()
     asked = ""
     if frame.f_code.co_filename.startswith(LIBRARIES[1]):
-        asker = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        asked = f", by {asker}{source_of(asker, ': ')}"
+        asker = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        asked = f", by {asker}{source_line(asker, ': ')}"
     return (
         f"{what}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{place}{source_of(place, ': ')}{asked}), but a trace has no data: `if`, `while`, int() "
-        f"and float() on it can't be served. {ways_out()}"
+        f"{location}{source_line(location, ': ')}{asked}), but a trace has no data: `if`, `while`, "
+        f"int() and float() on it can't be served. {remedies()}"
     )
 
 
-def ways_out() -> str:
+def remedies() -> str:
     """Return the advice for code that needs data in a trace."""
     return (
         "Write a choice with tsfunc.cond(pred, true_fn, false_fn, *operands) or "

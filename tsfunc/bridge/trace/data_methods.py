@@ -27,7 +27,7 @@ def _is_traced(*values: Any) -> bool:
     return isinstance(level, TraceLevel) and not level.autograd
 
 
-def _answered(overload: OpOverload) -> Callable[..., Any]:
+def _as_symbolic_bool(overload: OpOverload) -> Callable[..., Any]:
     def method(
         func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -83,9 +83,12 @@ vars(torch.nn.modules.batchnorm)["float"] = _float
 function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, _batch_norm, torch.batch_norm)
 function_rules.add(
-    Stage.METHOD, _answered(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
+    Stage.METHOD, _as_symbolic_bool(torch.ops.aten.equal.default), torch.equal, torch.Tensor.equal
 )
 function_rules.add(
-    Stage.METHOD, _answered(torch.ops.aten.allclose.default), torch.allclose, torch.Tensor.allclose
+    Stage.METHOD,
+    _as_symbolic_bool(torch.ops.aten.allclose.default),
+    torch.allclose,
+    torch.Tensor.allclose,
 )
 function_rules.add(Stage.METHOD, _one_hot, torch.nn.functional.one_hot)

@@ -19,7 +19,7 @@ _CHECK_ERRORS: Final = torch.ops.aten._linalg_check_errors.default
 _STACKED: Final = {"scan": 3, "map_impl": 2}
 
 
-class LoopsMadeReady(CustomGraphPass):
+class PrepareLoops(CustomGraphPass):
     """A pass that gives carries contiguous storage, and loops the symbols in result sizes."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tsfunc import pytrees
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 
 
@@ -70,7 +70,7 @@ def _refuse(value: OpaqueValue, use: str) -> NoReturn:
     text = _of(value, "_text")
     raise TypeCheckError(
         f"{text} is of type Any, of which nothing is known, so that nothing can be computed with "
-        f"it: {use} at {users_place()}. {_of(value, '_remedy')}"
+        f"it: {use} at {user_location()}. {_of(value, '_remedy')}"
     )
 
 

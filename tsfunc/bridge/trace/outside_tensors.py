@@ -30,18 +30,18 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.sizes.symbolic_numbers import call_past_parser
 from tsfunc.bridge.trace.opaque import OpaqueValue
-from tsfunc.bridge.trace.tensor_answers import ANSWERS, VERSION, refuse_version
-from tsfunc.bridge.trace.tensor_guards import asked_by_user
+from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, VERSION, refuse_version
+from tsfunc.bridge.trace.tensor_guards import is_user_query
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
 from tsfunc.bridge.tracers.attributes import LOOKS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
-from tsfunc.bridge.tracers.questions import UserCode, has_symbols
 from tsfunc.bridge.tracers.tracer import (
     BackwardPass,
 )
+from tsfunc.bridge.tracers.user_queries import UserCode, has_symbols
 
 
 @dataclass
@@ -144,7 +144,7 @@ class BackwardPasses:
         """Yield each ``.grad`` that the function has replaced."""
         return (slot for slot in self.slots.values() if slot.now is not slot.before)
 
-    def records_for_nothing(self, results: Sequence[Any]) -> bool:
+    def records_needlessly(self, results: Sequence[Any]) -> bool:
         """Return True if no result, and no tensor from outside, needs the program's own graph."""
         if not self._freed:
             return False
@@ -249,9 +249,9 @@ class Lifting(UserCode):
                 return passes.get(args[0])
             if func in _SET_GRAD:
                 return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
-        if func == VERSION and not is_traced(args[0]) and asked_by_user():
+        if func == VERSION and not is_traced(args[0]) and is_user_query():
             refuse_version(self.level.tensor_guards)
-        if METHODS.get(func) not in _LOOKS and func not in ANSWERS:
+        if METHODS.get(func) not in _LOOKS and func not in PROPERTY_READERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         if has_symbols(args, kwargs):

@@ -46,13 +46,13 @@ from tsfunc.dispatch.state import tls
 
 # The types of C functions of torch that call operators.
 _FUNCTIONS: Final = frozenset({type(torch.sin), type(torch.Tensor.add)})
-_PLAIN_META: Final = frozenset({"place", "op", "no_grad", "val", "requires_grad"})
+_PLAIN_META: Final = frozenset({"location", "op", "no_grad", "val", "requires_grad"})
 
 
 class _Operand(NamedTuple):
-    """A tensor of a call, by its place among the call's tensors."""
+    """A tensor of a call, by its position among the call's tensors."""
 
-    place: int
+    position: int
 
 
 class RecordedCall(NamedTuple):
@@ -245,10 +245,10 @@ class RepeatedCalls:
             container = type(out)
         elif out is not results or type(out) is not self._tracer:
             return None
-        places = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
+        positions = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
         try:
-            given = [_placed(arg, places) for arg in args]
-            named = {name: _placed(arg, places) for name, arg in kwargs.items()}
+            given = [_placed(arg, positions) for arg in args]
+            named = {name: _placed(arg, positions) for name, arg in kwargs.items()}
             values = [x.value for x in results] if container else results.value
             with DisableTorchFunction():
                 described = self._results.described(values, [x.value for x in operands])
@@ -278,28 +278,28 @@ def _has_no_own_kernel(op: TorchOperator) -> bool:
     return all(entry is not None and entry.kind == "column" for entry in entries)
 
 
-def _placed(arg: Any, places: Mapping[int, _Operand]) -> Any:
-    """Return an argument of an operator with the call's tensors replaced by their places.
+def _placed(arg: Any, positions: Mapping[int, _Operand]) -> Any:
+    """Return an argument of an operator with the call's tensors replaced by their positions.
 
     Raises:
         UnknownError: it is a tensor that the call does not have, or a symbolic number.
     """
     if isinstance(arg, torch.Tensor):
-        found = places.get(id(arg))
+        found = positions.get(id(arg))
         if found is None:
             raise UnknownError
         return found
     if type(arg) is list or type(arg) is tuple:
-        return type(arg)([_placed(item, places) for item in arg])
+        return type(arg)([_placed(item, positions) for item in arg])
     if type(arg) not in PLAIN:
         raise UnknownError
     return arg
 
 
 def _filled(arg: Any, operands: Sequence[Any]) -> Any:
-    """Return an argument of an operator with the tensors of a call at their places."""
+    """Return an argument of an operator with the tensors of a call at their positions."""
     if type(arg) is _Operand:
-        return operands[arg.place]
+        return operands[arg.position]
     if type(arg) is list or type(arg) is tuple:
         return type(arg)([_filled(item, operands) for item in arg])
     return arg

@@ -13,12 +13,12 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tsfunc.bridge.sizes.assumptions import assume
+from tsfunc.bridge.sizes.assumed_facts import assume
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.questions import same_size
+from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 
 

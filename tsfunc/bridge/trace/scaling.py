@@ -27,7 +27,7 @@ def _step_or_skip(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Implement ``GradScaler._maybe_opt_step`` without a question about data."""
+    """Implement ``GradScaler._maybe_opt_step`` without a read of data."""
     flags = list(optimizer_state["found_inf_per_device"].values())
     skips = torch.stack([each.to(flags[0].device) for each in flags]).sum() != 0
     with torch.no_grad():

@@ -2,10 +2,10 @@
 
 NOTE [tensor guards]
 Two tensors of one dtype and one shape may differ for a function that reads ``x.is_leaf`` or
-``x.storage_offset()``. For an argument the answer comes from the traced call, and becomes a guard
-of the program. Most functions ask no such question, and their programs have no such guard. For a
-computed value the answer is known or refused. Properties that change without an assignment
-(``_version``) are refused too.
+``x.storage_offset()``. Such a property of an argument is read from the traced call, and becomes a
+guard of the program. Most functions read no such property, and their programs have no such guard. A
+property of a computed value is either known or refused. Properties that change without an
+assignment (``_version``) are refused too.
 
 The sizes of a tensor determine its strides, with one exception: with named dims a guard knows only
 the order of the strides. A trace assumes that these tensors have no gaps in memory, as is true for
@@ -34,11 +34,11 @@ from torch._C import DisableTorchFunctionSubclass
 from torch._C._dynamo.guards import TensorGuards as TensorChecks
 
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.attributes import of_the_value
+from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
-from tsfunc.bridge.tracers.questions import in_user_code
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
-from tsfunc.dispatch.places import called_by_user, users_place
+from tsfunc.bridge.tracers.user_queries import in_user_code
+from tsfunc.dispatch.user_code import called_by_user, user_location
 from tsfunc.errors import ClosureError, TypeCheckError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,7 +73,7 @@ def check_layout(value: torch.Tensor, name: str | None = None) -> None:
         TypeCheckError: an argument has such a layout.
         ClosureError: another tensor has such a layout.
     """
-    # Python answers a TypeError of an operator such as `*` by an error of its own.
+    # Python replaces a TypeError of an operator such as `*` by an error of its own.
     error = ClosureError if name is None else TypeCheckError
     place = name or "a tensor that the function captures or makes"
     if value.layout in _COMPRESSED:
@@ -135,7 +135,7 @@ def dense_order(x: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(order)
 
 
-# The questions about an argument, as source code, and the functions that answer them.
+# The guarded properties of an argument, as source code, and the functions that read them.
 _FACTS: Final[Mapping[str, Callable[[torch.Tensor], Any]]] = {
     "{}.is_leaf": lambda x: x.is_leaf,
     "{}.grad_fn is None": lambda x: x.grad_fn is None,
@@ -164,7 +164,7 @@ _ATTRIBUTE: Final = re.compile(r"hasattr\(\{\}, '([^\W\d]\w*)'\)")
 
 
 def reader_of(fact: str) -> Callable[[torch.Tensor], Any] | None:
-    """Return the function that answers a question; None for an unknown question."""
+    """Return the function that reads a property; None for an unknown property."""
     attribute = _ATTRIBUTE.fullmatch(fact)
     if attribute is None:
         return _FACTS.get(fact)
@@ -174,12 +174,12 @@ def reader_of(fact: str) -> Callable[[torch.Tensor], Any] | None:
 
 @dataclass(frozen=True)
 class PropertyGuard:
-    """A question of a trace about an argument.
+    """A property of an argument that a trace has read.
 
     Attributes:
         position: the index of the flattened argument.
-        fact: the question, with ``{}`` for the argument.
-        answer: the answer in the traced call.
+        fact: the property as Python code, with ``{}`` for the argument.
+        answer: its value in the traced call.
     """
 
     position: int
@@ -187,9 +187,9 @@ class PropertyGuard:
     answer: Any
 
     def holds(self, value: torch.Tensor) -> bool:
-        """True if the answer is the same for another tensor."""
+        """True if the property of another tensor has the same value."""
         if isinstance(value, Tracer) and hasattr(value.dispatch_level, "tensor_guards"):
-            return False  # asking here would add a question to the outer trace
+            return False  # a read here would add a guard to the outer trace
         answer = reader_of(self.fact)
         return answer is not None and bool(answer(value) == self.answer)
 
@@ -218,7 +218,7 @@ class TensorGuards:
 
     Attributes:
         what: the name of the trace in errors.
-        property_guards: the questions about arguments, with their answers.
+        property_guards: the properties of arguments that were read, with their values.
         of_grad: True if the function read whether a tensor requires grad.
         of_backward: True if the function ran a backward pass, which anomaly mode changes.
         attribute_of: reads a Python attribute of an argument, or ``grad``.
@@ -257,8 +257,8 @@ class TensorGuards:
         found = self._arguments.get(id(tracer))
         return None if found is None else found[1]
 
-    def ask(self, argument: TracedArgument, fact: str) -> Any:
-        """Return the answer for an argument, and make it a guard."""
+    def guard(self, argument: TracedArgument, fact: str) -> Any:
+        """Return a property of an argument, and guard it."""
         key = argument.position, fact
         if key not in self.property_guards:
             answer = reader_of(fact)
@@ -266,12 +266,12 @@ class TensorGuards:
             self.property_guards[key] = PropertyGuard(*key, answer(argument.example))
         return self.property_guards[key].answer
 
-    def ask_all(self, fact: str) -> None:
-        """Make the answers for all arguments guards."""
+    def guard_all(self, fact: str) -> None:
+        """Guard a property of every argument."""
         for _, argument in self.arguments:
-            self.ask(argument, fact)
+            self.guard(argument, fact)
 
-    def ask_strides(self, value: torch.Tensor) -> None:
+    def guard_strides(self, value: torch.Tensor) -> None:
         """Add guards on the strides of arguments that a fake tensor's strides depend on.
 
         Raises:
@@ -284,10 +284,10 @@ class TensorGuards:
                 continue
             if argument.is_fixed:
                 if any(size < 2 for size in x.shape):  # a guard ignores the strides of such sizes
-                    self.ask(argument, "{}.stride()")
+                    self.guard(argument, "{}.stride()")
                 continue
             shared = _share_memory(value, argument.value)
-            if shared and self.ask(argument, "dense_order({})") is None:
+            if shared and self.guard(argument, "dense_order({})") is None:
                 self.refuse(
                     f"the strides of {argument.name}, or of a view of it, are read",
                     f"they are {tuple(x.stride())} for the sizes {tuple(x.shape)}, and not known "
@@ -305,12 +305,12 @@ class TensorGuards:
                 )
 
     def refuse(self, read: str, why: str, remedy: str) -> NoReturn:
-        """Raise for a question that a program cannot answer.
+        """Raise for the read of a property that a program cannot guard.
 
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {read} at {users_place()}; {why}. {remedy}")
+        raise TypeCheckError(f"{self.what}: {read} at {user_location()}; {why}. {remedy}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer
@@ -333,40 +333,40 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _guards_of(value: Any) -> TensorGuards | None:
-    """Return the tensor guards of a tensor's trace, if it is traced and the user asks.
+    """Return the tensor guards of a tensor's trace for a query of user code; else None.
 
-    A kernel's questions are the most frequent ones and no guards: NOTE [questions of the user's
-    code].
+    Most queries come from kernels, and add no guards: NOTE [queries of user code].
     """
-    return guards_if_asked(value) if in_user_code() else None
+    return guards_for_user_query(value) if in_user_code() else None
 
 
-def guards_if_asked(value: Any) -> TensorGuards | None:
-    """Return the tensor guards of a tensor's trace, if code outside of this package asks."""
+def guards_for_user_query(value: Any) -> TensorGuards | None:
+    """Return the tensor guards of a tensor's trace, if the query comes from outside of this "
+    "package."""
     if not isinstance(value, Tracer):
         return None
     found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
-    return found if found is not None and value.dispatch_level.alive and asked_by_user() else None
+    return found if found is not None and value.dispatch_level.alive and is_user_query() else None
 
 
-# Frames between the asking code and the answer, besides every ``__torch_function__``.
-_HANDLERS: Final[set[CodeType]] = {function_handler.__code__, of_the_value.__code__}
+# Frames between a query and its handler, besides every ``__torch_function__``.
+_HANDLERS_BETWEEN: Final[set[CodeType]] = {function_handler.__code__, read_from_value.__code__}
 
 
-def passes_question_on(function: F) -> F:
-    """Mark a function between the code that asks and the answer."""
-    _HANDLERS.add(function.__code__)
+def forwards_query(function: F) -> F:
+    """Mark a function that forwards a query to its handler."""
+    _HANDLERS_BETWEEN.add(function.__code__)
     return function
 
 
-def asked_by_user() -> bool:
-    """True if the question comes from code outside of this package."""
+def is_user_query() -> bool:
+    """True if the query comes from code outside of this package."""
     return called_by_user(passing=lambda frame: frame.f_globals.get("__name__") == __name__
-                          or frame.f_code in _HANDLERS
+                          or frame.f_code in _HANDLERS_BETWEEN
                           or frame.f_code.co_name == "__torch_function__")  # fmt: skip
 
 
-def past_handlers(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def without_handlers(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return a tracer's own property, without a call of ``__torch_function__``."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -379,8 +379,8 @@ def stride(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Implement ``x.stride()`` of a traced tensor."""
     guards = _guards_of(self)
     if guards is not None:
-        guards.ask_strides(self.value)
-    return past_handlers(torch.Tensor.stride, self, *args, **kwargs)
+        guards.guard_strides(self.value)
+    return without_handlers(torch.Tensor.stride, self, *args, **kwargs)
 
 
 def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
@@ -388,10 +388,10 @@ def contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_
     guards = _guards_of(self)
     argument = None if guards is None else guards.argument(self)
     if guards is not None and argument is not None and not argument.is_fixed:
-        return bool(guards.ask(argument, _FORMATS[memory_format]))
+        return bool(guards.guard(argument, _FORMATS[memory_format]))
     if guards is not None:
-        guards.ask_strides(self.value)
-    return bool(past_handlers(torch.Tensor.is_contiguous, self, memory_format=memory_format))
+        guards.guard_strides(self.value)
+    return bool(without_handlers(torch.Tensor.is_contiguous, self, memory_format=memory_format))
 
 
 _FORMATS: Final = {
@@ -403,7 +403,7 @@ _FORMATS: Final = {
 
 def offset(self: Any) -> Any:
     """Implement ``x.storage_offset()`` of a traced tensor, whose storage may be from outside."""
-    own = past_handlers(torch.Tensor.storage_offset, self)
+    own = without_handlers(torch.Tensor.storage_offset, self)
     return own if _guards_of(self) is None else own + offset_outside(self)
 
 
@@ -412,7 +412,7 @@ def offset_outside(x: Any) -> int:
     guards: TensorGuards = x.dispatch_level.tensor_guards
     for _, argument in guards.arguments:
         if _share_memory(x.value, argument.value):
-            return int(guards.ask(argument, "{}.storage_offset()"))
+            return int(guards.guard(argument, "{}.storage_offset()"))
     for tensor, tracer in x.dispatch_level.lifted.values():
         if _share_memory(x.value, tracer.value):
             return int(tensor.storage_offset())
@@ -441,7 +441,7 @@ def class_of(self: Any) -> Any:
         return getattr(type(self), USERS_CLASS, torch.Tensor)
     cls = users_class(type(argument.example))
     if cls is torch.Tensor and _names_class(inspect.currentframe()):
-        whole = guards.ask(argument, "type({}) is Tensor")
+        whole = guards.guard(argument, "type({}) is Tensor")
         return cls if whole else guards.attribute_of(argument, "__class__")
     return cls
 
@@ -484,7 +484,7 @@ def attribute(self: Any, name: str) -> Any:
     if guards is not None and argument is not None:
         kind = {"_is_param": "isinstance({}, Parameter)", "_is_buffer": "isinstance({}, Buffer)"}
         if name in kind:
-            return guards.ask(argument, kind[name])
-        if guards.ask(argument, f"hasattr({{}}, {name!r})"):
+            return guards.guard(argument, kind[name])
+        if guards.guard(argument, f"hasattr({{}}, {name!r})"):
             return guards.attribute_of(argument, name)
     raise AttributeError(f"{self.describe()} has no attribute {name!r}")

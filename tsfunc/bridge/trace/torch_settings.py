@@ -48,8 +48,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tsfunc.dispatch.keys import DispatchKey
-from tsfunc.dispatch.places import is_users, users_place
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import is_user_frame, user_location
 from tsfunc.errors import TypeCheckError
 
 # --- modes
@@ -105,11 +105,11 @@ class _WatchedGenerator:
     def __getattr__(self, name: str) -> Any:
         thread = threading.get_ident()
         what = next((what for of, what in reversed(self.traces) if of == thread), None)
-        if what is not None and _asked_by_user():
+        if what is not None and _is_user_call():
             raise TypeCheckError(
                 f"{what}: the seed or the state of torch's random numbers is set or read at "
-                f"{users_place()} (.{name} of the default generator), which a program does not do "
-                f"again. Do it before the call, or use a torch.Generator that is seeded before."
+                f"{user_location()} (.{name} of the default generator), which a program does not "
+                f"do again. Do it before the call, or use a torch.Generator that is seeded before."
             )
         return getattr(torch.default_generator, name)
 
@@ -142,13 +142,13 @@ def no_seeding(what: str) -> Iterator[None]:
 _BETWEEN = ("torch.random", "torch._compile", "torch._dynamo.", "contextlib")
 
 
-def _asked_by_user() -> bool:
+def _is_user_call() -> bool:
     """True if code outside of torch and this package calls a function of ``torch.random``."""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
         frame = frame.f_back
-    return frame is not None and is_users(frame)
+    return frame is not None and is_user_frame(frame)
 
 
 # --- the flag of torch.compiler.is_compiling

@@ -41,8 +41,8 @@ from tsfunc.bridge.sizes.symbolic_numbers import (
 )
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import data_dependent_message
+from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, read_guarded_property
 from tsfunc.bridge.trace.repeated_calls import RecordedCall, RepeatedCalls
-from tsfunc.bridge.trace.tensor_answers import ANSWERS, answer_from_guards
 from tsfunc.bridge.trace.tensor_guards import (
     TensorGuards,
     attribute,
@@ -61,10 +61,6 @@ from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import (
-    has_symbols,
-    suppress_guards,
-)
 from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
@@ -75,6 +71,10 @@ from tsfunc.bridge.tracers.tracer import (
     function_handler,
     written,
 )
+from tsfunc.bridge.tracers.user_queries import (
+    has_symbols,
+    suppress_guards,
+)
 from tsfunc.dispatch import (
     DispatchKey,
     Operator,
@@ -82,7 +82,7 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import DataDependentError, MissingRuleError
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -195,7 +195,7 @@ class TraceLevel(TracerLevel):
         node.args = tuple(args)
         if kwargs:
             node.kwargs = kwargs
-        node.meta["place"] = self.lines.here()[0]
+        node.meta["location"] = self.lines.here()[0]
         return node
 
     def input(self, name: str, value: torch.Tensor, requires_grad: bool) -> TraceTracer:
@@ -288,8 +288,8 @@ class TraceTracer(Tracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
-        if func in ANSWERS:
-            out = answer_from_guards(func, args)
+        if func in PROPERTY_READERS:
+            out = read_guarded_property(func, args)
             if out is not NotImplemented:
                 return out
         if has_symbols(args, kwargs) or isinstance(func, OpOverloadPacket):
@@ -344,7 +344,7 @@ class TraceTracer(Tracer):
         return node
 
     def conjugated(self) -> bool:
-        self.dispatch_level.tensor_guards.ask_all("{}.is_conj()")
+        self.dispatch_level.tensor_guards.guard_all("{}.is_conj()")
         return self.value.is_conj()
 
     def read(self, name: str) -> Any:
@@ -362,10 +362,10 @@ class TraceTracer(Tracer):
         raise DataDependentError(data_dependent_message(name, self.dispatch_level.name))
 
     def _assume(self, answer: bool) -> bool:
-        """Record an assertion that a test has this answer: NOTE [checks of arguments]."""
-        place = users_place()
+        """Record an assertion that a test has this outcome: NOTE [checks of arguments]."""
+        location = user_location()
         holds = self.reshape(()) if answer else self.reshape(()).logical_not()
-        message = f"{place}{source_of(place, ': ')}: the check fails"
+        message = f"{location}{source_line(location, ': ')}: the check fails"
         operator_of(torch.ops.aten._assert_async.msg).call((holds, message), {}, True)
         return answer
 

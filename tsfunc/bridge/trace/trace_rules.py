@@ -1,4 +1,4 @@
-"""Rules of single operators and methods in a trace, and questions about running traces.
+"""Rules of single operators and methods in a trace, and predicates on running traces.
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunction`` disables function modes in
 kernels.
@@ -26,12 +26,12 @@ from tsfunc.bridge.trace.trace_level import (
 )
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.bridge.tracers.questions import (
-    defer_guards,
-    has_symbols,
-)
 from tsfunc.bridge.tracers.tracer import (
     metadata,
+)
+from tsfunc.bridge.tracers.user_queries import (
+    defer_guards,
+    has_symbols,
 )
 from tsfunc.dispatch import (
     DispatchKey,
@@ -110,7 +110,7 @@ def _as_strided(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with DisableTorchFunction():
             recorded = value.tracks or value.requires_grad
         if recorded:
-            value.dispatch_level.tensor_guards.ask_strides(value.value)
+            value.dispatch_level.tensor_guards.guard_strides(value.value)
             explicit = (*args[2:], kwargs.get("storage_offset"))[0] is not None
             if explicit and offset_outside(value):
                 value.dispatch_level.tensor_guards.refuse(

@@ -16,9 +16,9 @@ import torch
 from torch._C import _DisableTorchDispatch
 
 from tsfunc.bridge.sizes.fake_results import MetadataKey, TraceMetadata, UnknownError
-from tsfunc.bridge.tracers.questions import suppress_guards
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.user_queries import suppress_guards
 
 T = TypeVar("T", bound=Tracer)
 

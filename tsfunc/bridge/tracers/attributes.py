@@ -1,6 +1,6 @@
-"""Methods that answer calls on tracers without C++: attributes, ``detach``, and reads of data.
+"""Methods that handle calls on tracers in Python: attributes, ``detach``, and reads of data.
 
-C++ can't answer these calls: it would answer for the wrapper tensor, or would not dispatch back.
+C++ can't handle these calls: it would use the wrapper tensor, or would not dispatch back.
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
 attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
@@ -75,7 +75,7 @@ def _without_handler(
             return func(*args, **kwargs)
 
 
-def of_the_value(
+def read_from_value(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Ask the value inside for properties that the tracer lacks: lazy conjugation, layout."""
@@ -152,7 +152,9 @@ function_rules.add(Stage.METHOD, _read, torch.is_nonzero, *_existing(
     "__bool__ __int__ __float__ __index__ __complex__ __array__ item tolist numpy is_nonzero"
 ))  # fmt: skip
 function_rules.add(Stage.METHOD, _without_handler, _T.unflatten)
-function_rules.add(Stage.METHOD, of_the_value, _T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg)
+function_rules.add(
+    Stage.METHOD, read_from_value, _T.is_conj, _T.is_neg, torch.is_conj, torch.is_neg
+)
 _IMAGINARY = frozenset({torch.imag, *_existing("imag", attributes=True)})
 function_rules.add(
     Stage.METHOD, _part, torch.real, *_existing("real", attributes=True), *_IMAGINARY, view=True
@@ -166,8 +168,8 @@ function_rules.add(
     _T.requires_grad.__set__,  # type: ignore[attr-defined]
 )
 
-# The methods among these that only ask for properties, and those that do not need data.
-OF_TYPES = frozenset({metadata, of_the_value})
+# The methods among these that only read properties, and those that do not need data.
+OF_TYPES = frozenset({metadata, read_from_value})
 LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
 
 

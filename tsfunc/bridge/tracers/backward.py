@@ -46,7 +46,7 @@ def backward(
     call = BackwardPass(results, inputs, True, not _keeps_graph(given))
     if level is None or not level.serves_backward(call):
         leaves = list(leaves_of(results)) if inputs is None else inputs
-        if not leaves or not all(map(_made_inside, (*results, *leaves))):
+        if not leaves or not all(map(_graph_is_internal, (*results, *leaves))):
             raise RuntimeError(_from_outside(level.name if level is not None else "a transform"))
     return metadata(func, types, args, kwargs)
 
@@ -102,7 +102,7 @@ def leaves_of(results: Sequence[Any]) -> Iterator[Any]:
     yield from (node.variable for node in nodes_of(results) if hasattr(node, "variable"))
 
 
-def _made_inside(value: Any) -> bool:
+def _graph_is_internal(value: Any) -> bool:
     """True if a value's graph is the function's own: autograd records on no value outside."""
     if not isinstance(value, Tracer) or not value.dispatch_level.alive:
         return False

@@ -135,8 +135,8 @@ def call_by_plan(
             return NotImplemented
         if plan.step is _PARTS and any_autocast():
             return NotImplemented  # NOTE [autocast and rules]
-        for place in plan.unrecorded:
-            if level.forward or values[place].requires_grad:
+        for position in plan.unrecorded:
+            if level.forward or values[position].requires_grad:
                 return NotImplemented  # NOTE [operands of outer levels]
         return call_below_function(func, types, args, kwargs)
     if not state.plain:
@@ -286,8 +286,8 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
 
 
 # NOTE [queries of autograd]
-# Each step of forward mode asks whether tangents have the sizes of their primals, and makes
-# aliases of both. Tracers answer these calls directly: the sizes are in the tracer, and an alias
+# Each step of forward mode compares the sizes of tangents and primals, and makes
+# aliases of both. Tracers handle these calls directly: the sizes are in the tracer, and an alias
 # at a level is another tracer of the same value.
 def _sizes(x: Any) -> Any:
     shape = _shape_of(x)

@@ -14,12 +14,12 @@ import torch
 from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.draw_keys import CallKeys, seen_by_kernel
+from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import environment_of, passes_call_on, suppress_guards_of
 from tsfunc.bridge.tracers.torch_state import alone, in_backward_formula
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
+from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Operator, messages
 from tsfunc.dispatch.keys import WIDTH
 from tsfunc.errors import DataDependentError
@@ -122,7 +122,7 @@ class BatchLevel(TracerLevel):
     def random_key(self, generator: torch.Generator | None) -> torch.Tensor:
         """Return the call's key from a generator, as a value of the active outer levels."""
         assert self.random_keys is not None
-        key: torch.Tensor = seen_by_kernel(self.random_keys.key(generator))
+        key: torch.Tensor = as_seen_by_kernel(self.random_keys.key(generator))
         return key
 
     def next_draw(self) -> Any:
@@ -134,7 +134,7 @@ class BatchLevel(TracerLevel):
         value, dim = drawn, None
         if isinstance(drawn, BatchTracer) and drawn.dispatch_level is self:
             value, dim = drawn.value, drawn.bdim
-        value = seen_by_kernel(value)
+        value = as_seen_by_kernel(value)
         self.drawn = wrap(value + 1, dim, self)
         return value
 
@@ -211,7 +211,7 @@ class BatchTracer(Tracer):
         value = self.value.detach()
         return wrap(value, self.bdim, self.dispatch_level, value.storage_offset())
 
-    @passes_call_on
+    @forwards_call
     def read(self, name: str) -> Any:
         if self.bdim is None:
             return getattr(self.value, name)()
@@ -318,7 +318,7 @@ def read(tracer: BatchTracer, name: str) -> Any:
                     return outcome
         raise DataDependentError(messages.read_of_batch(name, level))
     if not level.batch_size:
-        raise DataDependentError(messages.read_of_nothing(name, level))
+        raise DataDependentError(messages.read_of_empty_batch(name, level))
     at, value = tracer.bdim, tracer.value
     assert at is not None
     if type(value) is torch.Tensor and value.numel() == level.batch_size:

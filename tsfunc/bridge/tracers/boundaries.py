@@ -54,12 +54,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
-from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo, run_compiled_as_python
+from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo, run_compiled_code_eagerly
 from tsfunc.bridge.tracers.torch_state import casting, release_guards
 from tsfunc.config import config
-from tsfunc.dispatch.places import users_place
 from tsfunc.dispatch.state import active_levels, tls
-from tsfunc.tracebacks import Place, describes_arguments, fold, is_boundary, label
+from tsfunc.dispatch.user_code import user_location
+from tsfunc.tracebacks import Location, describes_arguments, fold, is_boundary, label
 
 # --- the thread's state at the outermost transform
 
@@ -129,15 +129,15 @@ def _restore(before: tuple[Any, ...]) -> None:
             active_levels.pop(level, None)
 
 
-def _beyond_compiled_code() -> bool:
+def _compiled_code_is_unsupported() -> bool:
     """Return True inside the transforms whose values compiled code can't take."""
     return bool(tls.state.levels or outermost.forward or outermost.recording > 1)
 
 
-def leave_whole(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
     """Run the outermost transform of a thread; restore the thread's state when it is left."""
     if "torch._dynamo.eval_frame" in sys.modules:
-        run_compiled_as_python(_beyond_compiled_code)
+        run_compiled_code_eagerly(_compiled_code_is_unsupported)
     own = outermost
     if own.unrestored is not None:
         _restore(own.unrestored)
@@ -171,7 +171,7 @@ def protected(call: F) -> F:
     def entering(*args: Any, **kwargs: Any) -> Any:
         if outermost.inside:
             return call(*args, **kwargs)
-        return leave_whole(call, args, kwargs)
+        return run_outermost(call, args, kwargs)
 
     return cast(F, entering)
 
@@ -199,8 +199,8 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
                 if outermost.inside:
                     return entry(*args, **kwargs)
                 if config.debug_nans_set:
-                    return leave_whole(watched_for_nans, (entry, args, kwargs), {})
-                return leave_whole(entry, args, kwargs)
+                    return run_outermost(watched_for_nans, (entry, args, kwargs), {})
+                return run_outermost(entry, args, kwargs)
             except Exception as error:
                 fold(error, lambda: label(name, func))
                 raise
@@ -263,21 +263,21 @@ class Lines:
 
     def __init__(self) -> None:
         self._numbers: list[int] = []
-        self._places: list[Place] = []
+        self._locations: list[Location] = []
 
-    def here(self) -> tuple[Place, bool]:
+    def here(self) -> tuple[Location, bool]:
         """Return the line, and whether the call belongs to its backward pass."""
         node = _current_autograd_node()
-        place = self._of(node._sequence_nr()) if node is not None else None
-        backward = place is not None
-        place = place or users_place()
+        location = self._of(node._sequence_nr()) if node is not None else None
+        backward = location is not None
+        location = location or user_location()
         number = _autograd._get_sequence_nr()
         # An autograd thread has a counter of its own.
         if not self._numbers or number >= self._numbers[-1]:
             self._numbers.append(number)
-            self._places.append(place)
-        return place, backward
+            self._locations.append(location)
+        return location, backward
 
-    def _of(self, number: int) -> Place | None:
+    def _of(self, number: int) -> Location | None:
         i = bisect.bisect_right(self._numbers, number)
-        return self._places[i] if i < len(self._places) else None
+        return self._locations[i] if i < len(self._locations) else None

@@ -2,7 +2,7 @@
 
 NOTE [checks of batches]
 ``if x < 0: raise ValueError(...)``, ``assert x > 0`` and ``torch._check_tensor_all(x > 0)`` do not
-choose between two results (NOTE [checks of arguments] in ``dispatch/refusals``), so a vmap can
+choose between two results (NOTE [checks of arguments] in ``dispatch/user_checks``), so a vmap can
 serve them although the value differs from example to example. If every example passes, the
 function goes on. If an example fails, the function gets the outcome that raises, as the loop over
 the examples would; a note of the error (PEP 678) names the examples that fail. If only some of them
@@ -36,13 +36,13 @@ from torch.distributions import Distribution, constraints
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, outcomes_of_checks, unwrap
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
-from tsfunc.bridge.tracers.questions import caller_of_handlers, passes_call_on
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.dispatch.places import users_place
-from tsfunc.dispatch.refusals import may_be_caught, refused_value
+from tsfunc.bridge.tracers.user_queries import caller_of_handlers, forwards_call
+from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.tracebacks import Place
+from tsfunc.tracebacks import Location
 
 _SHOWN: Final = 10  # maximum number of examples in a message
 
@@ -62,13 +62,13 @@ def refused_outcome(*, catchable: bool) -> bool | None:
     """
     frame = caller_of_handlers()
     if frame.f_code in _MATRIX_CONSTRAINTS:
-        asking: FrameType | None = frame
-        while asking is not None and asking.f_code in _MATRIX_CONSTRAINTS:
-            asking = asking.f_back
-        if asking is None or asking.f_code not in _VALIDATIONS:
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code in _MATRIX_CONSTRAINTS:
+            caller = caller.f_back
+        if caller is None or caller.f_code not in _VALIDATIONS:
             return None
-        return False if catchable or not may_be_caught(asking) else None
-    return refused_value(frame, catchable=catchable)
+        return False if catchable or not may_be_caught(caller) else None
+    return raising_outcome(frame, catchable=catchable)
 
 
 class FailedCheck:
@@ -79,7 +79,7 @@ class FailedCheck:
         count: the number of all examples.
         levels: the levels of the vmaps that the error has not left yet.
         noted: True if the error has a note.
-        place: the user's line.
+        location: the user's line.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FailedCheck:
         self.count = count
         self.levels = set(levels)
         self.noted = False
-        self.place: Place = users_place()
+        self.location: Location = user_location()
 
     def repeats(self, other: FailedCheck) -> bool:
         """True if the same examples have failed: a program's check that its function repeats."""
@@ -111,7 +111,7 @@ def listed(examples: Sequence[tuple[int, ...]]) -> str:
 FAILED_CHECKS: Final[list[FailedCheck]] = []
 
 
-@passes_call_on
+@forwards_call
 def outcome_of_check(tracer: BatchTracer) -> bool | None:
     """Return the outcome of the test that runs now on a batched tracer; None if it is not a check.
 
@@ -122,7 +122,7 @@ def outcome_of_check(tracer: BatchTracer) -> bool | None:
     return None if refused is None else _outcome(tracer, refused)
 
 
-@passes_call_on
+@forwards_call
 def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     """Return the outcome of a test for all examples, and record those with a refused outcome."""
     holds = tracer.reshape(()) != 0
@@ -177,7 +177,7 @@ def refuse_caught_checks(level: TracerLevel) -> None:
     for check in own:
         if len(check.examples) < check.count:
             raise DataDependentError(
-                f"{level.name}, at {check.place}: expected a check that all examples pass or "
+                f"{level.name}, at {check.location}: expected a check that all examples pass or "
                 f"fail, because the function catches its error, got one that "
                 f"{len(check.examples)} of {check.count} examples fail{listed(check.examples)}. "
                 f"Choose by torch.where or tsfunc.cond, or pass data_dependent='split'."
@@ -223,7 +223,7 @@ on_first_transform(setattr, torch, "_check_tensor_all_with", _check_tensor_all_w
 def _is_all_true(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return an answer for each example; the operator's own rule reduces over the batch."""
+    """Return a bool for each example; the operator's own rule reduces over the batch."""
     (value,) = args
     return value.all()
 

@@ -2,7 +2,7 @@
 
 NOTE [compressed tracers]
 C++ can't store such a layout in a tracer: with autograd recording, the process crashes when C++
-reads it from a tensor subclass. The tracer is therefore strided in C++, and ``layout`` is answered
+reads it from a tensor subclass. The tracer is therefore strided in C++, and ``layout`` is read
 in Python. Functions that choose by layout in C++, before any batching rule, are replaced here by
 the operator that they would choose.
 """
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.tracers.attributes import of_the_value
+from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.ops.compressed import is_compressed
@@ -75,7 +75,7 @@ _for_compressed(_product, torch.sparse.mm)
 function_rules.add(Stage.METHOD, _stored, Tensor._nnz)
 function_rules.add(
     Stage.METHOD,
-    of_the_value,
+    read_from_value,
     Tensor.layout.__get__,  # type: ignore[attr-defined]
     Tensor.is_sparse_csr.__get__,  # type: ignore[attr-defined]
 )

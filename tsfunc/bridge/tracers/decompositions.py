@@ -49,7 +49,7 @@ def is_outside(value: Any, level: BatchLevel) -> bool:
     """True for a tensor that the level has no tracer for yet."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
-    # A tracer is a strided tensor, and C++ asks sparse tensors for their components.
+    # A tracer is a strided tensor, and C++ reads the components of sparse tensors.
     return type(value) in PLAIN_TENSORS and value.layout is torch.strided
 
 

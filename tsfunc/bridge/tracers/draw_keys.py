@@ -42,7 +42,7 @@ class _Vmap(Protocol):
 DrawCounts = dict[int, Any]
 
 
-def seen_by_kernel(value: Any) -> Any:
+def as_seen_by_kernel(value: Any) -> Any:
     """Return a value that is not an argument of the running kernel as the kernel must see it.
 
     The kernel's levels are those that its own level captured, without the body that is traced.
@@ -63,7 +63,7 @@ class CallKeys:
         without: active levels that the draw of a key does not reach.
     """
 
-    __slots__ = ("_captured", "_keys", "_outer", "_place", "_state", "refused")
+    __slots__ = ("_captured", "_drawn_at_entry", "_keys", "_outer", "_state", "refused")
 
     def __init__(self, without: Sequence[Level] = ()) -> None:
         state = tls.state
@@ -74,7 +74,7 @@ class CallKeys:
         self._keys: dict[torch.Generator | None, torch.Tensor] = {}
         outer = _counting_levels(state.levels)
         self._outer = outer[-1] if outer else None
-        self._place = None if self._outer is None else self._outer.drawn
+        self._drawn_at_entry = None if self._outer is None else self._outer.drawn
         self.refused = _refuse_draws(state.levels)
         if not self.refused:
             with using(state):
@@ -101,7 +101,7 @@ class CallKeys:
             for each in bodies:  # factories are recorded in the innermost body
                 each[:] = [body for body in each if body in self._state.levels]
             if outer is not None:
-                outer.drawn = self._place
+                outer.drawn = self._drawn_at_entry
             with using(self._state):
                 yield
         finally:

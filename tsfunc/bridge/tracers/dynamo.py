@@ -88,7 +88,7 @@ def copy_outside_dynamo(func: F) -> F:
     return outside_dynamo(func)
 
 
-def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
+def replace_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator: Dynamo traces ``other`` in place of the decorated function."""
 
     def mark(func: F) -> F:
@@ -98,7 +98,7 @@ def instead_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
     return mark
 
 
-def in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
+def delegate_in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator: while Dynamo traces, calls go to ``other``.
 
     Args:
@@ -121,10 +121,10 @@ def in_dynamo(other: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
-_compiled_run_as_python = False
+_compiled_code_runs_eagerly = False
 
 
-def run_compiled_as_python(inside: Callable[[], bool]) -> None:
+def run_compiled_code_eagerly(inside: Callable[[], bool]) -> None:
     """Let compiled functions run as Python: NOTE [compiled functions inside of transforms].
 
     Nothing is compiled before Dynamo is imported, which takes seconds, so this waits for it.
@@ -132,8 +132,8 @@ def run_compiled_as_python(inside: Callable[[], bool]) -> None:
     Args:
         inside: returns True inside the transforms whose values compiled code can't take.
     """
-    global _compiled_run_as_python
-    if _compiled_run_as_python:
+    global _compiled_code_runs_eagerly
+    if _compiled_code_runs_eagerly:
         return
     module: Any = sys.modules.get("torch._dynamo.eval_frame")
     own = getattr(module, "_callback_from_stance", None)
@@ -149,7 +149,7 @@ def run_compiled_as_python(inside: Callable[[], bool]) -> None:
         return None
 
     module._callback_from_stance = callback_of_call
-    _compiled_run_as_python = True
+    _compiled_code_runs_eagerly = True
 
 
 _PROXY: Any = _TorchDispatchModeKey.PROXY

@@ -18,7 +18,7 @@ from torch import nn
 
 
 @contextmanager
-def flat_weights_kept(module: nn.Module) -> Iterator[None]:
+def preserve_flat_weights(module: nn.Module) -> Iterator[None]:
     """Restore the weight lists of the recurrent modules in a module after the block."""
     lists = [
         (each, name, vars(each)[name])

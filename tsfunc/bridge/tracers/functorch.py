@@ -59,7 +59,7 @@ def delegate(name: str) -> Callable[..., Any] | None:
     return TORCH_FUNC[name]
 
 
-def differs_in_functorch(value: torch.Tensor) -> bool:
+def is_batched_in_functorch(value: torch.Tensor) -> bool:
     """True if a tensor differs among the examples of a torch.func vmap."""
     if _functorch.maybe_current_level() is None:
         return False
@@ -89,7 +89,7 @@ def batch_of_another(
     )
 
 
-def teach_is_batched(module: Any, name: str, is_batched: Callable[[Any], bool]) -> None:
+def extend_is_batched(module: Any, name: str, is_batched: Callable[[Any], bool]) -> None:
     """Teach a module's alias of torch.func's ``is_batchedtensor`` about other batched tensors."""
     if getattr(module, name, None) is _functorch.is_batchedtensor:
         setattr(module, name, lambda x: _functorch.is_batchedtensor(x) or is_batched(x))

@@ -14,8 +14,8 @@ import optree
 import torch
 
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.questions import passes_call_on
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, written
+from tsfunc.bridge.tracers.user_queries import forwards_call
 from tsfunc.dispatch import DispatchKey, Operator, register, register_fallback, running_level
 
 
@@ -44,7 +44,7 @@ class GradTracer(Tracer):
     def detached_here(self) -> GradTracer:
         return _wrap(self.value.detach(), self.dispatch_level)  # type: ignore[arg-type]
 
-    @passes_call_on
+    @forwards_call
     def read(self, name: str) -> Any:
         return getattr(self.value, name)()
 

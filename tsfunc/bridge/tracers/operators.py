@@ -151,7 +151,7 @@ class TorchOperator(Operator):
         # kernel is registered.
         self.special = self.writes or self.random or self.name == "aten::detach"
         self.direct_rule = self.row.rule if self.row is not None and not self.special else None
-        # Answers calls on batched tensors directly (NOTE [queries of autograd]), or None.
+        # Handles calls on batched tensors directly (NOTE [queries of autograd]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # Its call plans (``call_plans``), made at its first call on a batched tensor.
         self.plans: Any = None

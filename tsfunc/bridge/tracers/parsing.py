@@ -72,7 +72,7 @@ class Form:
         "named",
         "op",
         "packed",
-        "places",
+        "positions",
         "result",
     )
 
@@ -80,7 +80,7 @@ class Form:
         self.op, self.result = op, result
         # For each positional argument of the schema: its position in the call's positional
         # arguments, keyword arguments and defaults, in this order; and its conversion.
-        self.places: list[tuple[int, Convert | None]] = []
+        self.positions: list[tuple[int, Convert | None]] = []
         self.defaults: list[Any] = []
         # The keyword arguments: name, position, conversion, default.
         self.named: list[tuple[str, int, Convert | None, Any]] = []
@@ -103,8 +103,8 @@ class Form:
         defaults = self.defaults
         given = (*given, *defaults)
         positional = []
-        for place, convert in self.places:
-            value = given[place]
+        for position, convert in self.positions:
+            value = given[position]
             if convert is not None:
                 value = convert(value)
                 if value is None:
@@ -113,8 +113,8 @@ class Form:
         while positional and _is_default(positional[-1], defaults[len(positional) - 1]):
             del positional[-1]
         named = {}
-        for name, place, convert, default in self.named:
-            value = given[place]
+        for name, position, convert, default in self.named:
+            value = given[position]
             if convert is not None:
                 value = convert(value)
                 if value is None:
@@ -150,7 +150,7 @@ class Form:
         packed = self.packed
         if packed is not None:
             dims = [*dims[:packed], None, *dims[count:]]
-        return [dims[place] if place < len(dims) else None for place, _ in self.places]
+        return [dims[position] if position < len(dims) else None for position, _ in self.positions]
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -213,40 +213,49 @@ def _form_of(
         raise _NoForm
     known = {argument.name for argument in schema.arguments}
     place_of = {}
-    for place, name in enumerate(kwargs, start=len(kinds)):
+    for position, name in enumerate(kwargs, start=len(kinds)):
         if name not in known:
             name = _OTHER_NAMES.get(name, name)
         if name not in known or name in place_of:
             raise _NoForm
-        place_of[name] = place
+        place_of[name] = position
     kinds += map(type, kwargs.values())
     for i, argument in enumerate(by_position):
         if i < len(args) and argument.name in place_of:
             raise _NoForm
         form.defaults.append(_default_of(argument))
-        place = i if i < len(kinds) - len(kwargs) else place_of.get(argument.name, len(kinds) + i)
-        left_out = place >= len(kinds)
-        form.places.append((place, None if left_out else _conversion(argument, kinds[place])))
+        position = (
+            i if i < len(kinds) - len(kwargs) else place_of.get(argument.name, len(kinds) + i)
+        )
+        left_out = position >= len(kinds)
+        form.positions.append(
+            (position, None if left_out else _conversion(argument, kinds[position]))
+        )
     # Omitted trailing arguments are not part of a call.
-    while form.places and form.places[-1][0] >= len(kinds):
-        if form.defaults[len(form.places) - 1] is _NO_DEFAULT:
+    while form.positions and form.positions[-1][0] >= len(kinds):
+        if form.defaults[len(form.positions) - 1] is _NO_DEFAULT:
             raise _NoForm
-        del form.places[-1]
-    if any(form.defaults[p - len(kinds)] is _NO_DEFAULT for p, _ in form.places if p >= len(kinds)):
+        del form.positions[-1]
+    if any(
+        form.defaults[p - len(kinds)] is _NO_DEFAULT for p, _ in form.positions if p >= len(kinds)
+    ):
         raise _NoForm
     for name, argument in by_name.items():
         if name in place_of:
-            place = place_of[name]
-            convert = _conversion(argument, kinds[place])
+            position = place_of[name]
+            convert = _conversion(argument, kinds[position])
             if "Tensor" in str(argument.real_type):
                 raise _NoForm  # NOTE [batched keywords] in ``ops/keywords``
-            form.named.append((name, place, convert, _default_of(argument)))
+            form.named.append((name, position, convert, _default_of(argument)))
         elif not argument.has_default_value():
             raise _NoForm
     form.as_it_is = (
         not kwargs
         and form.packed is None
-        and all(convert is None and place == i for i, (place, convert) in enumerate(form.places))
+        and all(
+            convert is None and position == i
+            for i, (position, convert) in enumerate(form.positions)
+        )
         and not any(
             type(default) is kind for default, kind in zip(form.defaults, kinds, strict=False)
         )

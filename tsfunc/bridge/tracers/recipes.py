@@ -77,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.known.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
             raise _NotRecordable(op.name)
-        if any(id(args[place]) in self.given for place in op.written if place < len(args)):
+        if any(id(args[position]) in self.given for position in op.written if position < len(args)):
             raise _NotRecordable(op.name)  # the recording would write to the user's tensors
         out = func(*args, **kwargs)
         if not _has_tensors_only(out):

@@ -41,7 +41,7 @@ def reenter(state: State) -> Iterator[None]:
                     active_levels.pop(level, None)
 
 
-def any_ended(state: State) -> bool:
+def any_level_ended(state: State) -> bool:
     """True if a transform of a state has ended."""
     return any(not _root(level).alive for level in state.levels)
 

@@ -10,10 +10,10 @@ send such a call to the innermost level of the thread that handles it: a random 
 gets its batching rule (which obeys ``randomness``), and a factory in a trace is recorded.
 
 NOTE [dispatch handlers]
-C++ brings a call on a tracer to ``__torch_dispatch__``. Before that it asks whether the tracer is
-a DTensor, and the first such question of a process imports ``torch.distributed.tensor`` and
+C++ brings a call on a tracer to ``__torch_dispatch__``. Before that it tests whether the tracer is
+a DTensor, and the first such test of a process imports ``torch.distributed.tensor`` and
 sympy, which takes half a second. A handler that ``torch.library.register_torch_dispatch`` has
-registered for the operator and the class is called first, without that question. The handlers
+registered for the operator and the class is called first, without that test. The handlers
 registered here are those of the classes themselves. The registration is for the operators that
 have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual.
 
@@ -43,7 +43,7 @@ from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
     after,
-    storing_data,
+    is_storing_data,
     with_factory_key,
     with_random_key,
     without_factory_keys,
@@ -130,7 +130,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
     rest = after(key)
 
     def factory(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if storing_data():
+        if is_storing_data():
             return overload.redispatch(keys & rest, *args, **kwargs)
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):

@@ -354,7 +354,7 @@ def in_dispatch_modes() -> bool:
     return _len_torch_dispatch_stack() > 0
 
 
-def faking() -> bool:
+def in_fake_mode() -> bool:
     """True if a fake mode is active, as in a trace; fake tensors carry no tangents."""
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
@@ -390,7 +390,7 @@ def after(key: str) -> Any:
     return _dispatch_keyset_full_after(parsed)
 
 
-def storing_data() -> bool:
+def is_storing_data() -> bool:
     """Return True while ``torch.tensor(data)`` makes the tensor that it will write the data to.
 
     torch.tensor disables torch.func's wrappers meanwhile, which have no memory either. A call of
@@ -454,7 +454,7 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
 
 
 @contextmanager
-def kept_keys() -> Iterator[None]:
+def preserve_dispatch_keys() -> Iterator[None]:
     """Context manager: restore the thread's dispatch keys, whatever the block raises."""
     include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
     with _ForceDispatchKeyGuard(include, exclude):

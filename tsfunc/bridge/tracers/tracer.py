@@ -36,7 +36,6 @@ from torch.overrides import resolve_name
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import suppress_guards_of
 from tsfunc.bridge.tracers.torch_state import (
     RestoredTorchState,
     TorchState,
@@ -48,6 +47,7 @@ from tsfunc.bridge.tracers.torch_state import (
     without_autograd,
     without_tangents,
 )
+from tsfunc.bridge.tracers.user_queries import suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Level, messages
 from tsfunc.dispatch.recording import run_as
 from tsfunc.dispatch.state import tls, using
@@ -205,8 +205,8 @@ class Tracer(torch.Tensor):
     # (``writes``).
     __slots__ = ()
 
-    # A class attribute, because the dispatcher asks each type once; every tracer has its own
-    # value.
+    # A class attribute, because the dispatcher reads it once for each type; every tracer has its
+    # own value.
     dispatch_level: TracerLevel = cast(Any, None)
 
     # The classes that an existing tensor may become: one with the layout of a plain tensor, and
@@ -393,7 +393,7 @@ def function_handler(
         for kind in types:
             if _has_handler(kind):
                 return _beside_class(kind, func, types, args, kwargs)
-    return _handle_function(func, types, args, kwargs)
+    return _dispatch_function(func, types, args, kwargs)
 
 
 @functools.lru_cache(maxsize=256)
@@ -414,7 +414,7 @@ def _beside_class(
     call itself, on the tracers.
     """
     try:
-        return _handle_function(func, types, args, kwargs)
+        return _dispatch_function(func, types, args, kwargs)
     except (NotImplementedError, TypeError):
         out = kind.__torch_function__(func, types, args, kwargs)
         if out is NotImplemented:
@@ -422,7 +422,7 @@ def _beside_class(
         return out
 
 
-def _handle_function(
+def _dispatch_function(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     state = tls.state

@@ -14,7 +14,7 @@ an emulated view, so its hook sees each call first:
 
 - Before a call reads the view, the whole is copied again if the base has been written to since.
   torch counts the writes to every storage, including writes that no tracer sees.
-- After a call has written to the view, the whole is copied back to its places in the base.
+- After a call has written to the view, the whole is copied back to its positions in the base.
 - A view of the view (``y[i].T[1:]``) is one more view of the same whole.
 
 These steps are calls at the user's own level, as if the program contained them. All derivatives,
@@ -35,7 +35,7 @@ from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.operators import tensors_in
 from tsfunc.bridge.tracers.tracer import HOOKED, Tracer, function_handler, metadata, sync
-from tsfunc.bridge.writing.memory import memory_under, physical
+from tsfunc.bridge.writing.storages import memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import TracerHook, attach_hook, hook_of
 from tsfunc.bridge.writing.writes import prepare_write, written_by
 
@@ -163,17 +163,17 @@ def _attach_to_views(out: Any, held: Sequence[tuple[Any, EmulatedView]]) -> None
             attach_hook(result, hooks[memory])
 
 
-def gather(base: torch.Tensor, dim: int, places: torch.Tensor) -> torch.Tensor:
+def gather(base: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tensor:
     """Return ``base`` indexed along a dim, as an emulated view: NOTE [gathered views].
 
     Args:
         base: the tensor that is indexed.
         dim: the dim.
-        places: the indices. A 0-dim tensor removes the dim; a 1-dim tensor keeps it.
+        positions: the indices. A 0-dim tensor removes the dim; a 1-dim tensor keeps it.
     """
-    if not places.dim():
-        places = places.clone()  # the user owns places, and may write to it
-    index = [*[None] * dim, places]
+    if not positions.dim():
+        positions = positions.clone()  # the user owns positions, and may write to it
+    index = [*[None] * dim, positions]
 
     def take(base: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.ops.aten.index.Tensor(base, index)  # saves no values of base

@@ -29,7 +29,7 @@ from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.naming import Described
 from tsfunc.bridge.writing.outside import OutsideTensors, recent_tensors
-from tsfunc.dispatch.places import source_of, users_place
+from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import EscapedTracerError
 
 
@@ -89,13 +89,13 @@ def note_assignment(module: Any, name: str, value: Any) -> None:
     if _level_of(before) is level:
         return
     if before is None or _is_from_outside(before, level):
-        place = users_place()
+        location = user_location()
         named = f"the buffer {name!r}" if before is None else Described(before)
         error = EscapedTracerError(
-            f"{level.name}: {named} is assigned values that differ between examples, at {place}"
-            f"{source_of(place, ': ')}\nThe module was made outside of the function: it has one "
-            f"buffer for all examples. Give its state as an argument and return what it becomes:\n"
-            f"{_REWRITE}"
+            f"{level.name}: {named} is assigned values that differ between examples, at {location}"
+            f"{source_line(location, ': ')}\nThe module was made outside of the function: it has "
+            f"one buffer for all examples. Give its state as an argument and return what it "
+            f"becomes:\n{_REWRITE}"
         )
         own, at = weakref.ref(module), "_buffers"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.writing.memory import memory_under
+from tsfunc.bridge.writing.storages import memory_under
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<tsfunc ")
 

@@ -42,8 +42,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.reachable import ModuleEntry, gradient_of
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import SlottedTracer, Tracer, TracerLevel, attributes_of
-from tsfunc.bridge.writing.memory import memory_of, physical
 from tsfunc.bridge.writing.outside import OutsideTensors, live_tensors, recent_tensors
+from tsfunc.bridge.writing.storages import memory_of, physical
 from tsfunc.bridge.writing.tracer_hooks import attach_hook, detach_hook
 
 Tensors = Sequence[torch.Tensor]
@@ -118,8 +118,8 @@ def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     rest = [(tensor, _Extent(tensor)) for tensor in tensors if tensor is not subject]
     found, news = [subject], [_Extent(subject)]
     while news and rest:
-        place = news.pop()
-        near = [place.overlaps(other) for _, other in rest]
+        position = news.pop()
+        near = [position.overlaps(other) for _, other in rest]
         found += [tensor for (tensor, _), is_near in zip(rest, near, strict=True) if is_near]
         news += [other for (_, other), is_near in zip(rest, near, strict=True) if is_near]
         rest = [pair for pair, is_near in zip(rest, near, strict=True) if not is_near]
@@ -311,26 +311,26 @@ def _counterparts(
     tensors: Tensors, level: TracerLevel, batched: bool
 ) -> Iterator[tuple[torch.Tensor, Any]]:
     """Yield each tensor with its new tracer: the base, tensors unlinked from it, and views."""
-    places = {id(tensor): _Extent(tensor) for tensor in tensors}
+    positions = {id(tensor): _Extent(tensor) for tensor in tensors}
     groups: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(id(base_of(tensor)), []).append(tensor)
-    firsts = [_first(group, places) for group in groups.values()]
+    firsts = [_first(group, positions) for group in groups.values()]
     if batched:
-        base, place = _covering(firsts, places)
-        copies = _copies(base, place, level)
+        base, position = _covering(firsts, positions)
+        copies = _copies(base, position, level)
     for first, group in zip(firsts, groups.values(), strict=True):
-        at = places[id(first)]
+        at = positions[id(first)]
         if not batched:
             made = level.lift(first)
         elif first is base:
             made = copies
         else:
-            made = _unlinked(copies, first, at, place)
+            made = _unlinked(copies, first, at, position)
         yield first, made
         for tensor in group:
             if tensor is not first:
-                yield tensor, _view(made, places[id(tensor)], at)
+                yield tensor, _view(made, positions[id(tensor)], at)
 
 
 def base_of(tensor: torch.Tensor) -> Any:
@@ -343,21 +343,21 @@ def base_of(tensor: torch.Tensor) -> Any:
     return tensor if tensor._base is None else tensor._base
 
 
-def _first(tensors: Tensors, places: Mapping[int, _Extent]) -> torch.Tensor:
+def _first(tensors: Tensors, positions: Mapping[int, _Extent]) -> torch.Tensor:
     """Return the tensor that covers the memory of all, preferably not a view."""
     if len(tensors) == 1:
         return tensors[0]
     for tensor in sorted(tensors, key=lambda t: _physical(t)._base is not None):
-        if all(places[id(tensor)].has(places[id(other)]) for other in tensors):
+        if all(positions[id(tensor)].has(positions[id(other)]) for other in tensors):
             return tensor
     raise NoCommonBase
 
 
-def _covering(firsts: Tensors, places: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
+def _covering(firsts: Tensors, positions: Mapping[int, _Extent]) -> tuple[torch.Tensor, _Extent]:
     """Return the tensor that covers the memory of all; for plain tensors, else the storage."""
     try:
-        base = _first(firsts, places)
-        return base, places[id(base)]
+        base = _first(firsts, positions)
+        return base, positions[id(base)]
     except NoCommonBase:
         if any(isinstance(t, Tracer) or t.requires_grad for t in firsts):
             raise
@@ -367,11 +367,11 @@ def _covering(firsts: Tensors, places: Mapping[int, _Extent]) -> tuple[torch.Ten
         return whole, _Extent(whole)
 
 
-def _copies(base: torch.Tensor, place: _Extent, level: TracerLevel) -> Any:
+def _copies(base: torch.Tensor, position: _Extent, level: TracerLevel) -> Any:
     """Return one copy of the base per example, each with the layout of the base."""
     assert isinstance(level, BatchLevel)
-    size = (level.batch_size, *place.size)
-    copies = base.new_empty_strided(size, (place.span, *place.stride))
+    size = (level.batch_size, *position.size)
+    copies = base.new_empty_strided(size, (position.span, *position.stride))
     copies.copy_(base)
     return wrap(copies, 0, level)
 

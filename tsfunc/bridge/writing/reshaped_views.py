@@ -28,8 +28,8 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.torch_state import in_backward_formula
 from tsfunc.bridge.tracers.tracer import call_torch
 from tsfunc.bridge.writing.emulated_views import EmulatedView
-from tsfunc.bridge.writing.memory import memory_of, memory_under, physical
 from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, hint_of, relatives_of
+from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import hook_of
 from tsfunc.ops.dims import front
 from tsfunc.ops.views import known_sizes

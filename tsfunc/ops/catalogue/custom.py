@@ -25,7 +25,7 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
             tensor and without arguments that name dims) and if the operator's fake kernel agrees
             with it on shapes. Otherwise vmap loops over the examples, with a
             ``SlowFallbackWarning``. Identity asserts that each element of the result depends only
-            on the element at the same place.
+            on the element at the same position.
 
     A rule that was registered with ``torch.library.register_vmap`` is used without registration
     here. If both exist, the rule registered here has precedence.
@@ -70,5 +70,5 @@ def register(operator: Any, *, category: Category | str, rule: Rule | None = Non
             f"tsfunc.dispatch.register({name!r}, tsfunc.dispatch.DispatchKey.Batch, kernel)."
         )
     caller = sys._getframe(1)
-    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-    declare(rule or rule_of_category(wanted, signature), (name,), place, wanted)
+    position = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    declare(rule or rule_of_category(wanted, signature), (name,), position, wanted)

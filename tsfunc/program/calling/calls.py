@@ -3,7 +3,7 @@
 NOTE [user assertions]
 For ``if (x < 0).any(): raise ValueError(...)`` and for
 ``torch._check(x.nonzero().shape[0] > 2, lambda: "...")`` a program has a check without the
-exception or the message (NOTE [checks of arguments] in ``dispatch/refusals.py``). If such a check
+exception or the message (NOTE [checks of arguments] in ``dispatch/user_checks``). If such a check
 fails, the function itself is called with the arguments of the call. A test of a tensor raises the
 function's exception; a check of a size of data stays a `FailedCheckError`, with the function's
 message added. The function is not called if the program has written before the check, for example
@@ -29,7 +29,7 @@ from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.torch_state import settings
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import (
@@ -58,10 +58,10 @@ from tsfunc.program.closure.side_effects import CODE
 from tsfunc.program.graphs.backends import Compiled
 from tsfunc.program.graphs.comparison import same_program
 from tsfunc.program.guarding.call_spec import (
+    argument_paths_of,
     call_spec_of,
     guard_lines,
     guards_on_arguments,
-    places_of,
     spelled,
 )
 from tsfunc.program.guarding.inputs import (
@@ -76,7 +76,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.values import place_text
+from tsfunc.types.values import path_text
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -119,7 +119,7 @@ class FirstCall:
         args, kwargs = arguments
         self.parameters = target.signature
         self.arguments = target.bound(args, kwargs)
-        self.places = places_of(target.signature, len(flat), tree)
+        self.argument_paths = argument_paths_of(target.signature, len(flat), tree)
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
@@ -136,7 +136,9 @@ class FirstCall:
             cache: the cache of the function.
             reason: the reason for the program; None: the difference from earlier calls.
         """
-        inputs, bounds = describe_inputs(self.flat, self.places, self.contract, self.bindings)
+        inputs, bounds = describe_inputs(
+            self.flat, self.argument_paths, self.contract, self.bindings
+        )
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
@@ -269,7 +271,7 @@ class FirstCall:
         if self.target.backend is not None:
             return ()
         return describe_scalars(
-            self.flat, self.places, self.contract, inputs, bounds, by_themselves
+            self.flat, self.argument_paths, self.contract, inputs, bounds, by_themselves
         )
 
     @property
@@ -313,7 +315,7 @@ class FirstCall:
             program,
             call_spec=call_spec,
             read_guards=reads,
-            places=self.places,
+            argument_paths=self.argument_paths,
             signature=self.parameters,
             guards=Guards.of(everything, self.name_of),
             state=state_of(
@@ -385,7 +387,7 @@ class FirstCall:
         rage.record(
             "specialized",
             function=self.name,
-            at=users_place(),
+            at=user_location(),
             reason=entry.reason,
             arguments=entry.text,
             backend=backend,
@@ -402,7 +404,7 @@ class FirstCall:
 
     def name_of(self, position: int) -> str:
         """Return the user's spelling of a flattened argument."""
-        return place_text(self.places[position], self.arguments)
+        return path_text(self.argument_paths[position], self.arguments)
 
     def _instances(self, held: Assumptions) -> Instances:
         earlier = self.earlier if held.outside_numbers else {}
@@ -411,15 +413,17 @@ class FirstCall:
         free_variables = FreeVariables(instances, held.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
-                text = spelled(self.places[i])
+                text = spelled(self.argument_paths[i])
                 instances.add(value, Source.of_argument(i, text, type(value).__name__))
             elif hasattr(type(value), "__next__"):
-                instances.builder.refuse_iterator(spelled(self.places[i]), "an argument", value)
+                instances.builder.refuse_iterator(
+                    spelled(self.argument_paths[i]), "an argument", value
+                )
         free_variables.add(self.func)
         for i, value in enumerate(self.flat):
             if isinstance(value, CODE):
                 free_variables.scan(value)
-            instances.generators.add(spelled(self.places[i]), value)
+            instances.generators.add(spelled(self.argument_paths[i]), value)
         return instances
 
 

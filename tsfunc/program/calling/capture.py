@@ -39,16 +39,16 @@ from tsfunc.bridge.tracers.boundaries import protected
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
-from tsfunc.dispatch.places import place_of
-from tsfunc.dispatch.refusals import starts_trace
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_checks import starts_trace
+from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.counters import answer_of_counters
+from tsfunc.program.calling.counters import counter_value
 from tsfunc.program.closure.guard_builder import Varying
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Gradients, Instances
-from tsfunc.program.closure.read_guards import AnswerIs, NotOneOf, ReadHolds, SameObject
+from tsfunc.program.closure.read_guards import NotOneOf, ReadHolds, ResultIs, SameObject
 from tsfunc.program.closure.results import Update, names_in_source, with_stand_ins
 from tsfunc.program.closure.side_effects import (
     check_bodies,
@@ -80,7 +80,7 @@ _before = gc.get_threshold()
 
 
 @contextmanager
-def collecting_seldom() -> Iterator[None]:
+def rare_garbage_collection() -> Iterator[None]:
     """Context manager that makes collections rare: NOTE [collections while tracing].
 
     Any number of threads may be inside it at a time.
@@ -155,7 +155,7 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
         DataDependentError: it uses a tensor as a Python number or bool.
         Retrace: it has to be traced again, with other ``instances``.
     """
-    with collecting_seldom():
+    with rare_garbage_collection():
         if instances is not None:
             return _made(_Trace(request, instances))
         return _settled(request, request.name, _made)
@@ -257,8 +257,8 @@ class _Trace:
             outside_modes(),
         ):
             self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
-            answer = functools.partial(answer_of_counters, self.level, self.instances.builder)
-            self.symbols.asks = self.level.tensor_guards.answer = answer
+            answer = functools.partial(counter_value, self.level, self.instances.builder)
+            self.symbols.computed_value = self.level.tensor_guards.answer = answer
             self.gradients = Gradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
@@ -358,7 +358,7 @@ class _Trace:
             explain_sizes(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
-                    "trace failed", what=request.what, at=place_of(error),
+                    "trace failed", what=request.what, at=error_location(error),
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
@@ -407,7 +407,7 @@ class _Trace:
         check_bodies(request.what, updates, leaves, level)
         values = (*leaves, *updates.tensors)
         results = [node_of_output(leaf, level) for leaf in values]
-        if self.gradients.passes.records_for_nothing(values):
+        if self.gradients.passes.records_needlessly(values):
             run_without_grad(level.graph)
         level.graph.output(tuple(results))
         symbols.end()
@@ -435,11 +435,11 @@ class _Trace:
 
     def _guard_anomaly_mode(self) -> None:
         """Guard the mode in which backward passes look for NaN."""
-        for asks in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
-            self.instances.builder.read_guards.add(AnswerIs(asks, (), asks()))
+        for setting in (torch.is_anomaly_enabled, torch.is_anomaly_check_nan_enabled):
+            self.instances.builder.read_guards.add(ResultIs(setting, (), setting()))
 
     def _guard_numbers(self, conditions: Sequence[Condition]) -> None:
-        """Guard the answers to questions about numbers from outside."""
+        """Guard the conditions on numbers from outside."""
         for condition in conditions:
             if condition.dims:
                 raise DataDependentError(

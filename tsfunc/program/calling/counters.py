@@ -3,9 +3,9 @@
 NOTE [counters of optimizers]
 An optimizer counts its steps in a tensor, ``state["step"]``, and takes branches by the count
 (``if rho_t > 5``). A trace has no data in general, but such a tensor is small, is on the CPU and
-is there before the call. If an answer depends on such tensors only, the trace computes it from
+is there before the call. If a value depends on such tensors only, the trace computes it from
 their current values, and the guard of later calls computes it again: the part of the graph that
-leads to the question becomes a function of the guard. The writes of the function up to the question
+leads to the value becomes a function of the guard. The writes of the function before the read
 are part of it, and act on copies. Arguments do not count: their data is what a program is for.
 """
 
@@ -25,13 +25,13 @@ from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.read_guards import AnswerIs
+from tsfunc.program.closure.read_guards import ResultIs
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.passes.effects import checks, communicates, is_random, writes
 
 
-def answer_of_counters(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node) -> Any:
-    """Answer a question of a trace about tensors of one number from outside.
+def counter_value(level: TraceLevel, builder: GuardBuilder, node: torch.fx.Node) -> Any:
+    """Return a value that depends on tensors of one number from outside only, and guard it.
 
     Args:
         level: the trace.
@@ -50,10 +50,10 @@ def answer_of_counters(level: TraceLevel, builder: GuardBuilder, node: torch.fx.
     roots = [each for each in nodes if each in sources]
     compute = NodeFunction(node, nodes, roots)
     counters = [sources[each] for each in roots]
-    answer = compute(*counters)
+    value = compute(*counters)
     given = [builder.source_of(x) or Source.of_object(x, "a tensor") for x in counters]
-    builder.guards_of(True).add(AnswerIs(compute, tuple(given), answer))
-    return answer
+    builder.guards_of(True).add(ResultIs(compute, tuple(given), value))
+    return value
 
 
 def _counters(level: TraceLevel) -> Iterator[tuple[torch.fx.Node, torch.Tensor]]:
@@ -77,11 +77,11 @@ class NodeFunction:
         self, node: torch.fx.Node, nodes: Sequence[torch.fx.Node], roots: Sequence[torch.fx.Node]
     ) -> None:
         graph = torch.fx.Graph()
-        places = {each: graph.placeholder(each.name) for each in roots}
+        positions = {each: graph.placeholder(each.name) for each in roots}
         for each in nodes:
-            if each not in places:
-                places[each] = graph.node_copy(each, places.__getitem__)
-        graph.output((places[node],))
+            if each not in positions:
+                positions[each] = graph.node_copy(each, positions.__getitem__)
+        graph.output((positions[node],))
         _, self._run = generate("answer", graph, range(len(roots)), {})
 
     def __call__(self, *counters: torch.Tensor) -> Any:

@@ -21,9 +21,9 @@ from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
 _MOST_LISTED = 12
 
 
-def why_unanswered(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
+def explain_miss(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     """Return the difference of a call from the nearest program's calls, and a list of programs."""
-    inputs, _ = describe_inputs(call.flat, call.places, call.contract, call.bindings)
+    inputs, _ = describe_inputs(call.flat, call.argument_paths, call.contract, call.bindings)
     facts = call.facts(inputs)
     call_specs = [entry.call_spec for entry in entries]
     known = [_facts(call_spec, call, facts) for call_spec in call_specs]

@@ -34,7 +34,7 @@ from tsfunc.program.program import Program
 _FEW = 4  # the number of arguments up to which all subsets are tried
 
 
-def also_answered(
+def variants_of_entry(
     target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
 ) -> list[CachedProgram]:
     """Return entries for variations of an entry's call that no other entry answers."""
@@ -161,7 +161,7 @@ def function_to_save(
     chosen = current
     if not exact:
         for entry in tuple(chosen):
-            chosen += also_answered(target, entry, chosen)
+            chosen += variants_of_entry(target, entry, chosen)
     answers = tuple(
         SavedProgram(entry.program, storable(entry.call_spec), entry.text) for entry in chosen
     )

@@ -52,7 +52,7 @@ from tsfunc.types.grammar import (
     TSTensor,
     TSTuple,
 )
-from tsfunc.types.values import place_text
+from tsfunc.types.values import path_text
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 
@@ -196,7 +196,7 @@ def with_dim(
 def descriptors_text(
     flat: Sequence[Any],
     tree: optree.PyTreeSpec,
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     signature: inspect.Signature,
     described: Mapping[str, Descriptor],
     vary: Mapping[int, Mapping[int, str]],
@@ -208,7 +208,7 @@ def descriptors_text(
     Args:
         flat: the flattened arguments.
         tree: their structure.
-        places: the path of each from a parameter.
+        argument_paths: the path of each from a parameter.
         signature: the parameters of the function.
         described: the descriptors that the function has.
         vary: the positions of the values that vary; for a tensor the dims, each with a name.
@@ -216,10 +216,12 @@ def descriptors_text(
     Raises:
         DescriptorError: an argument that contains one of the values can't be described.
     """
-    leaves = [_leaf(value, _at(described, places[i]), vary.get(i)) for i, value in enumerate(flat)]
+    leaves = [
+        _leaf(value, _at(described, argument_paths[i]), vary.get(i)) for i, value in enumerate(flat)
+    ]
     args, kwargs = optree.tree_unflatten(tree, leaves)
     given = signature.bind(*args, **kwargs).arguments
-    concerned = {places[i][0] for i in vary}
+    concerned = {argument_paths[i][0] for i in vary}
     descriptors = dict(described)
     for name in given:
         if name in concerned:
@@ -278,7 +280,7 @@ class Call(Protocol):
 
     flat: list[Any]
     tree: optree.PyTreeSpec
-    places: dict[int, tuple[Any, ...]]
+    argument_paths: dict[int, tuple[Any, ...]]
     arguments: dict[str, Any]
     contract: CompiledDescriptors | None
     target: Target
@@ -309,7 +311,7 @@ class Variation:
     ) -> None:
         self.call, self.cache, self.facts = call, cache, facts
         self.inputs, self.bounds = inputs, bounds
-        names = {i: place_text(path, call.arguments) for i, path in call.places.items()}
+        names = {i: path_text(path, call.arguments) for i, path in call.argument_paths.items()}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.scalars(inputs, bounds)}
@@ -372,7 +374,7 @@ class Variation:
         """Return the names of the numbers among the inputs that the function needs."""
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
-            place_text(self.call.places[spec.position], self.call.arguments)
+            path_text(self.call.argument_paths[spec.position], self.call.arguments)
             for spec in entry.call_spec.scalars
             if spec.by_itself and spec.name in needed
         )
@@ -451,7 +453,7 @@ class Variation:
             vary.setdefault(self.inputs[i].position, {})[k] = called[history]
         described = {} if call.contract is None else call.contract.descriptors
         return descriptors_text(
-            call.flat, call.tree, call.places, call.target.signature, described, vary
+            call.flat, call.tree, call.argument_paths, call.target.signature, described, vary
         )
 
     def _advice(self, names: Sequence[str], seen: Mapping[str, Sequence[Any]]) -> str:

@@ -14,9 +14,9 @@ methods may do anything. Changes that do not accumulate (``last[key] = x``, ``na
 ``last.update(...)``, ``last.clear()``) are assignments: every call makes them.
 
 The code of libraries is not scanned. This module lists the library functions that user
-code may call. A function that returns a setting of torch becomes a guard (``is_question``). A
-function that may give another answer at the next call causes a warning
-(``changes_by_itself``).
+code may call. A function that returns a setting of torch becomes a guard
+(``is_torch_setting_getter``). A function that may give another result at the next call causes a
+warning (``changes_by_itself``).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from typing import Any, Literal
 
 import torch
 
-from tsfunc.dispatch.places import is_library
+from tsfunc.dispatch.user_code import is_library
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
-from tsfunc.program.closure.read_guards import AnswerIs, MemberIs
+from tsfunc.program.closure.read_guards import MemberIs, ResultIs
 from tsfunc.program.closure.side_effects import CODE, MISSING
 
 # --- variables that a piece of code may read from outside, and the attributes read from them
@@ -306,7 +306,7 @@ def reached(owner: Any, attributes: Sequence[str]) -> Any:
 
 
 @functools.cache
-def _questions() -> frozenset[Callable[[], Any]]:
+def _setting_getters() -> frozenset[Callable[[], Any]]:
     cuda = torch.backends.cuda
     return frozenset({
         torch.get_num_threads, torch.get_num_interop_threads, torch.is_anomaly_enabled,
@@ -316,10 +316,10 @@ def _questions() -> frozenset[Callable[[], Any]]:
     })  # fmt: skip
 
 
-def is_question(value: Any) -> bool:
+def is_torch_setting_getter(value: Any) -> bool:
     """Return True if a value is a function of torch that returns a setting."""
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
-        value in _questions()
+        value in _setting_getters()
     )
 
 
@@ -464,8 +464,8 @@ class LibraryReads:
         if is_library(above):
             self.hold_member(value, way)
             self.instances.generators.mentioned(last, line)
-            if is_question(last):
-                self._ask(last)
+            if is_torch_setting_getter(last):
+                self._guard_result(last)
             if changes_by_itself(above, way[-1] if way else None, last, bare):
                 self._warn(getattr(last, "__qualname__", str(last)), line)
 
@@ -493,16 +493,16 @@ class LibraryReads:
         if not self._holds_environment:
             self._holds_environment = True
             unchanged = functools.partial(operator.eq, dict(os.environ))
-            self.guards.add(AnswerIs(unchanged, (Source.of_object(os.environ),), True))
+            self.guards.add(ResultIs(unchanged, (Source.of_object(os.environ),), True))
 
     def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
         if asks_environment(owner, name, value):
             self.hold_environment()
 
-    def _ask(self, question: Callable[[], Any]) -> None:
-        """Guard the answer of a function without arguments."""
-        source = Source.of_object(question, f"{question.__name__}()").at("{}()")
-        self.builder.guard(question(), source)
+    def _guard_result(self, setting: Callable[[], Any]) -> None:
+        """Guard the result of a function without arguments."""
+        source = Source.of_object(setting, f"{setting.__name__}()").at("{}()")
+        self.builder.guard(setting(), source)
 
     def _warn(self, function: str, line: str) -> None:
         """Warn of a function that may give another result at another call."""

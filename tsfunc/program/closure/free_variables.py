@@ -1,7 +1,7 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of libraries: NOTE [code of libraries] in ``dispatch/places.py``. Further code is
+to, except those of libraries: NOTE [code of libraries] in ``dispatch/user_code``. Further code is
 scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
 and strings are guarded by value, containers by their elements, tensors and all other objects by
 identity. The program reads a tensor's data at every call, so later writes to the tensor have
@@ -29,12 +29,12 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.places import is_installed
+from tsfunc.dispatch.user_code import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import OURS, Instances
-from tsfunc.program.closure.read_guards import AnswerIs, MemberIs, Missing, NoMember, SameObject
+from tsfunc.program.closure.read_guards import MemberIs, Missing, NoMember, ResultIs, SameObject
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
@@ -217,7 +217,7 @@ class FreeVariables:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
         if isinstance(cls, abc.ABCMeta) and not self._looks_at_registered:
             self._looks_at_registered = True
-            self.guards.add(AnswerIs(abc.get_cache_token, (), abc.get_cache_token()))
+            self.guards.add(ResultIs(abc.get_cache_token, (), abc.get_cache_token()))
 
     def _member(self, cls: type, name: str, value: Any, derived: Sequence[type]) -> None:
         """Guard an attribute of a class, and that no derived class overrides it.
@@ -374,7 +374,7 @@ class FreeVariables:
             self.scan(vars(variable.owner).get("__getattr__"))
         name, source = variable.name, variable.source
         if name is None:
-            self.guards.add(AnswerIs(is_empty, (source,), True))
+            self.guards.add(ResultIs(is_empty, (source,), True))
         elif isinstance(variable.owner, dict):
             self.guards.add(Missing(source, name, "{1!r} in {0}"))
         else:

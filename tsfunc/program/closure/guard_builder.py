@@ -58,7 +58,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
@@ -426,7 +426,7 @@ class GuardBuilder:
             guards.add(TypeOf(source, cls))
             self._enter(value, source)
         elif hasattr(cls, "__next__"):
-            self.refuse_iterator(source.owner, f"read at {users_place()}", value)
+            self.refuse_iterator(source.owner, f"read at {user_location()}", value)
         elif has_value(cls):
             guards.add(EqualValue(source, value))
         else:

@@ -25,7 +25,7 @@ import torch.fx
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
-from tsfunc.dispatch.places import users_place
+from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import (
@@ -35,8 +35,8 @@ from tsfunc.program.closure.guard_builder import (
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
-    AnswerIs,
     Distinct,
+    ResultIs,
 )
 from tsfunc.program.closure.results import (
     Updates,
@@ -134,7 +134,7 @@ class Instances:
         hooks = hooks_of_all_modules()
         if not self._met_modules:
             guards = self.builder.guards_of(True)
-            guards.add(AnswerIs(hooks_of_all_modules, (), hooks))
+            guards.add(ResultIs(hooks_of_all_modules, (), hooks))
             for hook in hooks:
                 self.met(hook)
         self._met_modules = True
@@ -164,9 +164,9 @@ class Instances:
         known = self._instances.get(id(instance))
         if known is None or self._paused:
             return
-        place = known.lines[name] = str(users_place())
+        location = known.lines[name] = str(user_location())
         for each in value:
-            known.check(name, each, f"assigned at {place}")
+            known.check(name, each, f"assigned at {location}")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -204,7 +204,7 @@ class Instances:
             TypeCheckError: a program can't repeat one of the assignments.
             Retrace: the function puts tensors into an object that it only changes.
         """
-        # Distinct objects must stay distinct in later calls: the trace has answered `a is b`.
+        # Distinct objects must stay distinct in later calls: the trace has evaluated `a is b`.
         for own in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(own)
             known = [i.source for i in self._instances.values()]
@@ -395,10 +395,10 @@ class Gradients:
         if problem is not None:
             why, remedy = problem
             raise TypeCheckError(
-                f"{self._level.name}: backward() at {users_place()} would add to "
+                f"{self._level.name}: backward() at {user_location()} would add to "
                 f"{source.text}.grad, but {source.text} {why}. {remedy}."
             )
-        self._builder.guards_of(source.own).add(AnswerIs(_is_plain_leaf, (source,), True))
+        self._builder.guards_of(source.own).add(ResultIs(_is_plain_leaf, (source,), True))
 
     def _changes(self) -> Iterator[SideEffect]:
         """Yield the ``.grad`` that the function has replaced."""

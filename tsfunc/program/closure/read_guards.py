@@ -280,7 +280,7 @@ class ReadNumber(ReadGuard):
 
 @dataclass(frozen=True, eq=False)
 class ReadHolds(Guard):
-    """A condition on numbers that are inputs: the answer to a question of the function."""
+    """A condition on numbers that are inputs, which the function has tested."""
 
     code: str
     text: str
@@ -294,8 +294,8 @@ class ReadHolds(Guard):
 
 
 @dataclass(frozen=True, eq=False)
-class AnswerIs(Guard):
-    """The result of a function of values that were read: a setting, a question about a tensor."""
+class ResultIs(Guard):
+    """The result of a function of values that were read: a setting, a property of a tensor."""
 
     function: Callable[..., Any]
     sources: tuple[Source, ...]

@@ -29,10 +29,16 @@ import torch.fx
 from tsfunc import pytrees
 from tsfunc.bridge.sizes.fake_results import storage_address
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.data_dependence import ways_out
+from tsfunc.bridge.trace.data_dependence import remedies
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.places import condition_of, is_installed, is_library, place_of, source_of
+from tsfunc.dispatch.user_code import (
+    condition_text,
+    error_location,
+    is_installed,
+    is_library,
+    source_line,
+)
 from tsfunc.errors import (
     ClosureError,
     DataDependentError,
@@ -70,7 +76,7 @@ class SideEffect:
 
     Attributes:
         text: the user's spelling of the target.
-        place: the place of the owner.
+        source: the source of the owner.
         owner: the object that the target belongs to.
         target: the Python expression of the target, as in ``Update``.
         before: the value before the trace, or ``MISSING``.
@@ -208,8 +214,10 @@ class Variable:
                 return self.owner.cell_contents
             except ValueError:
                 return MISSING
-        places = [self.owner] if isinstance(self.owner, dict) else map(vars, bases_of(self.owner))
-        return next((place[self.name] for place in places if self.name in place), MISSING)
+        namespaces = (
+            [self.owner] if isinstance(self.owner, dict) else map(vars, bases_of(self.owner))
+        )
+        return next((names[self.name] for names in namespaces if self.name in names), MISSING)
 
     @property
     def target(self) -> str:
@@ -335,8 +343,8 @@ class TracedGenerators:
             TypeCheckError: the function drew from a generator or seeded it.
         """
         if self._moved:
-            places = [line for text in self._moved for line in self._lines.get(text, ())]
-            where = f"Random numbers are used at {'; '.join(places)}. " if places else ""
+            lines = [line for text in self._moved for line in self._lines.get(text, ())]
+            where = f"Random numbers are used at {'; '.join(lines)}. " if lines else ""
             raise TypeCheckError(
                 f"{self._what}: the function draws from {' and '.join(self._moved)}, or seeds it, "
                 f"and a program would repeat the numbers of its first call. {where}Draw numbers "
@@ -397,8 +405,8 @@ def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: Trac
         if not isinstance(value, TraceTracer) or value.dispatch_level is level:
             continue
         if value.node.graph is not level.graph and not value.dispatch_level.alive:
-            place = value.node.meta.get("place")
-            at = "" if place is None else f" (at {place}{source_of(place, ': ')})"
+            location = value.node.meta.get("location")
+            at = "" if location is None else f" (at {location}{source_line(location, ': ')})"
             raise TypeCheckError(
                 f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
                 f"and a program has only the body's results. Return it from the body, and assign "
@@ -425,21 +433,21 @@ def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
     """
     text, about_data = symbols.explained(error)
     if about_data:
-        place = place_of(error)
-        condition = condition_of(place)
+        location = error_location(error)
+        condition = condition_text(location)
         raise DataDependentError(
             f"{what}: {condition or text} depends on data, which a trace does not have, and is "
-            f"needed at {place}{source_of(place, ': ')}\nIf it always holds, state it before with "
-            f"torch._check({condition or '...'}): the program then checks it when it runs. "
-            f"{ways_out()}"
+            f"needed at {location}{source_line(location, ': ')}\nIf it always holds, state it "
+            f"before with torch._check({condition or '...'}): the program then checks it when it "
+            f"runs. {remedies()}"
         ) from None
     for theirs, ours in _NO_SYMBOLS.items() if isinstance(error, TypeError) else ():
         if theirs in text:
-            place = place_of(error)
+            location = error_location(error)
             text = (
                 f"{what}: a named dim, or a number that stays open, {ours} "
-                f"(at {place}{source_of(place, ': ')})\nUse int(...) of it, which fixes the "
-                f"program to one number: describe the size as None, or the number by its value."
+                f"(at {location}{source_line(location, ': ')})\nUse int(...) of it, which fixes "
+                f"the program to one number: describe the size as None, or the number by its value."
             )
     # The text of a KeyError is the repr of its key; the key stays unchanged.
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):

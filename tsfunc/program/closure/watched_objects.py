@@ -14,7 +14,7 @@ import torch
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.trace_level import is_traced
-from tsfunc.dispatch.places import is_installed, users_place
+from tsfunc.dispatch.user_code import is_installed, user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
 from tsfunc.program.closure.guard_codegen import Source
@@ -150,10 +150,10 @@ class WatchedObject:
         if name not in self._held and not is_traced(value):
             self._held.add(name)
             if self.source.own and not name.startswith("_"):
-                self._builder.refuse_own(f"{self.source.text}.{name}", str(users_place()))
+                self._builder.refuse_own(f"{self.source.text}.{name}", str(user_location()))
             text, owner = f"{self.source.text}.{name}", f"{type(self.value).__name__}.{name}"
             with self._paused():
-                self.check(name, value, f"read at {users_place()}")
+                self.check(name, value, f"read at {user_location()}")
                 source = self.source
                 for step in steps:
                     source = source.at("{}" + step, text, owner)

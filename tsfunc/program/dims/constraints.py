@@ -23,7 +23,7 @@ from typing import Any
 from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger
 from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Need
-from tsfunc.dispatch.places import source_of
+from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
@@ -191,7 +191,7 @@ def _refusal(
     fixed: Mapping[str, Sequence[int]],
 ) -> ConstraintViolation:
     lines = "".join(
-        f"  {need.fact}  (at {need.place}{source_of(need.place, '; ')})\n"
+        f"  {need.fact}  (at {need.location}{source_line(need.location, '; ')})\n"
         for need in dict.fromkeys(unmet)
     )
     suggested = suggested_dims(unmet, dims, sizes)
@@ -233,5 +233,5 @@ def _reasons(unmet: Sequence[Need]) -> str:
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:
-    text = rewrites_of(dict.fromkeys(source_of(need.place) for need in unmet))
+    text = rewrites_of(dict.fromkeys(source_line(need.location) for need in unmet))
     return f"\n{text}" if text else ""

@@ -32,13 +32,13 @@ from tsfunc.program.files.programs import (
     encode_call_spec,
     encode_program,
     storable,
-    what_it_does,
+    without_metadata,
 )
 from tsfunc.program.files.state import CellState, FileContext, StateWriter, read_state
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.guarding.call_spec import CallSpec, guards_of_call_spec, places_of
+from tsfunc.program.guarding.call_spec import CallSpec, argument_paths_of, guards_of_call_spec
 from tsfunc.types import parse_descriptor
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.values import class_name
@@ -158,7 +158,7 @@ def function_bytes(function: SavedFunction) -> bytes:
             {
                 "program": numbers[answer.program],
                 "reason": printable(answer.reason),
-                "form": encode_call_spec(answer.call_spec, _places(answer.call_spec)),
+                "form": encode_call_spec(answer.call_spec, _argument_names(answer.call_spec)),
             }
             for answer in function.answers
         ]
@@ -201,7 +201,7 @@ def _write_programs(
     for program in dict.fromkeys(answer.program for answer in function.answers):
         only = function.descriptors[0] if len(function.descriptors) == 1 else None
         encoded = encode_program(program, tensors, state, only)
-        number = written.setdefault(json_bytes(what_it_does(encoded)), len(written))
+        number = written.setdefault(json_bytes(without_metadata(encoded)), len(written))
         numbers[program] = number
         if f"programs/{number}.json" not in entries:
             entries[f"programs/{number}.json"] = json_bytes(encoded)
@@ -216,16 +216,16 @@ def _version() -> str:
         return "unknown"
 
 
-def _places(call_spec: CallSpec) -> Callable[[int], str]:
+def _argument_names(call_spec: CallSpec) -> Callable[[int], str]:
     """Return a function from the index of a flattened argument to its name in errors."""
     paths = call_spec.tree.paths()
 
-    def place(i: int) -> str:
+    def argument_name(i: int) -> str:
         (which, first, *rest) = paths[i]
         at = "".join(f"[{entry!r}]" for entry in rest)
         return f"args[{first}]{at}" if which == 0 else f"{first}{at}"
 
-    return place
+    return argument_name
 
 
 def _text(name: str, descriptor: Descriptor) -> str:
@@ -376,7 +376,7 @@ def _of_call_spec(
         read = dataclasses.replace(
             program,
             call_spec=call_spec,
-            places=places_of(signature, len(call_spec.leaves), call_spec.tree),
+            argument_paths=argument_paths_of(signature, len(call_spec.leaves), call_spec.tree),
             signature=signature,
             guards=guards_of_call_spec(call_spec, signature),
             property_guards=call_spec.property_guards,

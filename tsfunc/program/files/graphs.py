@@ -30,7 +30,7 @@ from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
-from tsfunc.dispatch.places import source_of
+from tsfunc.dispatch.user_code import source_line
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.operators import (
@@ -257,8 +257,12 @@ def encode_graph(
 
 def _where(node: torch.fx.Node) -> str:
     """Return the user's line of a node, for errors."""
-    place = node.meta.get("place")
-    return f" (at {place}{source_of(place, ': ')})" if place is not None else f" ({node.name})"
+    location = node.meta.get("location")
+    return (
+        f" (at {location}{source_line(location, ': ')})"
+        if location is not None
+        else f" ({node.name})"
+    )
 
 
 def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, Any]:
@@ -267,8 +271,8 @@ def _facts(node: torch.fx.Node, names: Mapping[Any, Any] | None) -> dict[str, An
     for key, name in _FLAGS.items():
         if node.meta.get(name):
             facts[key] = True
-    if "place" in node.meta:
-        facts["line"] = printable(line_of(node.meta["place"]))
+    if "location" in node.meta:
+        facts["line"] = printable(line_of(node.meta["location"]))
     return facts
 
 
@@ -430,7 +434,7 @@ class GraphReader:
                 node.meta[name] = flag.flag()
         line = field.get("line")
         if line is not None:
-            node.meta["place"] = line.line()
+            node.meta["location"] = line.line()
 
     def _input(self, field: Field, name: str) -> tuple[Kind, torch.fx.Node]:
         field.require_keys(("name", "input"), _OPTIONAL)

@@ -292,15 +292,15 @@ def _encode_part(
     }
 
 
-def what_it_does(encoded: Any) -> Any:
+def without_metadata(encoded: Any) -> Any:
     """Return a program's JSON without the metadata that does not change its results."""
     if isinstance(encoded, dict):
         return {
-            key: what_it_does(value)
+            key: without_metadata(value)
             for key, value in encoded.items()
             if key not in ("requires_grad", "line", "told")
         }
-    return [what_it_does(item) for item in encoded] if isinstance(encoded, list) else encoded
+    return [without_metadata(item) for item in encoded] if isinstance(encoded, list) else encoded
 
 
 def _names_of_symbols(graph: torch.fx.Graph) -> dict[Any, Any]:

@@ -62,12 +62,12 @@ class StateWriter:
         self._cells: dict[tuple[int, str], int] = {}
         self._owners: list[Any] = []  # keeps the owners alive, so that ids stay unique
         self._values: list[tuple[str, Any]] = []
-        self._places: dict[int, tuple[int, Path]] = {}
+        self._cells_of_tensors: dict[int, tuple[int, Path]] = {}
         for program in programs:
             if program.updates:
                 self._collect(program)
         for i, (_, value) in enumerate(self._values):
-            self._places.update({id(x): (i, path) for path, x in _tensors(value)})
+            self._cells_of_tensors.update({id(x): (i, path) for path, x in _tensors(value)})
 
     def __len__(self) -> int:
         return len(self._values)
@@ -108,7 +108,7 @@ class StateWriter:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is in a cell."""
-        return id(tensor) in self._places
+        return id(tensor) in self._cells_of_tensors
 
     def of_program(self, program: ProgramData, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:
         """Return a program's reads of the cells and assignments to them, as JSON.
@@ -126,9 +126,9 @@ class StateWriter:
         tensors = [*(objects[at] for at in read), *(program.tensor(node) for node in lifted)]
         reads = []
         for tensor in tensors:
-            if id(tensor) not in self._places:
+            if id(tensor) not in self._cells_of_tensors:
                 raise NoFileForm("a tensor that it reads of an object")
-            cell, path = self._places[id(tensor)]
+            cell, path = self._cells_of_tensors[id(tensor)]
             reads.append({"cell": cell, "path": [encode(key) for key in path]})
         updates = []
         for update in program.updates:

@@ -37,10 +37,10 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.backends import (
     Backend,
     CompilerFailed,
+    any_wrapped,
     backend_of,
+    can_run_compiled,
     inductor,
-    runs_plainly,
-    stand_for_others,
 )
 from tsfunc.bridge.trace.compiled_derivatives import (
     call_differentiably,
@@ -120,12 +120,12 @@ class Compiled:
         for node in every_node(program.graph):
             if node.target is MAP:
                 agree_on_program(str(node.args[3]), str(node.args[4]))
-        if not stand_for_others([*self._given(values), *self._lifted]):
+        if not any_wrapped([*self._given(values), *self._lifted]):
             self._compile(values)  # else the first plain call does it
 
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         given = [*self._given(values), *self._lifted]
-        if not runs_plainly(given) or (self._separate and _share_memory(given)):
+        if not can_run_compiled(given) or (self._separate and _share_memory(given)):
             return self._program.run(values)
         for holds, call in self._variants:
             if holds is None or holds(self._sizes_of(values)):

@@ -28,7 +28,7 @@ from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
-from tsfunc.tracebacks import PLACES, Place
+from tsfunc.tracebacks import LOCATIONS, Location
 
 # --- python source of a graph: one line per operator, without an interpreter or modules
 
@@ -168,15 +168,15 @@ def statements(
         names: the names of the objects that the statements use.
         updates: the assignments that the function ends with.
     """
-    places = iter(inputs)
+    indices = iter(inputs)
     dropped = _last_uses(graph)
     quiet = False
     for node in graph.nodes:
         if node.op == "placeholder":
-            place = next(places)
+            index = next(indices)
             if node.users:
                 quiet = False  # the inputs of a body come at their first use
-                yield Statement(f"{node.name} = args[{place}]", node)
+                yield Statement(f"{node.name} = args[{index}]", node)
         elif node.op == "output":
             yield from _ending(node, updates, names)
         elif node.op == "call_function":
@@ -227,12 +227,12 @@ def generate(
     lines = [f"    {each.text}\n" for each in written]
     source = f"def {called}(args):\n{''.join(lines)}"
     # The user's line of each line, for tracebacks; line 1 is the function's head.
-    places = {
-        line: each.node.meta["place"]
+    locations = {
+        line: each.node.meta["location"]
         for line, each in enumerate(written, start=2)
-        if each.node is not None and each.node.meta.get("place") is not None
+        if each.node is not None and each.node.meta.get("location") is not None
     }
-    scope = {**names.scope, PLACES: places}
+    scope = {**names.scope, LOCATIONS: locations}
     exec(compile(source, f"<tsfunc program {called}>", "exec"), scope)
     function: Callable[[Sequence[Any]], Sequence[Any]] = scope[called]
     operators = (node.meta.get("op") for node in graph.nodes)
@@ -310,21 +310,21 @@ def _lines(
     last = ""
     for statement in statements(graph, inputs, names_of(name, graph, lifted), updates):
         node = statement.node
-        place = node.meta.get("place") if node is not None else None
-        if place is not None and line_of(place) != last:
-            last = line_of(place)
+        location = node.meta.get("location") if node is not None else None
+        if location is not None and line_of(location) != last:
+            last = line_of(location)
             indent = statement.text[: len(statement.text) - len(statement.text.lstrip())]
             yield f"{indent}# {last}"
         comment = f"  # {known[node.name]}" if node is not None and node.name in known else ""
         yield statement.text + comment
 
 
-def line_of(place: Place | str) -> str:
+def line_of(location: Location | str) -> str:
     """Return one of the user's lines: the file, the number and the text, if it is available.
 
     A program that was loaded from a file has the text itself.
     """
-    if isinstance(place, str):
-        return place
-    text = linecache.getline(place.file, place.line).strip()
-    return f"{Path(place.file).name}:{place.line}" + (f"  {text}" if text else "")
+    if isinstance(location, str):
+        return location
+    text = linecache.getline(location.file, location.line).strip()
+    return f"{Path(location.file).name}:{location.line}" + (f"  {text}" if text else "")

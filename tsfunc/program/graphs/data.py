@@ -42,7 +42,7 @@ class ProgramData:
     call_spec: CallSpec | None = None
     signature: inspect.Signature | None = None
     guards: Guards = field(default_factory=Guards)
-    places: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
+    argument_paths: Mapping[int, tuple[Any, ...]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
     property_guards: tuple[PropertyGuard, ...] = ()
     looks_at_grad: bool = True

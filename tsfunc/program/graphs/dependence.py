@@ -159,15 +159,15 @@ class _OperatorCall:
         args, kwargs = pytrees.unflatten(self.tree, values)
         return self.target(*args, **kwargs)
 
-    def with_tensors(self, made: Callable[[int, _Value], Any], place: int) -> Any:
+    def with_tensors(self, made: Callable[[int, _Value], Any], position: int) -> Any:
         """Return one result of the call with other tensors as its arguments."""
         outs = self.run([
             made(i, x) if isinstance(x.value, torch.Tensor) else x.value
             for i, x in enumerate(self.values)
         ])  # fmt: skip
-        return outs[place] if isinstance(outs, list | tuple) else outs
+        return outs[position] if isinstance(outs, list | tuple) else outs
 
-    def pattern(self, place: int, out: torch.Tensor) -> torch.Tensor | None:
+    def pattern(self, position: int, out: torch.Tensor) -> torch.Tensor | None:
         """Return the pattern of one of the results."""
         if not self.by or self.name == "aten::detach":
             return None
@@ -175,7 +175,7 @@ class _OperatorCall:
         for i in self.by:
             pattern = self.values[i].pattern
             assert pattern is not None
-            own = self.local(i, place, out)
+            own = self.local(i, position, out)
             parts.append(
                 _all(out.numel(), pattern[1].unique())
                 if own is None
@@ -184,16 +184,16 @@ class _OperatorCall:
         pairs: torch.Tensor = torch.cat(parts, 1).unique(dim=1)
         return pairs
 
-    def local(self, i: int, place: int, out: torch.Tensor) -> torch.Tensor | None:
+    def local(self, i: int, position: int, out: torch.Tensor) -> torch.Tensor | None:
         """Return pairs of entries of a result and of an argument; None if all pairs depend."""
         x = self.values[i].value
         tensors = [v.value for v in self.values if isinstance(v.value, torch.Tensor)]
         if self.name in _MOVES:
-            return self.moved(i, place)
+            return self.moved(i, position)
         if self.name in _BILINEAR:
-            return self.bilinear(i, place, x)
+            return self.bilinear(i, position, x)
         if self.name in _ALONG:
-            return self.along(i, place, x)
+            return self.along(i, position, x)
         if self.by_entry:
             try:
                 wide = torch.broadcast_shapes(*(t.shape for t in tensors))
@@ -202,10 +202,10 @@ class _OperatorCall:
             if out.shape == wide:
                 columns = _numbers(x).expand(wide).reshape(-1)
                 return torch.stack([torch.arange(out.numel()), columns])
-            return self.reduced(i, place, x) if len(tensors) == 1 else None
+            return self.reduced(i, position, x) if len(tensors) == 1 else None
         return None
 
-    def moved(self, i: int, place: int) -> torch.Tensor | None:
+    def moved(self, i: int, position: int) -> torch.Tensor | None:
         """Return the pairs of an operator that moves entries, from a run on their indices."""
         if any(x.varies and x.pattern is None for x in self.values):
             return None  # the destinations depend on the inputs
@@ -216,11 +216,11 @@ class _OperatorCall:
             here = _numbers(x.value).double()
             return here + 1 if j == i else torch.zeros_like(here)
 
-        from_ = self.with_tensors(numbers, place).reshape(-1).long()
+        from_ = self.with_tensors(numbers, position).reshape(-1).long()
         rows = from_.nonzero().squeeze(1)
         return torch.stack([rows, from_[rows] - 1])
 
-    def bilinear(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor:
+    def bilinear(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor:
         """Return the pairs that unit vectors show, with the zeros of the other operand."""
 
         def of_entries(entries: torch.Tensor) -> Any:
@@ -231,7 +231,7 @@ class _OperatorCall:
                     return entries
                 return torch.ones_like(v.value, dtype=torch.double) if v.varies else _known(v.value)
 
-            return self.with_tensors(made, place)
+            return self.with_tensors(made, position)
 
         zero = of_entries(torch.zeros(x.shape, dtype=torch.double))
         parts = []
@@ -244,27 +244,29 @@ class _OperatorCall:
             parts.append(torch.stack([at[:, 1], at[:, 0] + start]))
         return torch.cat(parts, 1)
 
-    def _spoiled(self, i: int, place: int, at: tuple[Any, ...]) -> torch.Tensor:
+    def _spoiled(self, i: int, position: int, at: tuple[Any, ...]) -> torch.Tensor:
         """Return the entries of a result that become NaN if some entries of an argument are NaN."""
         spoiled = torch.ones(self.values[i].value.shape, dtype=torch.double)
         spoiled[at] = torch.nan
-        result: torch.Tensor = self.with_tensors(lambda j, x: spoiled if j == i else x.value, place)
+        result: torch.Tensor = self.with_tensors(
+            lambda j, x: spoiled if j == i else x.value, position
+        )
         return result.isnan()
 
-    def along(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
+    def along(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of an operator along dims: each result depends on its whole slice."""
         if not x.numel():
             return None
-        reached = self._spoiled(i, place, (0,) * x.dim()).nonzero()
+        reached = self._spoiled(i, position, (0,) * x.dim()).nonzero()
         mixed = [bool(reached[:, d].any()) for d in range(x.dim())]
         slices = _numbers_of([1 if m else n for m, n in zip(mixed, x.shape, strict=True)])
         return _within(slices.expand(x.shape))
 
-    def reduced(self, i: int, place: int, x: torch.Tensor) -> torch.Tensor | None:
+    def reduced(self, i: int, position: int, x: torch.Tensor) -> torch.Tensor | None:
         """Return the pairs of a reduction: a result depends on the entries of the reduced dims."""
         kept = []
         for d, size in enumerate(x.shape):
-            spoiled = self._spoiled(i, place, (slice(None),) * d + (0,))
+            spoiled = self._spoiled(i, position, (slice(None),) * d + (0,))
             if not spoiled.any():
                 return None
             kept.append(1 if spoiled.all() else size)

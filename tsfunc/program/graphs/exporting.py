@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.torch_exporting import exported_by_torch
+from tsfunc.bridge.trace.torch_export import exported_by_torch
 from tsfunc.bridge.tracers.torch_state import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.data import ProgramData
@@ -56,7 +56,7 @@ def exported(program: ProgramData) -> torch.export.ExportedProgram:
     problem = next(_problems(program, call_spec, graph), None)
     if problem is not None:
         raise ExportError(
-            f"{program.name}: an ExportedProgram has no place for {problem}. "
+            f"{program.name}: an ExportedProgram cannot hold {problem}. "
             f"`.graph_module` is the program for torch's other tools."
         )
     sizes = sizes_for(call_spec.bounds, _PRIMES)
@@ -214,7 +214,7 @@ def _parameters(program: ProgramData, call_spec: CallSpec, count: int) -> list[s
     names = []
     for i, each in enumerate(numbered):
         leaves, _ = pytrees.flatten(each)
-        path = program.places.get(leaves[0], ()) if leaves else ()
+        path = program.argument_paths.get(leaves[0], ()) if leaves else ()
         name = str(path[0]) if path else ""
         names.append(name if name.isidentifier() and name not in names else f"arg_{i}")
     return names[:count]
@@ -232,7 +232,7 @@ def _module(
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             flat, _ = pytrees.flatten((args, kwargs))
             given = [flat[i] if i < len(flat) else _at(self, replaced[i]) for i in program.inputs]
-            given += [_at(self, p).clone() if p in copied else _at(self, p) for p in places]
+            given += [_at(self, p).clone() if p in copied else _at(self, p) for p in paths]
             outputs = graph.forward(*given)
             count = program.out_tree.num_leaves
             results, values = list(outputs[:count]), outputs[count:]
@@ -246,11 +246,11 @@ def _module(
     root = Exported()
     if program.state.module is not None:
         _give_state(root, program.state.module)
-    replaced, places = program.state.inputs, _places_of_lifted(program, root)
+    replaced, paths = program.state.inputs, _lifted_paths(program, root)
     # torch's loops do not take constants.
     known = {name for named in (root.named_parameters, root.named_buffers)
              for name, _ in named(remove_duplicate=False)}  # fmt: skip
-    copied = set(places) - known if any(graph.children()) else set()
+    copied = set(paths) - known if any(graph.children()) else set()
     return root
 
 
@@ -272,7 +272,7 @@ def _give_state(root: torch.nn.Module, module: torch.nn.Module) -> None:
             like.register_buffer(name, buffer, persistent=is_persistent(each, name))
 
 
-def _places_of_lifted(program: ProgramData, root: torch.nn.Module) -> list[str]:
+def _lifted_paths(program: ProgramData, root: torch.nn.Module) -> list[str]:
     """Return the path in the module of each tensor that the program reads from outside.
 
     A tensor that is not in the traced module's state is added to the module. It becomes a constant
@@ -287,18 +287,18 @@ def _places_of_lifted(program: ProgramData, root: torch.nn.Module) -> list[str]:
         for target in written(node)
         for source in sources(target)
     }
-    places = []
+    paths = []
     for node in program.graph.nodes:
         if node.op != "get_attr":
             continue
         name, tensor = str(node.target), program.tensor(node)
-        place = program.state.names.get(name)
-        if place is None or not of_module:
+        path = program.state.names.get(name)
+        if path is None or not of_module:
             fixed = (of_module or name in program.constants) and node not in changed
-            wanted = place or program.state.attributes.get(name, name)
-            place = _put(root, wanted, name, tensor, fixed)
-        places.append(place)
-    return places
+            wanted = path or program.state.attributes.get(name, name)
+            path = _put(root, wanted, name, tensor, fixed)
+        paths.append(path)
+    return paths
 
 
 def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fixed: bool) -> str:
@@ -322,10 +322,10 @@ def _put(root: torch.nn.Module, wanted: str, name: str, tensor: torch.Tensor, fi
     return wanted
 
 
-def _at(root: torch.nn.Module, place: str) -> torch.Tensor:
+def _at(root: torch.nn.Module, path: str) -> torch.Tensor:
     """Return the tensor at a path of a module."""
     value: Any = root
-    for each in place.split("."):
+    for each in path.split("."):
         value = getattr(value, each)
     tensor: torch.Tensor = value
     return tensor

@@ -33,11 +33,11 @@ def node_times(program: ProgramData, flat: Sequence[Any], repeats: int = 5) -> d
 
 def _run(program: ProgramData, flat: Sequence[Any]) -> dict[str, float]:
     values: dict[torch.fx.Node, Any] = {}
-    places = iter(program.inputs)
+    positions = iter(program.inputs)
     times: dict[str, float] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            values[node] = flat[next(places)]
+            values[node] = flat[next(positions)]
         elif node.op == "get_attr":
             values[node] = program.tensor(node)
         elif node.op == "call_function":

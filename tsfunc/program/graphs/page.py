@@ -111,9 +111,9 @@ def _graph(
         if node is None:
             lines.append(escape(statement.text))
             continue
-        place = node.meta.get("place")
-        if place is not None and line_of(place) != last:
-            last = line_of(place)
+        location = node.meta.get("location")
+        if location is not None and line_of(location) != last:
+            last = line_of(location)
             lines.append(escape(f"# {last}"))
         kind = str(known[node.name]) if node.name in known else ""
         lines.append(
@@ -123,8 +123,8 @@ def _graph(
         entry: dict[str, Any] = {"code": statement.text.strip()}
         if kind:
             entry["type"] = kind
-        if place is not None:
-            entry["line"] = line_of(place)
+        if location is not None:
+            entry["line"] = line_of(location)
         if node.name in times:
             share = f" ({times[node.name] / total:.0%})" if total else ""
             entry["time"] = f"{times[node.name] * 1e6:.1f} us{share}"

@@ -255,7 +255,7 @@ def draw(name: str, graph: torch.fx.Graph, known: ProgramProperties) -> str:
             _title(node),
             _type(node, known),
             _COLOURS.get(node.op, "#fff"),
-            str(node.meta.get("place") or node.name),
+            str(node.meta.get("location") or node.name),
             node.name,
         )
         for i, row in enumerate(rows)

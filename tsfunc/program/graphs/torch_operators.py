@@ -45,8 +45,8 @@ from tsfunc.bridge.trace.torch_tracing import (
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.questions import KINDS
 from tsfunc.bridge.tracers.torch_state import set_grad_mode
+from tsfunc.bridge.tracers.user_queries import KINDS
 
 # --- recurrent layers over a named dim of time, as torch's scan
 
@@ -400,10 +400,10 @@ class Writer:
     def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operators of a body; return its results."""
         values: dict[torch.fx.Node, Any] = {}
-        places = iter(body.inputs)
+        positions = iter(body.inputs)
         for node in body.graph.nodes:
             if node.op == "placeholder":
-                values[node] = given = operands[next(places)]
+                values[node] = given = operands[next(positions)]
                 if isinstance(given, torch.fx.Node) and "val" in node.meta:
                     given.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":

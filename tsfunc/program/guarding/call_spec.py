@@ -46,7 +46,7 @@ from tsfunc.program.guarding.guards import (
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
-from tsfunc.types.values import place_text
+from tsfunc.types.values import path_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +196,7 @@ def placeholder(
     return new_fake_input(Symbols({}).fake, shape, strides, dtype, device)
 
 
-# --- places of the flattened arguments of a call among its parameters, and their descriptors
+# --- the paths of the flattened arguments of a call from its parameters, and their descriptors
 
 
 def described(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
@@ -216,20 +216,20 @@ def described(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, An
     return dict(signature.bind(*args, **kwargs).arguments)
 
 
-def places_of(
+def argument_paths_of(
     signature: inspect.Signature, count: int, tree: optree.PyTreeSpec
 ) -> dict[int, tuple[Any, ...]]:
     """Return the path of each flattened argument from a parameter."""
     numbers = [_Place(i) for i in range(count)]
     args, kwargs = optree.tree_unflatten(tree, numbers)
-    places: dict[int, tuple[Any, ...]] = {}
+    argument_paths: dict[int, tuple[Any, ...]] = {}
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         paths, leaves, _ = optree.tree_flatten_with_path(
             value, none_is_leaf=True, namespace=pytrees.NAMESPACE
         )
         for path, leaf in zip(paths, leaves, strict=True):
-            places[leaf.index] = (name, *path)
-    return places
+            argument_paths[leaf.index] = (name, *path)
+    return argument_paths
 
 
 def spelled(path: Sequence[Any]) -> str:
@@ -254,9 +254,9 @@ def guards_of_call_spec(call_spec: CallSpec, signature: inspect.Signature) -> Gu
 def names_in_call(call_spec: CallSpec, signature: inspect.Signature) -> Names:
     """Return a function from the positions of flattened arguments to the user's spelling."""
     args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
-    places = places_of(signature, len(call_spec.leaves), call_spec.tree)
+    argument_paths = argument_paths_of(signature, len(call_spec.leaves), call_spec.tree)
     arguments = signature.bind(*args, **kwargs).arguments
-    return lambda position: place_text(places[position], arguments)
+    return lambda position: path_text(argument_paths[position], arguments)
 
 
 # --- the guards of a call, and arguments that are the same tensor

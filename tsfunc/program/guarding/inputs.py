@@ -124,7 +124,7 @@ class ScalarSpec:
 
 def describe_scalars(
     flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     inputs: Sequence[InputSpec],
     bounds: Mapping[str, Dim],
@@ -134,7 +134,7 @@ def describe_scalars(
 
     Args:
         flat: the flattened arguments.
-        places: the path of each from a parameter.
+        argument_paths: the path of each from a parameter.
         contract: the descriptors.
         inputs: the tensors among the arguments.
         bounds: the named dims.
@@ -147,11 +147,13 @@ def describe_scalars(
     for i, value in enumerate(flat):
         if not is_tame(value):
             continue
-        name, *path = places[i]
+        name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
-            specs.append(ScalarSpec(i, _input_name(places[i], taken), value))
+            specs.append(ScalarSpec(i, _input_name(argument_paths[i], taken), value))
         elif i in by_themselves:
-            specs.append(ScalarSpec(i, _input_name(places[i], taken), value, by_itself=True))
+            specs.append(
+                ScalarSpec(i, _input_name(argument_paths[i], taken), value, by_itself=True)
+            )
     return specs
 
 
@@ -188,7 +190,7 @@ def short_text(spec: InputSpec) -> str:
 
 def describe_inputs(
     flat: Sequence[Any],
-    places: Mapping[int, tuple[Any, ...]],
+    argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
     bindings: Bindings | None,
 ) -> tuple[list[InputSpec], dict[str, Dim]]:
@@ -206,7 +208,7 @@ def describe_inputs(
     for i, value in enumerate(flat):
         if not isinstance(value, torch.Tensor):
             continue
-        path = places[i]
+        path = argument_paths[i]
         check_layout(value, ".".join(map(str, path)))
         forms = bindings.dims(path) if bindings is not None else None
         dims = _dims(value, forms, bounds)

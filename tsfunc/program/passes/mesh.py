@@ -20,7 +20,7 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.dispatch.places import source_of
+from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.equal_values import FromParts, MayDiffer
@@ -59,12 +59,12 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
 
 
 def _refuse_promise(node: Any, axis: str) -> None:
-    while node.meta.get("place") is None or (node.target is MAP and node.args[1] == "leave"):
+    while node.meta.get("location") is None or (node.target is MAP and node.args[1] == "leave"):
         if not node.all_input_nodes:
             break
         node = node.all_input_nodes[0]
-    place = node.meta.get("place")
-    where = "" if place is None else f", at {place}{source_of(place, ': ')}"
+    location = node.meta.get("location")
+    where = "" if location is None else f", at {location}{source_line(location, ': ')}"
     raise MeshError(
         f"shard_map: out_specs: expected a result that is equal on all ranks along {axis!r}, which "
         f"its spec does not name, got one that is computed from different values on each "

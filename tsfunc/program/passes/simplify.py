@@ -30,7 +30,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
-from tsfunc.bridge.tracers.questions import same_size
+from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 from tsfunc.program.passes.effects import (
     Aliases,
@@ -398,7 +398,7 @@ def _as_constant(graph: torch.fx.Graph, node: torch.fx.Node, name: str) -> torch
         made = graph.create_node("get_attr", name, name=name)
     made.target = made.name  # differs from `name` if a parameter has that name
     made.meta = {
-        key: node.meta[key] for key in ("val", "requires_grad", "place") if key in node.meta
+        key: node.meta[key] for key in ("val", "requires_grad", "location") if key in node.meta
     }
     node.replace_all_uses_with(made)
     graph.erase_node(node)

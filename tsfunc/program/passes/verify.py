@@ -54,8 +54,8 @@ class _Check:
         self.what = what
 
     def _fail(self, node: torch.fx.Node, problem: str) -> NoReturn:
-        place = node.meta.get("place")
-        at = f" (at {place})" if place is not None else ""
+        location = node.meta.get("location")
+        at = f" (at {location})" if location is not None else ""
         raise MalformedProgramError(f"{self.what}: %{node.name}{at}: {problem}")
 
     def definitions(self) -> None:

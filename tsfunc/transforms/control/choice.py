@@ -13,7 +13,7 @@ from tsfunc.bridge.grad.linear_maps import batch_first
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceTracer
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
-from tsfunc.bridge.tracers.functorch import differs_in_functorch
+from tsfunc.bridge.tracers.functorch import is_batched_in_functorch
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -117,7 +117,7 @@ def choice_of(value: Any, what: str) -> Choice:
         inner = inner.value
     if isinstance(inner, TraceTracer):
         return Traced(inner)
-    if differs_in_functorch(inner):
+    if is_batched_in_functorch(inner):
         raise DataDependentError(
             f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
             f"the same operators for all of them. Use tsfunc.vmap (and tsfunc's transforms around "
@@ -143,7 +143,7 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
             return True if bool(inner.all()) else None
     elif kind is torch.Tensor and value.dtype is torch.bool and value.dim() == 0:
-        return None if differs_in_functorch(value) else bool(value)
+        return None if is_batched_in_functorch(value) else bool(value)
     return None
 
 

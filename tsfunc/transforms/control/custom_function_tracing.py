@@ -84,12 +84,12 @@ def key_of(callee: PythonCallee) -> Any:
     tree: Any = callee.tree
     if leaves and isinstance(leaves[0], RuleCall):
         call = leaves.pop(0)
-        function = function, call.rule, tuple(call.places), call.count, tuple(call.sized)
+        function = function, call.rule, tuple(call.positions), call.count, tuple(call.sized)
         leaves += call.leaves
         tree = tree, call.tree, len(call.closed)
     return (
         function, tree, tuple(map(_static_key, leaves)), tuple(callee.types),
-        tuple(callee.numbers), tuple(callee.places),
+        tuple(callee.numbers), tuple(callee.positions),
     )  # fmt: skip
 
 
@@ -316,14 +316,14 @@ class Methods:
         self.materialize = told.pop("materialize")
         self.kept = Kept(told)
         others: list[torch.Tensor] = []
-        places = []
+        positions = []
         for x in self.kept.tensors:
             at = _place(x, [*known, *others])
             if at < 0:
                 at = len(known) + len(others)
                 others.append(x)
-            places.append(at)
-        made.kept = places
+            positions.append(at)
+        made.kept = positions
         return *results, *others
 
     def _context(self, values: list[Any], method: str) -> FunctionContext:

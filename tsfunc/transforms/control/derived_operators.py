@@ -22,7 +22,7 @@ from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.simplify import simplify_part
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.choice import read
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -76,7 +76,7 @@ class Pullback(ControlFlowOperator):
 
         def run(*chosen: Any) -> tuple[Any, ...]:
             with muted():  # NOTE [debug effects]
-                found = self.op(*with_places(inputs, self.by, chosen), *numbers)
+                found = self.op(*with_replaced(inputs, self.by, chosen), *numbers)
             return tuple(found[j] for j in self.of)
 
         _, pull = vjp(run, *(inputs[i] for i in self.by))
@@ -92,7 +92,7 @@ class Pullback(ControlFlowOperator):
             inputs, numbers = given[: self.count], given[stop:]
 
             def of_chosen(*chosen: Any) -> tuple[Any, ...]:
-                found = inner(*with_places(inputs, self.by, chosen), *numbers)
+                found = inner(*with_replaced(inputs, self.by, chosen), *numbers)
                 return tuple(found[j] for j in self.of)
 
             cotangents = given[self.count : stop]
@@ -283,7 +283,7 @@ class Pushforward(ControlFlowOperator):
 
         def run(*chosen: Any) -> tuple[Any, ...]:
             with muted():
-                return self.op(*with_places(inputs, self.by, chosen), *numbers)
+                return self.op(*with_replaced(inputs, self.by, chosen), *numbers)
 
         _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
         found: tuple[Any, ...] = pushed
@@ -299,7 +299,7 @@ class Pushforward(ControlFlowOperator):
             inputs, numbers = given[: self.count], given[stop:]
 
             def of_chosen(*chosen: Any) -> tuple[Any, ...]:
-                return tuple(inner(*with_places(inputs, self.by, chosen), *numbers))
+                return tuple(inner(*with_replaced(inputs, self.by, chosen), *numbers))
 
             tangents = given[self.count : stop]
             return pushed_forward(of_chosen, [inputs[i] for i in self.by], tangents)

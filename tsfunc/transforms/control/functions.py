@@ -21,7 +21,7 @@ from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.program.graphs.torch_operators import Writer
-from tsfunc.transforms.arguments import with_places
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
@@ -79,7 +79,7 @@ class PythonCallee:
         function: the class.
         leaves: the flattened arguments, None for tensors and sizes.
         tree: the structure of the arguments.
-        places: the positions of the tensors among the leaves.
+        positions: the positions of the tensors among the leaves.
         sizes: the positions of the sizes among the leaves.
         types: the types of the tensors.
         numbers: the sizes, as texts in the names of dims.
@@ -89,30 +89,30 @@ class PythonCallee:
         self.name: str = function.__name__
         self.function = function
         self.leaves, self.tree = pytrees.flatten(tuple(args))
-        self.places = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
+        self.positions = [i for i, x in enumerate(self.leaves) if isinstance(x, torch.Tensor)]
         self.sizes = [i for i, x in enumerate(self.leaves) if isinstance(x, SYMBOLIC)]
         self.types: Sequence[OperandType] = ()
         self.numbers: Sequence[str] = ()
 
     @property
     def tensors(self) -> int:
-        return len(self.places)
+        return len(self.positions)
 
     def taken(self, spell: Callable[[Any], str]) -> tuple[list[Any], list[Any]]:
         """Return the tensors and the sizes, and store their types; ``spell`` spells sizes."""
-        tensors = [self.leaves[i] for i in self.places]
+        tensors = [self.leaves[i] for i in self.positions]
         sizes = [self.leaves[i] for i in self.sizes]
         self.types = [_type_of(x, spell) for x in tensors]
         self.numbers = [spell(size) for size in sizes]
-        for i in (*self.places, *self.sizes):
+        for i in (*self.positions, *self.sizes):
             self.leaves[i] = None
         return tensors, sizes
 
     def filled(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments, from the flattened tensors followed by the sizes."""
-        places = (*self.places, *self.sizes)
+        positions = (*self.positions, *self.sizes)
         args: Sequence[Any] = pytrees.unflatten(
-            self.tree, with_places(self.leaves, places, operands)
+            self.tree, with_replaced(self.leaves, positions, operands)
         )
         return args
 
@@ -208,8 +208,8 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
     found = list(call(op, trace, tensors, numbers, results))
-    for place, i in dirty.items():
-        found[place] = given[i].copy_(found[place])
+    for position, i in dirty.items():
+        found[position] = given[i].copy_(found[position])
     return filled(body, found)
 
 
@@ -224,8 +224,8 @@ def _dirty(leaves: Sequence[Any], inputs: Sequence[Any]) -> dict[int, int]:
     """
     results = [x for x in leaves if isinstance(x, torch.Tensor)]
     return {
-        place: i
-        for place, result in enumerate(results)
+        position: i
+        for position, result in enumerate(results)
         for i, x in enumerate(inputs)
         if result is x
     }

@@ -17,7 +17,7 @@ import torch
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
-from tsfunc.bridge.tracers.questions import known_to_hold
+from tsfunc.bridge.tracers.user_queries import known_to_hold
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable, takes_entries
 from tsfunc.transforms.control.choice import choice_of

@@ -28,8 +28,8 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
 from tsfunc.bridge.tracers.draw_keys import DrawnBefore, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.bridge.tracers.questions import same_number
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
 from tsfunc.transforms.control.arguments import Batching

@@ -115,7 +115,7 @@ def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) 
     given = [at.integer(0, 1 << 20) for at in results.items()]
     count = _count(count_field, kinds, len(given))
     op = _inner(of, graph, kinds, count, len(given))
-    return Pullback(op, count, _places(by_field, count), given)
+    return Pullback(op, count, _positions(by_field, count), given)
 
 
 def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
@@ -123,7 +123,7 @@ def _decode_pushforward(field: Field, name: str, graph: DecodeGraph, kinds: Kind
     by = [at.integer(0, 1 << 20) for at in by_field.items()]
     count = _count(count_field, kinds, len(by))
     op = _inner(of, graph, kinds, count, len(by))
-    return Pushforward(op, count, _places(by_field, count))
+    return Pushforward(op, count, _positions(by_field, count))
 
 
 def _count(field: Field, kinds: Kinds, more: int) -> int:
@@ -151,7 +151,7 @@ def _operator(field: Field, graph: DecodeGraph, kinds: Kinds) -> ControlFlowOper
     return op
 
 
-def _places(field: Field, count: int) -> list[int]:
+def _positions(field: Field, count: int) -> list[int]:
     return [at.integer(0, count - 1) for at in field.items()]
 
 

@@ -2,12 +2,12 @@
 
 NOTE [guards of torch.export]
 torch.export traces the program's operators again, at the sizes of examples. If its rules choose
-between ways to one result, they ask whether two sizes happen to be equal, whether a size is 1, or
-what the strides of a view are. Each answer would restrict the exported program to sizes like those
-of the examples, although the result is right for all sizes that the descriptors allow. With
-``backed_size_oblivious`` the rules take the way that is right for every size, as for sizes that
-depend on data. Decompositions of the exported program ask again, so the exported program sets the
-option itself.
+between two computations of one result, they test whether two sizes happen to be equal, whether a
+size is 1, or which strides a view has. Each outcome would restrict the exported program to sizes
+like those of the examples, although the result is right for all sizes that the descriptors allow.
+With ``backed_size_oblivious`` the rules choose the computation that is right for every size, as for
+sizes that depend on data. Decompositions of the exported program repeat the tests, so the exported
+program sets the option itself.
 
 Private names used here (torch 2.13 and 2.14): ``torch.fx.experimental._config`` has
 ``backed_size_oblivious``, which torch's ONNX exporter sets as well.

@@ -3,7 +3,7 @@
 A trace adds facts to its environment as guards. The environment of a program that was read from a
 file has no guards: this module adds those of the file before results are computed.
 
-Private names used here (torch 2.13 and 2.14): ``SymBool.node`` and its ``hint``, the answer for the
+Private names used here (torch 2.13 and 2.14): ``SymBool.node`` and its ``hint``, the value for the
 sizes of the call.
 """
 
@@ -44,7 +44,7 @@ def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
         except (_Untold, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError):
             continue
         if isinstance(holds, torch.SymBool) and holds.node.hint:
-            bool(holds)  # the environment relies on a question answered with yes
+            bool(holds)  # the environment relies on a condition that was true
 
 
 def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Facts about symbolic numbers that hold only in one part of a trace.
 
 ``torch._check(n > 3)`` in a branch is checked only if that branch is taken. Code outside of the
-branch must not rely on the fact: a question ``n > 3`` there is still open.
+branch must not rely on the fact: the condition ``n > 3`` is still unknown there.
 
 Private names used here (torch 2.13 and 2.14): the fact tables of ShapeEnv, by symbol
 (``var_to_range``, ``replacements``, ``deferred_runtime_asserts``, ``size_like``) and by expression
@@ -17,7 +17,7 @@ from typing import Any
 
 
 @contextmanager
-def facts_of_its_own(env: Any) -> Iterator[None]:
+def scoped_facts(env: Any) -> Iterator[None]:
     """Forget the facts asserted in a block after it, except those about symbols made in the block.
 
     Args:

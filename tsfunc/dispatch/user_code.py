@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Final
 
 from tsfunc import rage
-from tsfunc.tracebacks import GENERATED, LIBRARIES, WRAPPERS, Place
+from tsfunc.tracebacks import GENERATED, LIBRARIES, WRAPPERS, Location
 
 _OWN = __name__.partition(".")[0]
 _PACKAGES = frozenset({_OWN, "torch", *(module.__name__ for module in WRAPPERS)})
@@ -46,7 +46,7 @@ def package_of(frame: FrameType) -> str:
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
-def is_users(frame: FrameType) -> bool:
+def is_user_frame(frame: FrameType) -> bool:
     """True if a frame runs code of neither this package nor torch."""
     name = frame.f_globals.get("__name__")
     if type(name) is str and name in _library_modules:
@@ -61,18 +61,18 @@ def is_users(frame: FrameType) -> bool:
 _library_modules: set[Any] = set()  # the names of modules of these packages, as they are found
 
 
-def users_frame() -> FrameType:
+def user_frame() -> FrameType:
     """Return the innermost frame outside this package and torch; else the outermost frame."""
     frame = sys._getframe(1)
-    while (back := frame.f_back) is not None and not is_users(frame):
+    while (back := frame.f_back) is not None and not is_user_frame(frame):
         frame = back
     return frame
 
 
 def warn(message: str, category: type[Warning]) -> None:
     """Issue a warning at the user's line, so that filters and once-per-line rules apply to it."""
-    frame = users_frame()
-    at = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    frame = user_frame()
+    at = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
     rage.record("warning", type=category.__name__, message=message, at=at)
     warnings.warn_explicit(
         message,
@@ -98,18 +98,18 @@ def called_by_user(passing: Callable[[FrameType], bool] = lambda frame: False) -
     return package_of(frame) != _OWN
 
 
-def users_place() -> Place:
+def user_location() -> Location:
     """Return the line of the user's code that runs now."""
-    frame = users_frame()
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    frame = user_frame()
+    return Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
 
 
-def users_call() -> str:
-    """Return the place of the call in the user's code that runs now, with its column.
+def user_call_location() -> str:
+    """Return the location of the user's call that runs now, with its column.
 
-    Two calls on one line have different places, from Python 3.11 on.
+    Two calls on one line have different locations, from Python 3.11 on.
     """
-    frame = users_frame()
+    frame = user_frame()
     code, line = frame.f_code, frame.f_lineno
     column = None
     if hasattr(code, "co_positions"):
@@ -118,30 +118,30 @@ def users_call() -> str:
     return f"{code.co_filename}:{at}, in {code.co_name}"
 
 
-def place_of(error: BaseException) -> Place:
+def error_location(error: BaseException) -> Location:
     """Return the innermost line of user code in an error's traceback, else the one that runs now.
 
     The traceback has no such line if the user's code is outside of the caller of this function.
     """
-    place = None
+    location = None
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if not code.co_filename.startswith(LIBRARIES):
-            place = Place(code.co_filename, trace.tb_lineno, code.co_name)
+            location = Location(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
-    return place or users_place()
+    return location or user_location()
 
 
-def source_of(place: Place, before: str = "") -> str:
+def source_line(location: Location, before: str = "") -> str:
     """Return the text of a line after the prefix ``before``; an empty string without a source."""
-    text = linecache.getline(place.file, place.line).strip()
+    text = linecache.getline(location.file, location.line).strip()
     return f"{before}{text}" if text else ""
 
 
-def condition_of(place: Place) -> str | None:
+def condition_text(location: Location) -> str | None:
     """Return the condition of a line's only ``if``, ``while`` or ``assert``; None otherwise."""
-    _, *others = re.split(r"\b(?:if|elif|while|assert)\b", source_of(place))
+    _, *others = re.split(r"\b(?:if|elif|while|assert)\b", source_line(location))
     if len(others) != 1:
         return None
     rest = others[0]
@@ -181,11 +181,11 @@ def is_installed(code: Any) -> bool:
     if package is None:
         return False
     folders = getattr(package, "__path__", None)
-    places = list(folders) if folders is not None else [getattr(package, "__file__", None) or ""]
-    return any(map(_is_installed_at, places))
+    paths = list(folders) if folders is not None else [getattr(package, "__file__", None) or ""]
+    return any(map(_is_installed_at, paths))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_installed_at(place: str) -> bool:
+def _is_installed_at(path: str) -> bool:
     """Return True if the directory around a package or module is one that installers write to."""
-    return os.path.basename(os.path.dirname(place)) in _INSTALLED
+    return os.path.basename(os.path.dirname(path)) in _INSTALLED

@@ -26,13 +26,13 @@ _GOLDEN = 0.6180339887
 _MEANT = (TsfuncError, InplaceRefused, NotImplementedError)
 
 
-def is_out_of_examples(level: BatchLevel, error: Exception) -> bool:
+def may_fail_on_empty_batch(level: BatchLevel, error: Exception) -> bool:
     """Return True if an operator may have failed because the batch has no examples."""
     size = level.batch_size
     return type(size) is int and size == 0 and not isinstance(error, _MEANT)
 
 
-def run_without(
+def run_on_made_up_example(
     op: Operator,
     level: BatchLevel,
     args: Sequence[Any],
@@ -53,7 +53,7 @@ def run_without(
         raise error from None
     if isinstance(op, TorchOperator) and op.inplace:
         return args[0]  # nothing to write
-    return rewrap(op, level, args, kwargs, optree.tree_map(_none_of, out), 0)
+    return rewrap(op, level, args, kwargs, optree.tree_map(_empty_slice, out), 0)
 
 
 def _example(value: Any, dim: int | None) -> Any:
@@ -69,5 +69,5 @@ def _example(value: Any, dim: int | None) -> Any:
     return torch.cat([value, made_up], dim).select(dim, 0)
 
 
-def _none_of(x: Any) -> Any:
+def _empty_slice(x: Any) -> Any:
     return x.unsqueeze(0).narrow(0, 0, 0) if isinstance(x, torch.Tensor) else x

@@ -14,7 +14,7 @@ import torch
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
-from tsfunc.bridge.tracers.questions import implementation, in_user_code
+from tsfunc.bridge.tracers.user_queries import implementation, in_user_code
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

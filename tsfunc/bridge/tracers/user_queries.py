@@ -1,24 +1,23 @@
-"""Questions about a trace's values: those of the function's own code, and those that add no guards.
+"""Queries of a trace's values: those of user code become guards, all others are suppressed.
 
-NOTE [questions of the user's code]
-A program depends on the answers that the traced function gets about sizes, strides and other
-properties. An operator's rule, a transform's kernel and torch's own checks ask for such properties
-too, but only to compute a result. :class:`UserCode` is the function mode under which a trace runs
-the function. torch takes the mode off its stack while the mode handles a call, and kernels run
-without function modes, so the mode is active exactly while the function's own code runs. A
-transform that the function calls runs under the mode too; what it asks for its own sake is inside
-of :func:`implementation`.
+NOTE [queries of user code]
+A program depends on the sizes, strides and other properties that the traced function reads. The
+rules of operators, the kernels of transforms and torch's own checks read such properties too, but
+only to compute a result. :class:`UserCode` is the function mode under which a trace runs the
+function. torch takes the mode off its stack while the mode handles a call, and kernels run without
+function modes, so the mode is active exactly while the function's own code runs. A transform that
+the function calls runs under the mode too; its own queries are inside of :func:`implementation`.
 
 Private names used here (torch 2.13 and 2.14): ``_C._is_torch_function_mode_enabled`` is False while
 function modes are disabled; ``overrides._get_current_function_mode_stack`` lists the active modes.
 
-A question about a named dim restricts a trace to sizes with the same answer. But a tracer only
-repeats known metadata: when torch makes it, torch asks whether it is contiguous or empty, and the
-answers change nothing in the program.
+A query about a named dim restricts a trace to the sizes with the same result. When torch makes a
+tracer, it queries whether the tracer is contiguous or empty. A tracer repeats known metadata, so
+the results of these queries do not change the program, and add no guards.
 
 Private names used here (torch 2.13 and 2.14): ``SymInt.node`` with its ``shape_env``; of ShapeEnv
-``evaluate_expr``, which answers questions about sizes, ``suppress_guards``, and ``_log_guard``,
-which receives each answer that does not follow from the bounds. ``SymInt.node.expr`` is a size as
+``evaluate_expr``, which evaluates conditions on sizes, ``suppress_guards``, and ``_log_guard``,
+which receives each result that does not follow from the bounds. ``SymInt.node.expr`` is a size as
 an expression; ``statically_known_true`` tells whether a fact follows from the symbols' bounds.
 """
 
@@ -36,7 +35,7 @@ from torch._C import _is_torch_function_mode_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-# --- questions of the user's code
+# --- queries of user code
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,32 +45,32 @@ class UserCode(TorchFunctionMode):
     """The function mode that is active while the code of a traced function runs."""
 
 
-class _Asker(threading.local):
+class _QueryState(threading.local):
     """Attribute ``implementation``: True inside of :func:`implementation`."""
 
     implementation = False
 
 
-_asker = _Asker()
+_query_state = _QueryState()
 
 
 def in_user_code() -> bool:
-    """True if the code of a traced function runs: NOTE [questions of the user's code]."""
+    """True if the code of a traced function runs: NOTE [queries of user code]."""
     return (
         _is_torch_function_mode_enabled()
-        and not _asker.implementation
+        and not _query_state.implementation
         and any(isinstance(mode, UserCode) for mode in _get_current_function_mode_stack())
     )
 
 
 @contextmanager
 def implementation() -> Iterator[None]:
-    """Context manager: the questions of the block are a transform's own."""
-    before, _asker.implementation = _asker.implementation, True
+    """Context manager: the queries of the block are those of a transform, and add no guards."""
+    before, _query_state.implementation = _query_state.implementation, True
     try:
         yield
     finally:
-        _asker.implementation = before
+        _query_state.implementation = before
 
 
 def caller_of_handlers() -> FrameType:
@@ -89,8 +88,8 @@ def caller_of_handlers() -> FrameType:
     return frame
 
 
-def passes_call_on(method: F) -> F:
-    """Mark a method of a tracer that passes the call which it answers on to the tracer's value.
+def forwards_call(method: F) -> F:
+    """Mark a method of a tracer that forwards its call to the value of the tracer.
 
     ``caller_of_handlers`` does not stop there.
     """
@@ -104,7 +103,7 @@ _passed_on: set[CodeType] = set()
 _HANDLER = "__torch_function__"  # the name that torch calls, of tracers' handlers and of modes'
 
 
-# --- questions about symbolic sizes that add no guards
+# --- queries of symbolic sizes that add no guards
 
 
 KINDS: dict[type, Callable[[Any], Any]] = {
@@ -170,7 +169,7 @@ def suppress_guards(fake: FakeTensorMode) -> AbstractContextManager[Any]:
 
 
 def suppress_guards_of(shape: Sequence[Any]) -> AbstractContextManager[Any]:
-    """Do the same for questions about one shape."""
+    """Suppress the guards of a block on the sizes of one shape."""
     env = environment_of(shape)
     return nullcontext() if env is None else defer_guards(env)
 

@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
-from tsfunc.dispatch.places import called_by_user
 from tsfunc.dispatch.recorder import Recorder, Use
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.user_code import called_by_user
 
 
 class PlainCalls(TorchFunctionMode):
@@ -37,9 +37,9 @@ class PlainCalls(TorchFunctionMode):
             or not called_by_user()
         ):
             return func(*args, **kwargs)
-        place, backward = self.recorder.place()
+        location, backward = self.recorder.location()
         name = resolve_name(func) or getattr(func, "__name__", repr(func))
-        use = Use(name, place, backward, "", "", 0, "torch")
+        use = Use(name, location, backward, "", "", 0, "torch")
         return self.recorder.run(use, lambda: func(*args, **kwargs), alone=True)
 
 

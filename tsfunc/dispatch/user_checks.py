@@ -24,7 +24,7 @@ _ENDS = ("JUMP", "RETURN", "YIELD", "STORE_", "DELETE_", "FOR_ITER", "BEFORE_", 
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
-def refused_value(frame: FrameType, *, catchable: bool = False) -> bool | None:
+def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None:
     """Return the outcome for which the test of a frame raises; None if the test is not a check.
 
     Args:
@@ -32,8 +32,8 @@ def refused_value(frame: FrameType, *, catchable: bool = False) -> bool | None:
         catchable: also if an ``except`` clause may catch the error.
     """
     code = frame.f_code
-    steps, places = _instructions(code)
-    at = places.get(frame.f_lasti)
+    steps, index_of_offset = _instructions(code)
+    at = index_of_offset.get(frame.f_lasti)
     if at is None:
         return None
     if steps[at].opname == "TO_BOOL":  # a step of its own since Python 3.13
@@ -42,7 +42,7 @@ def refused_value(frame: FrameType, *, catchable: bool = False) -> bool | None:
     if not (name.startswith("POP_JUMP") and name.endswith(("_IF_TRUE", "_IF_FALSE"))):
         return None
     jumps_if = name.endswith("TRUE")
-    there = _raises(steps, places.get(steps[at].argval))
+    there = _raises(steps, index_of_offset.get(steps[at].argval))
     here = _raises(steps, at + 1)
     if there == here or (not catchable and may_be_caught(frame)):
         return None
@@ -97,14 +97,14 @@ def starts_trace(func: F) -> F:
 @functools.lru_cache(maxsize=2048)
 def _catches(code: CodeType, at: int) -> bool:
     """True if a function may catch an exception that the instruction at offset ``at`` raises."""
-    steps, places = _instructions(code)
+    steps, index_of_offset = _instructions(code)
     table = getattr(code, "co_exceptiontable", None)
     if table is None:  # before Python 3.11, blocks are instructions; any may hold it
         names = {step.opname for step in steps}
         bare = "POP_EXCEPT" in names and "WITH_EXCEPT_START" not in names
         return bare or any(name in names for name in _CATCHES)
     handlers = [handler for start, end, handler in _protected(table) if start <= at < end]
-    return any(_is_clause(steps, places[handler]) for handler in handlers)
+    return any(_is_clause(steps, index_of_offset[handler]) for handler in handlers)
 
 
 def _is_clause(steps: tuple[dis.Instruction, ...], at: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tsfunc.dispatch.refusals import refused_value, starts_trace
+from tsfunc.dispatch.user_checks import raising_outcome, starts_trace
 
 
 class Asked:
@@ -18,7 +18,7 @@ class Asked:
         self.refused: bool | None = None
 
     def __bool__(self) -> bool:
-        self.refused = refused_value(sys._getframe(1))
+        self.refused = raising_outcome(sys._getframe(1))
         return self.value
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.profiler import profile
 
-from tsfunc.bridge.tracers.memory import Meter
+from tsfunc.bridge.tracers.memory_meter import Meter
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -1,9 +1,10 @@
-"""The answers to the questions of a traced function about its tensors: NOTE [tensor guards].
+"""Reads of tensor properties by a traced function: NOTE [tensor guards].
 
-An answer for an argument becomes a guard, one for a computed value is known or refused.
+A property of an argument is read from the traced call and guarded. A property of a computed value
+is either known or refused.
 
 Private names used here (torch 2.13 and 2.14): ``Tensor._version``, ``_base``, ``_is_view`` and
-``_backward_hooks`` are among the properties that are asked for.
+``_backward_hooks`` are among these properties.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 
 from tsfunc.bridge.trace.tensor_guards import (
     TensorGuards,
-    guards_if_asked,
-    passes_question_on,
-    past_handlers,
+    forwards_query,
+    guards_for_user_query,
+    without_handlers,
 )
 
 _T = torch.Tensor
@@ -25,30 +26,30 @@ _T = torch.Tensor
 
 def _is_recorded(value: Any) -> bool:
     """True if the traced function itself records autograd on a tracer (``requires_grad_()``)."""
-    return bool(past_handlers(_GETS["requires_grad"], value))
+    return bool(without_handlers(_GETS["requires_grad"], value))
 
 
 def _is_leaf(guards: TensorGuards, value: Any) -> bool:
     if _is_recorded(value):
-        return bool(past_handlers(_GETS["is_leaf"], value))
+        return bool(without_handlers(_GETS["is_leaf"], value))
     argument = guards.argument(value)
     guards.of_grad = True
     if not value.tracks:
         return True
     if argument is None or not argument.example.requires_grad:  # computed, or written in place
         return False
-    return bool(guards.ask(argument, "{}.is_leaf"))
+    return bool(guards.guard(argument, "{}.is_leaf"))
 
 
 def _grad_fn(guards: TensorGuards, value: Any) -> Any:
     if _is_recorded(value):
-        return past_handlers(_GETS["grad_fn"], value)
+        return without_handlers(_GETS["grad_fn"], value)
     argument = guards.argument(value)
     guards.of_grad = True
     if value.tracks and not (
         argument is not None
         and argument.example.requires_grad
-        and guards.ask(argument, "{}.grad_fn is None")
+        and guards.guard(argument, "{}.grad_fn is None")
     ):
         guards.refuse(
             "grad_fn is read",
@@ -61,9 +62,9 @@ def _grad_fn(guards: TensorGuards, value: Any) -> Any:
 def _output_nr(guards: TensorGuards, value: Any) -> int:
     argument = guards.argument(value)
     if argument is not None:
-        return int(guards.ask(argument, "{}.output_nr"))
+        return int(guards.guard(argument, "{}.output_nr"))
     node = _grad_fn(guards, value)
-    return 0 if node is None else int(past_handlers(_GETS["output_nr"], value))
+    return 0 if node is None else int(without_handlers(_GETS["output_nr"], value))
 
 
 def _version(guards: TensorGuards, value: Any) -> NoReturn:
@@ -87,7 +88,7 @@ def _is_view(guards: TensorGuards, value: Any) -> bool:
             "a program may share the memory of its values, or not",
             "Use x.clone() for memory of its own.",
         )
-    return bool(guards.ask(argument, "{}._is_view()"))
+    return bool(guards.guard(argument, "{}._is_view()"))
 
 
 def _base(guards: TensorGuards, value: Any) -> None:
@@ -99,7 +100,7 @@ def _base(guards: TensorGuards, value: Any) -> None:
 
 def _hooks(guards: TensorGuards, value: Any) -> None:
     argument = guards.argument(value)
-    if argument is not None and not guards.ask(argument, "{}._backward_hooks is None"):
+    if argument is not None and not guards.guard(argument, "{}._backward_hooks is None"):
         guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
 
 
@@ -108,28 +109,28 @@ def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
     found = getattr(_T, name)
     func = found if callable(found) else found.__get__
 
-    def answer(guards: TensorGuards, value: Any) -> Any:
+    def read(guards: TensorGuards, value: Any) -> Any:
         argument = guards.argument(value)
-        return past_handlers(func, value) if argument is None else guards.ask(argument, fact)
+        return without_handlers(func, value) if argument is None else guards.guard(argument, fact)
 
-    return answer
+    return read
 
 
 def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
     """Answer for lazy conjugation or negation, which views take from arguments."""
 
-    def answer(guards: TensorGuards, value: Any) -> Any:
-        guards.ask_all(f"{{}}.{name}()")
+    def read(guards: TensorGuards, value: Any) -> Any:
+        guards.guard_all(f"{{}}.{name}()")
         return getattr(value.value, name)()
 
-    return answer
+    return read
 
 
 def _grad(guards: TensorGuards, value: Any) -> Any:
     """Read the ``.grad`` of an argument: NOTE [backward passes in programs]."""
     argument, passes = guards.argument(value), value.dispatch_level.passes
     if argument is None or passes is None:
-        return past_handlers(_GRAD, value)
+        return without_handlers(_GRAD, value)
     return passes.get(argument.example)
 
 
@@ -159,7 +160,7 @@ _GETS: Final[Mapping[str, Any]] = {
 }
 _GRAD: Final = _GETS["grad"]
 VERSION: Final = _GETS["_version"]
-ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
+PROPERTY_READERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
     _GETS["is_leaf"]: _is_leaf,
     _GETS["grad_fn"]: _grad_fn,
     _GETS["output_nr"]: _output_nr,
@@ -181,9 +182,9 @@ ANSWERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
 }
 
 
-@passes_question_on
-def answer_from_guards(func: Any, args: Sequence[Any]) -> Any:
-    """Return the answer to a question about a traced tensor, else NotImplemented."""
-    answer = ANSWERS.get(func)
-    guards = None if answer is None else guards_if_asked(args[0])
-    return NotImplemented if answer is None or guards is None else answer(guards, args[0])
+@forwards_query
+def read_guarded_property(func: Any, args: Sequence[Any]) -> Any:
+    """Return a property of a traced tensor, guarded for an argument; else NotImplemented."""
+    read = PROPERTY_READERS.get(func)
+    guards = None if read is None else guards_for_user_query(args[0])
+    return NotImplemented if read is None or guards is None else read(guards, args[0])
