@@ -283,9 +283,52 @@ def jacobians_of_dtensors(rank: int, size: int) -> None:
         )
 
 
+DISTRIBUTED: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "jvp": lambda f, x: tsfunc.jvp(f, (x,), (x,))[1],
+    "jvp of a result": lambda f, x: tsfunc.jvp(lambda y: f(y * 2), (x,), (x,))[1],
+    "jvp of jvp": lambda f, x: tsfunc.jvp(lambda y: tsfunc.jvp(f, (y,), (y,))[1], (x,), (x,)),
+    "grad": lambda f, x: tsfunc.grad(lambda y: f(y).sum())(x),
+    "vjp": lambda f, x: tsfunc.vjp(f, x)[1](x),
+    "jacrev": lambda f, x: tsfunc.jacrev(f)(x),
+    "jacfwd": lambda f, x: tsfunc.jacfwd(f)(x),
+    "linearize": lambda f, x: tsfunc.linearize(f, x)[1](x),
+    "hvp": lambda f, x: tsfunc.hvp(lambda y: f(y).sum(), (x,), (x,)),
+    "vmap of grad": lambda f, x: tsfunc.vmap(tsfunc.grad(lambda y: f(y).sum()))(x[None]),
+    "specialize of jvp": lambda f, x: tsfunc.specialize(lambda y: tsfunc.jvp(f, (y,), (y,)))(x),
+}
+
+
+def distribution_inside(rank: int, size: int) -> None:
+    """Derivatives through ``distribute_tensor``, which detaches, are refused and never zero."""
+    mesh = init_device_mesh("cpu", (size,))
+    x = torch.arange(4.0)
+    for placement in (Shard(0), Replicate()):
+        for source in (0, None):
+
+            def distributed(x: Tensor, placement: Any = placement, source: Any = source) -> Tensor:
+                placed = distribute_tensor(x, mesh, [placement], src_data_rank=source)
+                out: Tensor = whole(placed * placed)
+                return out
+
+            def redistributed(x: Tensor, placement: Any = placement) -> Tensor:
+                local = DTensor.from_local(x, mesh, [Replicate()])
+                out: Tensor = whole(local.redistribute(mesh, [placement]) ** 2)
+                return out
+
+            for transform in DISTRIBUTED.values():
+                with pytest.raises(MissingRuleError, match="DTensor"):
+                    transform(distributed, x)
+            # The remedy of the message, and tensors that are constant on purpose.
+            close(tsfunc.grad(lambda x: redistributed(x).sum())(x), 2 * x)
+            constant = tsfunc.jvp(lambda x, d=distributed: d(x.detach()) + x, (x,), (x,))
+            close(constant, (x * x + x, x))
+            close(tsfunc.grad(lambda x, d=distributed: (d(x.detach()) * x).sum())(x), x * x)
+
+
 for _name, _loss in LOSSES.items():
     CHECKS[f"{_name} of DTensors"] = of_dtensors(_loss)
 CHECKS["Jacobians of DTensors"] = jacobians_of_dtensors
+CHECKS["distribute_tensor inside of a derivative"] = distribution_inside
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch.func
 from torch import Tensor
 
 from tests.transforms.support import same
-from tsfunc import checkpoint, cond, grad, jvp, specialize, vmap
+from tsfunc import checkpoint, cond, grad, jacfwd, jacrev, jvp, specialize, vjp, vmap
 
 Fn = Callable[[Tensor], Tensor]
 
@@ -120,6 +120,50 @@ def test_tangents(f: Fn) -> None:
     _alike(push(zs[:, 0]), want[0])
     _alike(specialize(push)(zs[:, 0]), want[0])
     _alike(vmap(push, in_dims=1)(zs), want)
+
+
+def _of_parts(f: Fn, w: Tensor) -> Fn:
+    """Return a function of real numbers, with a product of a conjugate in its formulas."""
+
+    def loss(x: Tensor) -> Tensor:
+        z = torch.complex(x[0], x[1])
+        return _loss(f)(z * w.conj() + z.conj().angle()) + _loss(f)((z * z).exp())
+
+    return loss
+
+
+def test_second_and_third_derivatives_by_batched_pullbacks(f: Fn) -> None:
+    # Numbers of this size keep the loss well-conditioned.
+    x = torch.rand(2, 3, dtype=torch.float64) + 0.2
+    w = torch.rand(3, dtype=torch.complex128) + 0.2
+    loss = _of_parts(f, w)
+    leaf = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+
+    def rows(y: Tensor) -> Tensor:
+        given: list[Any] = [
+            torch.autograd.grad(one, leaf, create_graph=True, allow_unused=True)[0]
+            for one in y.flatten()
+        ]
+        return torch.stack([torch.zeros_like(leaf) if g is None else g for g in given])
+
+    second = rows(first)
+    third = rows(second).reshape(2, 3, 2, 3, 2, 3).detach()
+    _alike(jacrev(jacrev(loss))(x), second.reshape(2, 3, 2, 3).detach())
+    _alike(jacrev(jacrev(jacrev(loss)))(x), third)
+    _alike(jacfwd(jacrev(jacrev(loss)))(x), third)
+    # The pullback of a gradient by a conjugate that is captured.
+    v = w.clone().requires_grad_()
+
+    def by_captured(batched: Callable[[Fn], Fn]) -> Tensor:
+        value, pull = vjp(_of_parts(f, v), x)
+        rows = batched(lambda ct: pull(ct)[0])(torch.stack([value, value * 2]).detach())
+        return torch.autograd.grad((rows**2).sum(), v)[0]
+
+    def loop(pull: Fn) -> Fn:
+        return lambda cts: torch.stack([pull(ct) for ct in cts])
+
+    _alike(by_captured(vmap), by_captured(loop))
 
 
 def test_tangents_of_tangents(f: Fn) -> None:

@@ -130,7 +130,7 @@ def test_whichever_program_was_there_before(order: tuple[tuple[int, int], ...]) 
     assert s.cache_info().programs == 3 and s.cache_info().hits == 3
 
 
-def test_bounds_tell_programs_apart() -> None:
+def test_bounds_distinguish_programs() -> None:
     s = specialize(
         lambda x, k: x * k,
         [

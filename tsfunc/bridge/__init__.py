@@ -29,6 +29,7 @@ from tsfunc.bridge.batch import (
 from tsfunc.bridge.grad import (
     checkpoints,
     custom_function,
+    lazy_conjugates,
     saved_tensors,
     second_order,
     zero_tangents,
@@ -59,7 +60,8 @@ _RULES = (
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)
 # The modules that declare what the first transform or level of a process prepares.
 _PREPARATIONS = (
-    checkpoints, checks, custom_function, outside, saved_tensors, second_order, zero_tangents,
+    checkpoints, checks, custom_function, lazy_conjugates, outside, saved_tensors, second_order,
+    zero_tangents,
 )  # fmt: skip
 
 

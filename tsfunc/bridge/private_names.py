@@ -753,6 +753,20 @@ def _stores() -> None:
 
 
 @_entry(
+    "Checks of distribute_tensor",
+    "torch.distributed.tensor._api.assert_no_mixed_partial_types",
+    use="distribute_tensor, which detaches its argument, refuses the inputs of derivatives.",
+    stand_in="A function of this package in the place of distribute_tensor.",
+    risk=Risk.MEDIUM,
+)
+def _distribution() -> None:
+    module: Any = importlib.import_module("torch.distributed.tensor._api")
+    code = module.distribute_tensor.__code__
+    _expect("assert_no_mixed_partial_types" in code.co_names, "a check of the placements")
+    _expect(code.co_varnames[0] == "tensor", "an argument of the name tensor")
+
+
+@_entry(
     "The simulated process group",
     "torch.testing._internal.distributed.fake_pg",
     use="One process acts as one rank of a large mesh.",

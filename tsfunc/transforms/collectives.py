@@ -62,7 +62,15 @@ def psum(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
 def pmean(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the mean over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -83,8 +91,15 @@ def pmean(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
 def pmax(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the elementwise maximum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`. Examples with equal values share
-    the gradient.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -102,7 +117,15 @@ def pmax(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
 def pmin(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the elementwise minimum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`pmax`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch

@@ -18,7 +18,11 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import boundary
-from tsfunc.bridge.tracers.dtensors import converts_to_dtensor, is_dtensor
+from tsfunc.bridge.tracers.dtensors import (
+    converts_to_dtensor,
+    is_dtensor,
+    refusing_distribution,
+)
 from tsfunc.bridge.tracers.functorch import delegate
 from tsfunc.bridge.tracers.grad_level import GradLevel, unwrapped
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
@@ -30,7 +34,7 @@ from tsfunc.transforms.arguments import (
     flatten_output,
     is_nested,
     level_of,
-    refuse_unseen,
+    refuse_unrecorded,
     same_sizes,
     sizes_text,
     split_aux,
@@ -117,7 +121,7 @@ def jvp(
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
-    except autograd.DualLevelTaken:
+    except autograd.DualLevelInUse:
         pass
     except NotImplementedError as error:
         if not _lacks_formula(str(error)):
@@ -223,12 +227,12 @@ def _push(
 ) -> Any:
     """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
-    with autograd.dual_level(level):
+    with autograd.dual_level(level), refusing_distribution():
         pairs = zip(traced_inputs(flat, level), directions, strict=True)
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
-        refuse_unseen(leaves, level)
+        refuse_unrecorded(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
             value, tangent = _apart(leaf, level)

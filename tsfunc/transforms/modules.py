@@ -14,11 +14,44 @@ from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.tracebacks import folding
 
-stack_module_state = folding("stack_module_state")(torch.func.stack_module_state)
-
 __all__ = ["functional_call", "stack_module_state"]
 
 State = Mapping[str, Tensor]
+
+
+@folding("stack_module_state")
+def stack_module_state(
+    models: Sequence[nn.Module],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters and the buffers of several modules, each stacked along a new dim.
+
+    The stacked parameters are new leaves, which do not depend on those of the modules.
+
+    Args:
+        models: modules of one class, all in training mode or all in evaluation mode, whose
+            parameters and buffers have equal names, shapes and dtypes.
+
+    Returns:
+        ``(params, buffers)``: two dicts from names to tensors whose first dim is the number of
+        modules. ``vmap`` of :func:`functional_call` runs an ensemble with them.
+
+    Raises:
+        RuntimeError: there is no module, their classes or modes differ, or their tensors can't be
+            stacked.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import functional_call, stack_module_state, vmap
+        >>> models = [torch.nn.Linear(2, 1) for _ in range(3)]
+        >>> params, buffers = stack_module_state(models)
+        >>> def run(params, x):
+        ...     return functional_call(models[0], params, (x,))
+        >>> vmap(run, in_dims=(0, None))(params, torch.ones(4, 2)).shape
+        torch.Size([3, 4, 1])
+
+    Same as ``torch.func.stack_module_state``.
+    """
+    return torch.func.stack_module_state(models)
 
 
 @folding("functional_call")

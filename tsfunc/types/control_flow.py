@@ -10,20 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folding
-from tsfunc.types.grammar import (
-    ANY,
-    TSAllType,
-    TSDict,
-    TSFuture,
-    TSList,
-    TSNamedTuple,
-    TSOptional,
-    TSRRef,
-    TSTensor,
-    TSTuple,
-    TSType,
-)
-from tsfunc.types.lattice import is_subtype, join, nominal_view, plain
+from tsfunc.types.grammar import ANY, TSAllType, TSTensor, TSType, plain
+from tsfunc.types.lattice import is_subtype, join, nominal_view
 
 
 @folding()
@@ -165,33 +153,14 @@ def differences(
     left: TSType, right: TSType, path: str = ""
 ) -> Iterator[tuple[str, TSType, TSType]]:
     """Yield each innermost place where two types differ, as a path, with the types there."""
-    match left, right:
-        case _ if left == right:
-            return
-        case TSNamedTuple(names, ones), TSNamedTuple(other_names, others) if names == other_names:
-            steps = [f".{name}" for name in names]
-            yield from _inside(steps, ones, others, path)
-        case TSTuple(ones), TSTuple(others) if len(ones) == len(others):
-            yield from _inside([f"[{i}]" for i in range(len(ones))], ones, others, path)
-        # Lists and dicts of unequal elements differ as a whole: see NOTE [the order of types].
-        case TSList(one), TSList(other) if plain(one) == plain(other):
-            yield from differences(one, other, f"{path}[...]")
-        case TSDict(key, one), TSDict(other_key, other) if key == other_key and plain(one) == plain(
-            other
-        ):
-            yield from differences(one, other, f"{path}[...]")
-        case TSOptional(one), TSOptional(other):
-            yield from differences(one, other, path)
-        case TSFuture(one), TSFuture(other):
-            yield from differences(one, other, f"{path}.value()")
-        case TSRRef(one), TSRRef(other):
-            yield from differences(one, other, f"{path}.local_value()")
-        case _:
-            yield path, left, right
-
-
-def _inside(
-    steps: list[str], ones: tuple[TSType, ...], others: tuple[TSType, ...], path: str
-) -> Iterator[tuple[str, TSType, TSType]]:
-    for step, one, other in zip(steps, ones, others, strict=True):
-        yield from differences(one, other, path + step)
+    if left == right:
+        return
+    pairs = list(zip(left.steps, left.parts, right.parts, strict=False))
+    # Lists and dicts of unequal elements differ as a whole: see NOTE [the order of types].
+    written = left.invariant and plain(left) != plain(right)
+    whole = not left.parts or written or not left.differs_in_parts(right)
+    if whole or any(step is None and one != other for step, one, other in pairs):
+        yield path, left, right
+    else:
+        for step, one, other in pairs:
+            yield from differences(one, other, f"{path}{step or ''}")

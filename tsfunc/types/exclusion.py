@@ -6,25 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.errors import DescriptorError
-from tsfunc.types.descriptors import (
-    class_of,
-    elements_of,
-    fits_class,
-    items_of,
-    meta_of,
-)
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
     TSDict,
     TSFields,
-    TSOptional,
     TSPytree,
     TSTuple,
-    TSUnion,
     Value,
-    alternatives_of,
 )
 from tsfunc.types.meta import MetaTensorType, on_device
 from tsfunc.types.sizes import DimExpr
@@ -44,11 +34,9 @@ def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimFo
     """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
     if ANY in (left, right):
         return False
-    unions = TSUnion | TSOptional
-    if isinstance(left, unions) or isinstance(right, unions):
-        ones, others = alternatives_of(left), alternatives_of(right)
-        return all(_all_apart(one, other) for one in ones for other in others)
-    one, other = meta_of(left), meta_of(right)
+    if left.is_union or right.is_union:
+        return all(_all_apart(one, other) for one in left.choices for other in right.choices)
+    one, other = left.described, right.described
     if one is not None and other is not None:
         return _tensors_apart(one, other, sizes)
     if isinstance(left, Value) and isinstance(right, Value):
@@ -62,10 +50,10 @@ def _all_apart(left: Descriptor, right: Descriptor) -> bool:
 
 
 def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
-    one, other = class_of(left), class_of(right)
+    one, other = left.value_class, right.value_class
     if one is None or other is None:
         return False
-    return not fits_class(left, other) and not fits_class(right, one)
+    return not left.fits_class(other) and not right.fits_class(one)
 
 
 def _children_apart(
@@ -75,8 +63,8 @@ def _children_apart(
         others = dict(zip(right.names, right.children, strict=True))
         pairs = zip(left.names, left.children, strict=True)
         return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
-    if TSDict in (type(left), type(right)) and class_of(left) is class_of(right) is dict:
-        return _elements_apart(items_of(left), items_of(right))
+    if TSDict in (type(left), type(right)) and left.value_class is right.value_class is dict:
+        return _elements_apart(left.item_types, right.item_types)
     if isinstance(left, TSTuple) and isinstance(right, TSTuple):
         if len(left.elements) != len(right.elements):
             return True
@@ -89,7 +77,7 @@ def _children_apart(
         both = zip(left.entries, left.children, strict=True)
         return any(_apart(child, by_entry[entry], sizes) for entry, child in both)
     for kind in (list, tuple):
-        ones, others_ = elements_of(left, kind), elements_of(right, kind)
+        ones, others_ = left.element_types(kind), right.element_types(kind)
         if ones is not None and others_ is not None:
             return _elements_apart(ones, others_)
     return False

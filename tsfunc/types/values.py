@@ -190,6 +190,20 @@ def _field(kind: type, entry: object) -> str | None:
     return None
 
 
+def field_names(value: object) -> tuple[str, ...] | None:
+    """Return the names of a named tuple's elements; None for any other value."""
+    return names_of_class(type(value))
+
+
+def names_of_class(cls: type) -> tuple[str, ...] | None:
+    """Return `field_names` of the instances of a class."""
+    if optree.is_namedtuple_class(cls):
+        return tuple(optree.namedtuple_fields(cls))
+    if optree.is_structseq_class(cls):  # torch.return_types
+        return tuple(optree.structseq_fields(cls))
+    return None
+
+
 def key_text(key: object) -> str:
     """Return the key of a dict as text.
 
@@ -197,6 +211,17 @@ def key_text(key: object) -> str:
     """
     text = literal_text(key)
     return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
+
+
+def is_plain_value(value: object) -> bool:
+    """True for a value without tensors or parts: a number, a string, an enum."""
+    return isinstance(value, _PLAIN)
+
+
+_PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum,
+)  # fmt: skip
 
 
 _LITERALS = (int, bool, float, complex, str, bytes)

@@ -29,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.boundaries import Lines, on_debug_nans
-from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
+from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
 from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
@@ -55,7 +55,7 @@ def watch_nans() -> Iterator[None]:
     if _active.watching:
         yield
         return
-    lines = Lines()
+    lines = UserLines()
     recorder = _NanRecorder(lines.here)
     _active.watching = True
     try:
@@ -80,7 +80,7 @@ def call_watched(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 class _NanRecorder(Recorder):
     """Looks at the results of calls on tracers."""
 
-    def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
+    def run(self, use: KernelUse, call: Callable[[], Any], *, alone: bool = False) -> Any:
         outermost = not self.running
         out = super().run(use, call, alone=alone)
         if outermost and _is_written(use.operator):
@@ -91,7 +91,7 @@ class _NanRecorder(Recorder):
 class _NanMode(TorchDispatchMode):
     """Looks at the results of calls on plain tensors."""
 
-    def __init__(self, recorder: Recorder, lines: Lines) -> None:
+    def __init__(self, recorder: Recorder, lines: UserLines) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.lines = recorder, lines
 

@@ -1,7 +1,8 @@
 """torch's own control flow, such as ``torch.cond``, called inside of tsfunc's transforms.
 
-torch compiles such a call with Dynamo, which does not support the tracers. While a level is active
-the call is therefore made without Dynamo, and its operator, such as
+torch compiles such a call with Dynamo, which does not support the tracers. Of plain tensors torch's
+operators drop tangents and second derivatives without an error. While a level is active or a
+derivative is recorded, the call is therefore made without Dynamo, and its operator, such as
 ``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library
 (``transforms/control/torch_forms``).
 
@@ -10,7 +11,7 @@ Private names used here (torch 2.13 and 2.14): torch's functions compile and cal
 Dynamo inside of the transforms too, and only the operators are replaced.
 ``torch._higher_order_ops.associative_scan`` has ``generic_associative_scan``, which is not an
 operator but a Python function; it halves the elements until one is left, and therefore reads their
-number.
+number. ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch._higher_order_ops.utils
+from torch._C import _functorch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
+from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, registry
 from tsfunc.dispatch.state import tls
 
@@ -54,9 +57,16 @@ class _Given(TorchFunctionMode):
         return OURS.get(func, func)(*args, **(kwargs or {}))
 
 
+def _in_transform() -> bool:
+    """True while a level is active, or a derivative of plain tensors is, outside of torch.func."""
+    if tls.state.levels:
+        return True
+    return differentiates_here() and _functorch.maybe_current_level() is None
+
+
 def _redirect_to_own(compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any = None) -> Any:
-        if not tls.state.levels:
+        if not _in_transform():
             return compiled(fn, args, kwargs)
         with _Given():
             return fn(*args, **(kwargs or {}))
@@ -70,13 +80,13 @@ def replace_halving(func: Callable[..., Any]) -> None:
     halving = home.generic_associative_scan
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (func if tls.state.levels else halving)(*args, **kwargs)
+        return (func if _in_transform() else halving)(*args, **kwargs)
 
     home.generic_associative_scan = call
 
 
 def patch_torch_loops() -> None:
-    """Patch torch so that its functions don't compile while a level is active."""
+    """Patch torch so that its functions don't compile inside of a transform."""
     utils: Any = torch._higher_order_ops.utils
     compiled = getattr(utils, "_hop_compile_and_call", None)
     if compiled is not None:

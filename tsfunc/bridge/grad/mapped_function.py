@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import outside_all_levels, tls, using
-from tsfunc.ops.dims import batched_at
+from tsfunc.ops.dims import expand_at
 
 _torch_setup_context = Function.setup_context
 torch_jvp = Function.jvp
@@ -192,13 +192,16 @@ class MappedFunction:
         with level.restored():
             found = _function_of(self).apply(*values)
         found = rewrapped(found, self.out_dims, values, args, level)
-        stored = self.restored(self.stored_of(args, found))
+        stored = self.restored(self.stored_tensors(args, found))
         return pytrees.unflatten(self.tree, found[: self.results]), stored
 
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
         """Call a function with a new level and tracers of it for the values."""
         outer = self.outer
-        with using(outer.outer):
+        # A derivative may run inside of levels that began after ``outer`` ended: those have the
+        # cotangents' tracers.
+        later = not outer.alive and bool(tls.state.levels)
+        with using(tls.state if later else outer.outer):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
             level = outer.twin(f"vmap of {self.cls.__name__}")
@@ -266,7 +269,7 @@ class MappedFunction:
         """True if any result is batched."""
         return any(dim is not None for dim in self.out_dims[: self.results])
 
-    def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def stored_tensors(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the tensors stored on the ctx, from a call's inputs and results."""
         known = {"input": inputs, "result": results}
         return [known[kind][where] for kind, where in self.state if kind != "other"]
@@ -280,7 +283,7 @@ class MappedFunction:
         return ctx
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-        tensors = self.stored_of(inputs, output)
+        tensors = self.stored_tensors(inputs, output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         stored = self.restored(tensors)
@@ -296,7 +299,7 @@ class MappedFunction:
         kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
-            dims = self.stored_of(self.dims, self.out_dims)
+            dims = self.stored_tensors(self.dims, self.out_dims)
             saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
             own = self.restored(saved).seen_by(method)
             own.needs_input_grad = tuple(ctx.needs_input_grad)
@@ -328,7 +331,7 @@ class MappedFunction:
             if dim is not None:
                 return value.sum(dim)
             return value * _size(level) if self.batched else value
-        return batched_at(value, dim, _size(level), to)
+        return expand_at(value, dim, _size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         """Run the class's ``jvp``; each tangent has the batch dim of its result."""
@@ -339,7 +342,7 @@ class MappedFunction:
         if not isinstance(x, torch.Tensor):
             return x
         value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
-        return value if to is None else batched_at(value, dim, _size(level), to)
+        return value if to is None else expand_at(value, dim, _size(level), to)
 
 
 def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:

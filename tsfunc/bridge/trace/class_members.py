@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 
 # Members that concern the object and not its meaning, and those that a tracer handles itself.
 _COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-_KEPT = frozenset(
+_OWN_MEMBERS = frozenset(
     {"__torch_function__", "__torch_dispatch__", "__weakref__", "__slots__", "__annotations__"}
     | {name for cls in (TraceTracer, Tracer) for name in (*vars(cls), *cls.__annotations__)}
     | (vars(object).keys() - _COMPARISONS)
@@ -37,7 +37,7 @@ def give_members(tracer: TraceTracer, cls: type) -> Iterator[str]:
         return iter(())
     made = _tracer_class(cls)
     set_class(tracer, made)
-    return (name for name in vars(made) if name not in _KEPT and hasattr(cls, name))
+    return (name for name in vars(made) if name not in _OWN_MEMBERS and hasattr(cls, name))
 
 
 def _tracer_class(cls: type) -> type[TraceTracer]:
@@ -46,7 +46,7 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
     members: dict[str, Any] = {}
     for each in reversed(mro):
         for name, member in vars(each).items():
-            if name not in _KEPT:
+            if name not in _OWN_MEMBERS:
                 bound = isinstance(member, classmethod | staticmethod)
                 members[name] = staticmethod(getattr(cls, name)) if bound else member
     # A class with a __torch_dispatch__ alone has a C function in this place.

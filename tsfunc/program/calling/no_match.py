@@ -1,4 +1,4 @@
-"""The error text for a call that no program answers, if no program can be made for it."""
+"""The error text for a call that no program serves, if no program can be made for it."""
 
 from __future__ import annotations
 

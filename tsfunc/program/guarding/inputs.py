@@ -29,26 +29,18 @@ from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
-from tsfunc.types.descriptors import child_at
 from tsfunc.types.dims import parse_dim
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
     TSCustomClass,
-    TSDict,
     TSFields,
-    TSList,
     TSMetaType,
-    TSNamedTuple,
     TSPrimitiveType,
-    TSPytree,
-    TSTuple,
-    TSTupleOf,
     TSUnion,
     Value,
 )
-from tsfunc.types.reading import as_descriptor
-from tsfunc.types.signatures import annotated_types
+from tsfunc.types.reading import annotated_types, as_descriptor
 from tsfunc.types.sizes import solved_for
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
@@ -173,13 +165,9 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
             return Value(value) not in alternatives and any(
                 _is_by_type(each, path, value) for each in alternatives
             )
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return bool(path) and _is_by_type(element, path[1:], value)
-        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
-            child = child_at(descriptor, path)
-            return child is not None and _is_by_type(child, path[1:], value)
         case _:
-            return False
+            child = descriptor.child_at(path)
+            return child is not None and _is_by_type(child, path[1:], value)
 
 
 def short_text(spec: InputSpec) -> str:
@@ -411,14 +399,10 @@ def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
             return bool(path) and says_any(cls, str(path[0]))
         case TSUnion(alternatives):
             return any(_is_any(each, path) for each in alternatives)
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return bool(path) and _is_any(element, path[1:])
-        case TSNamedTuple() | TSTuple() | TSPytree() | TSFields():
-            child = child_at(said, path)
+        case _:
+            child = said.child_at(path) if path else None
             if child is None:
                 return False
             if child == ANY and isinstance(said, TSFields) and not says_any(said.cls, str(path[0])):
                 return False  # the annotation is not a type, so it does not mean Any
             return _is_any(child, path[1:])
-        case _:
-            return False

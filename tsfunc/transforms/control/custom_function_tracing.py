@@ -5,7 +5,7 @@ A call of an ``autograd.Function``, or of a function with a custom rule, is one 
 which runs the user's Python. When the program is saved, the function and its derivative are each
 traced into a graph (``program/files/callees.py``), as a specialized function is, with the named
 dims of the program and the sizes of its call. A rule whose control flow depends on data, or on
-sizes beyond the promises of the descriptors, has no file form. A function with a batching rule of
+sizes beyond the guarantees of the descriptors, has no file form. A function with a batching rule of
 the user has none either. A rule is traced for a call that requests all derivatives: by all tensors
 with a differentiable dtype, with cotangents and tangents for all such results. If some are missing
 when the program runs, zeros are passed instead.

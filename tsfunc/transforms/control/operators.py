@@ -27,7 +27,7 @@ from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
-from tsfunc.transforms.control.outputs import none_stacked, slice_like
+from tsfunc.transforms.control.outputs import slice_like, stack_of_no_steps
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.vmap import vmap
 
@@ -245,7 +245,7 @@ class Scan(ControlFlowOperator):
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
             looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
-            return (*carry, *none_stacked(tuple(looks), 0))
+            return (*carry, *stack_of_no_steps(tuple(looks), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []
         for row in self.rows(along):

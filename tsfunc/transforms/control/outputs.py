@@ -19,14 +19,13 @@ from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
     DimSpec,
     MetaTensorType,
-    TSCustomClass,
-    TSModuleType,
     TSTensor,
     TSType,
     of_value,
 )
 from tsfunc.types.control_flow import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
+from tsfunc.types.lattice import nominal_view
 from tsfunc.types.sizes import DimExpr
 
 BRANCH_ADVICE = (
@@ -47,8 +46,7 @@ def _type(leaf: Any, *, device: bool = False) -> TSType:
         dims = [_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
         return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
-    found = of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf)
-    return TSCustomClass(found.cls) if isinstance(found, TSModuleType) else found
+    return nominal_view(of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf))
 
 
 def _dim(size: Any) -> DimSpec:
@@ -256,7 +254,7 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def none_stacked(looks: Any, dim: int) -> Any:
+def stack_of_no_steps(looks: Any, dim: int) -> Any:
     """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:

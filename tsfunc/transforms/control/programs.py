@@ -26,7 +26,7 @@ from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore, counted, draw_counts, set_draw_counts
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.user_queries import same_number
@@ -399,7 +399,7 @@ def record_associative_scan(
 
     def run(*both: Any) -> Any:
         nonlocal counted
-        before = DrawnBefore()
+        before = DrawCountSnapshot()
         left, right = both[: len(leaves)], both[len(leaves) :]
         result = fn(optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right))
         counted = counted or not before.holds()

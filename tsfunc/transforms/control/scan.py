@@ -24,8 +24,8 @@ from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
     check_carried,
     check_pair,
-    none_stacked,
     slice_like,
+    stack_of_no_steps,
     stacked_dim,
 )
 from tsfunc.transforms.control.prefixes import prefixes
@@ -111,7 +111,7 @@ def scan(
         x = optree.tree_unflatten(
             spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
         )
-        return init, none_stacked(abstract_results("scan", step, (init, x), {})[1], dim)
+        return init, stack_of_no_steps(abstract_results("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)

@@ -222,7 +222,7 @@ def _encode_policy(policy: Policy) -> Any:
         return {"either": [_encode_policy(policy.first), _encode_policy(policy.second)]}
     name = getattr(policy, "__name__", type(policy).__name__)
     if _NAMED_POLICIES.get(name) is not policy:
-        raise NoFileForm(f"a checkpoint whose policy is a function of the user's ({name})")
+        raise NoFileForm(f"a checkpoint whose policy is a user-defined function ({name})")
     return name
 
 
