@@ -9,7 +9,7 @@ import torch
 import torch.func
 from torch import Tensor, nn
 
-from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
+from tsfunc.bridge.mesh.sharded_modules import gathered
 from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.tracebacks import folding
@@ -80,8 +80,8 @@ def functional_call(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``torch.func.functional_call``; also
-            RuntimeError for a module that ``fully_shard`` was applied to: its forward gathers its
-            own parameters and would not depend on those of the call.
+            RuntimeError for a module that ``fully_shard`` was applied to with a mixed precision
+            policy, or together with other modules.
 
     Example:
         >>> import torch
@@ -92,16 +92,18 @@ def functional_call(
         {'weight': tensor([[3., 4.]])}
 
     Same as ``torch.func.functional_call``, except that a recurrent module keeps its own weights
-    after the call.
+    after the call. A module that ``fully_shard`` was applied to gathers the parameters of the call;
+    their gradients are sharded, and averaged over the processes as in its own backward pass.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"functional_call: expected a module, got an object of type {type(module).__name__}. "
             f"A function takes its tensors as arguments."
         )
-    refuse_fully_sharded(module, "functional_call")
-    with preserve_flat_weights(module):
+    with (
+        preserve_flat_weights(module),
+        gathered(module, parameter_and_buffer_dicts, tie_weights) as state,
+    ):
         return TORCH_FUNC["functional_call"](
-            module, parameter_and_buffer_dicts, args, kwargs,
-            tie_weights=tie_weights, strict=strict,
-        )  # fmt: skip
+            module, state, args, kwargs, tie_weights=tie_weights, strict=strict
+        )

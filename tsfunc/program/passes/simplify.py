@@ -50,14 +50,15 @@ from tsfunc.program.passes.views import compose_views
 
 
 def remove_dead(graph: torch.fx.Graph) -> None:
-    """Remove nodes without users, except inputs, checks, writes and random operators.
+    """Remove nodes without users, except inputs, checks, writes, random operators and user calls.
 
     A random operator stays even if its result is unused, since it advances the generator: later
-    draws of the function must be the same as without a program.
+    draws of the function must be the same as without a program. The handler of a user's class gets
+    every call of the function.
     """
     for node in reversed(graph.nodes):
         removable = node.op in ("call_function", "get_attr")
-        kept = writes(node) or is_random(node) or checks(node)
+        kept = writes(node) or is_random(node) or checks(node) or "call" in node.meta
         if removable and not node.users and not kept:
             graph.erase_node(node)
 
@@ -122,6 +123,8 @@ def remove_noops(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         op = node.meta.get("op")
         if not isinstance(op, TorchOperator) or op.writes or node.meta.get("reads_data"):
+            continue
+        if "call" in node.meta:  # a class's handler gets this call
             continue
         name = op.overload.overloadpacket.__name__
         if name not in _ITSELF and name not in _EQUAL:

@@ -104,8 +104,8 @@ def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> C
 
 
 def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
-    found = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
-    return {**found, "results": list(op.of)} if isinstance(op, Pullback) else found
+    encoded = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
+    return {**encoded, "results": list(op.of)} if isinstance(op, Pullback) else encoded
 
 
 def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
@@ -228,8 +228,8 @@ def _encode_policy(policy: Policy) -> Any:
 
 def _decode_policy(field: Field, made_with: str) -> Policy:
     if type(field.value) is str:
-        found: Policy = field.one_of(_NAMED_POLICIES, "a policy")
-        return found
+        policy: Policy = field.one_of(_NAMED_POLICIES, "a policy")
+        return policy
     if "either" in field.mapping():
         (either,) = field.record("either")
         first, second = either.items(2)
