@@ -126,8 +126,8 @@ class TestCarry:
             check_carry(parse(before), parse(after), where="scan", name="carry")
         text = str(caught.value)
         assert text.startswith(
-            f"scan: the type of carry changes:\n  before the first turn: {before}\n"
-            f"  after a turn: {after}\n"
+            f"scan: the type of carry changes:\n  before the first step: {before}\n"
+            f"  after a step: {after}\n"
         )
         assert place in text and text.endswith("was given, in type, shape and dtype.")
 

@@ -34,7 +34,7 @@ from tsfunc.program.closure.guard_codegen import (
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
 from tsfunc.program.guarding.guards import ArgumentGuard, Facts, UnquotedText
-from tsfunc.program.guarding.inputs import short_text
+from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
@@ -385,7 +385,7 @@ class CachedProgram:
     @property
     def text(self) -> str:
         """The tensors of the calls that it serves, on one line."""
-        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.call_spec.inputs)
+        return "; ".join(f"{spec.name}: {input_text(spec)}" for spec in self.call_spec.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""

@@ -73,11 +73,11 @@ from tsfunc.program.guarding.call_spec import (
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
-    describe_inputs,
-    describe_scalars,
-    opaque_arguments,
-    with_dims_raised,
-    with_sizes_fixed,
+    hide_opaque_arguments,
+    scalar_inputs,
+    tensor_inputs,
+    with_fixed_sizes,
+    with_raised_minima,
 )
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
@@ -142,9 +142,7 @@ class FirstCall:
             cache: the cache of the function.
             reason: the reason for the program; None: the difference from earlier calls.
         """
-        inputs, bounds = describe_inputs(
-            self.flat, self.argument_paths, self.contract, self.bindings
-        )
+        inputs, bounds = tensor_inputs(self.flat, self.argument_paths, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
@@ -252,7 +250,7 @@ class FirstCall:
         inputs, bounds, numbers = self.variation.inputs_for(assumptions)
         if assumptions.fixed:
             sizes = {name: self.sizes[name] for name in assumptions.fixed}
-            inputs = [with_sizes_fixed(spec, sizes) for spec in inputs]
+            inputs = [with_fixed_sizes(spec, sizes) for spec in inputs]
             bounds = {name: dim for name, dim in bounds.items() if name not in assumptions.fixed}
         scalars = self.scalars(inputs, bounds, numbers)
         return inputs, bounds, [x for x in scalars if x.by_itself or assumptions.described_numbers]
@@ -276,7 +274,7 @@ class FirstCall:
         """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
-        return describe_scalars(
+        return scalar_inputs(
             self.flat, self.argument_paths, self.contract, inputs, bounds, by_themselves
         )
 
@@ -306,8 +304,8 @@ class FirstCall:
         described = {} if self.contract is None else self.contract.descriptors
         return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
-            assumptions,
+            scalars, hide_opaque_arguments(self.func, described, self.parameters, spelled),
+            described, assumptions,
         )  # fmt: skip
 
     def _new_entry(self, assumptions: Assumptions) -> ProgramAndInputs:
@@ -317,7 +315,7 @@ class FirstCall:
         program = capture(self._request(assumptions, inputs, bounds, scalars), instances)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
-        inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
+        inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
         call_spec = call_spec_of(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,

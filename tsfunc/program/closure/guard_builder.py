@@ -130,7 +130,7 @@ class InputNumbers:
             each is type(value) or (type(each) is type(value) and not same_value(each, value))
             for each in earlier
         )
-        self.read[text] = type(value) if varies and _is_tame(value) else value
+        self.read[text] = type(value) if varies and _can_be_symbol(value) else value
         return self.read[text] is not value
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
@@ -142,7 +142,7 @@ class InputNumbers:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(ReadNumber(source, variable, type(value), _is_tame))
+            guards.add(ReadNumber(source, variable, type(value), _can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.result(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)
@@ -186,7 +186,7 @@ def _elements_by_key(container: Any) -> Mapping[Any, Any]:
     return container if isinstance(container, Mapping) else dict(enumerate(container))
 
 
-def _is_tame(value: int | float) -> bool:
+def _can_be_symbol(value: int | float) -> bool:
     """Return True if a symbol can have the value."""
     return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
 

@@ -231,14 +231,14 @@ def ordered(
         value = least + Symbol(extra)
         if Symbol(name) in least.free_symbols or spelled(value) is None:
             continue
-        others = _kept(least, dims[name], known, sizes)
+        others = _with_raised_minima(least, dims[name], known, sizes)
         if others is not None:
             size = int(surplus.subs({Symbol(each): sizes[each] for each in names}))
             return Solution(name, value, [*others, known[extra]], {extra: size})
     return None
 
 
-def _kept(
+def _with_raised_minima(
     least: Any, dim: Dim, dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Iterable[Dim] | None:
     """Return dims with larger minima, so that the lower bound of another meets its minimum.
