@@ -113,6 +113,10 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
         0 * X[:, :1].expand(len(X), 3),
     ),
     "`x[mask]`": (masked, torch.stack([row[row > 0].mean() for row in X])),
+    "`torch.cond`": (
+        lambda T: T.jvp(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), (X,), (X,)),
+        (X.sin(), X * X.cos()),
+    ),
     "`rrelu`": (rrelu, torch.zeros_like(X)),
     "nested tensors at several levels": (ragged, torch.zeros(2)),
     "tensors in compressed sparse layouts": (
@@ -123,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_torch_func_refuses(name: str) -> None:
+def test_calls_that_torch_func_refuses(name: str) -> None:
     build, want = CASES[name]
     assert all(word in PAGE for word in name.split(" or "))
     with pytest.raises((RuntimeError, ValueError)):

@@ -48,7 +48,6 @@ from tsfunc.types import (
     is_subtype,
     optional,
 )
-from tsfunc.types.grammar import assert_never, children_of_type, with_children
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -197,7 +196,7 @@ def values(type_: TSType) -> st.SearchStrategy[Any]:
         case TSFields(cls, names, children):
             return st.builds(cls, **dict(zip(names, map(values, children), strict=True)))
         case _:
-            assert_never(type_)
+            raise AssertionError(f"no values of {type_}")
 
 
 _SINGLE: dict[str, st.SearchStrategy[Any]] = {
@@ -303,7 +302,7 @@ def below(type_: TSType) -> st.SearchStrategy[TSType]:
         return st.one_of(simple, st.just(type_), below(type_.element))
     if isinstance(type_, TSList | TSDict):
         return _composed(type_, _described)
-    if children_of_type(type_):
+    if type_.parts:
         return _composed(type_, below)
     return simple
 
@@ -311,8 +310,8 @@ def below(type_: TSType) -> st.SearchStrategy[TSType]:
 def _composed(
     type_: TSType, make: Callable[[TSType], st.SearchStrategy[TSType]]
 ) -> st.SearchStrategy[TSType]:
-    children = st.tuples(*map(make, children_of_type(type_)))
-    return children.map(lambda found: with_children(type_, found))
+    children = st.tuples(*map(make, type_.parts))
+    return children.map(lambda found: type_.with_parts(found))
 
 
 def _described(type_: TSType) -> st.SearchStrategy[TSType]:

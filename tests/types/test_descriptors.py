@@ -46,7 +46,7 @@ from tsfunc.types import (
     parse,
     parse_descriptor,
 )
-from tsfunc.types.compiled import governing, tensor_leaves
+from tsfunc.types.compiled import tensor_leaves
 from tsfunc.types.values import Attribute
 
 State = namedtuple("State", ["weight", "step"])
@@ -223,7 +223,7 @@ def test_str_reads_back(written: object, text: str) -> None:
         (str(Value(torch.ones(2))), "is not a valid descriptor"),
     ],
 )
-def test_what_is_no_descriptor(text: str, message: str) -> None:
+def test_values_that_are_not_descriptors(text: str, message: str) -> None:
     with pytest.raises(AnnotationError, match=message):
         parse_descriptor(text)
 
@@ -289,7 +289,7 @@ def test_tensor_leaves_are_named_by_path() -> None:
     ],
 )
 def test_governing(written: object, path: tuple[Any, ...], metas: set[Any]) -> None:
-    assert governing(as_descriptor(written), path) == metas
+    assert as_descriptor(written).governing(path) == metas
 
 
 UserId = typing.NewType("UserId", int)

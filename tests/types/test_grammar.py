@@ -29,14 +29,13 @@ from tsfunc.types import (
     TSType,
     optional,
 )
-from tsfunc.types.grammar import TS_TYPES, children_of_type, with_children
 
 MODULE: Any = TSModuleType(torch.nn.Linear, (("in_features", INT), ("weight", TENSOR)))
 
 
 def test_the_type_of_a_module_shows_its_schema() -> None:
     assert str(MODULE) == "torch.nn.modules.linear.Linear(in_features: int, weight: Tensor)"
-    assert not isinstance(MODULE, TS_TYPES)
+    assert not isinstance(MODULE, TSType)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +68,13 @@ def test_keys_of_a_dict(key: TSType) -> None:
 
 
 @pytest.mark.parametrize("key", [NONE, TSList(INT), TSOptional(INT)])
-def test_what_can_be_no_key(key: TSType) -> None:
+def test_values_that_can_not_be_keys(key: TSType) -> None:
     with pytest.raises(AnnotationError, match="the keys of a dict are str, int, float, bool, Ten"):
         TSDict(key, INT)
 
 
 @pytest.mark.parametrize("element", [NONE, ANY, TSOptional(INT)])
-def test_what_is_optional_already(element: TSType) -> None:
+def test_types_that_are_optional_already(element: TSType) -> None:
     assert optional(element) is element
     with pytest.raises(AnnotationError, match=r"Optional\[.*\] is .*: write that"):
         TSOptional(element)
@@ -88,4 +87,4 @@ def test_names_of_a_named_tuple() -> None:
 
 @given(types())
 def test_a_type_is_its_children_put_together(type_: TSType) -> None:
-    assert with_children(type_, children_of_type(type_)) == type_
+    assert type_.rebuilt(type_.parts) == type_

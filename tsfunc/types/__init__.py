@@ -9,23 +9,26 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     meta             MetaTensorType: the metadata of a tensor, its order and joins
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text
-    grammar          the types: frozen dataclasses under one union
+    check_context    the state of a check of values, with every mismatch
+    codegen          the check of values as generated code, which is fast for values that fit
+    base             the base class of types: the operations on a type, as methods
+    single           the types without parts: Any, single values, tensors, classes
+    containers       the types with parts: containers, unions, futures
+    grammar          the index of all types
     classes          nominal types: enums, interfaces, torch's own classes, any class
-    descriptors      the class and the parts that a type describes
     lattice          the subtype relation, and the least type above two types
     inference        the types of values
     text             the parser of types and descriptors
     annotation       the types of typing objects, classes and strings
-    reading          the conversion of users' values into descriptors
-    codegen          the check of values as generated code, which is fast for values that fit
-    checker          the check of values against types, with every mismatch
+    checker          the check of values against types, whose classes have annotations
+    reading          the reading of users' descriptors, and of annotations of parameters
     signatures       the types of parameters, results and attributes, and the check of a call
     control_flow     the types of branches, and of values that loops carry
 
 The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
-    exclusion        descriptors that no call can fit together
+    disjoint         descriptors that no call can fit together
     compiled         the descriptors of a function, ready for its calls, and their order
 
 The public names are in ``__all__``. The modules of the package are private.
@@ -39,7 +42,8 @@ from tsfunc._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tsfunc.types.annotation import from_annotation, parse
-    from tsfunc.types.checker import Mismatch, check
+    from tsfunc.types.check_context import Mismatch
+    from tsfunc.types.checker import check
     from tsfunc.types.classes import interface
     from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
     from tsfunc.types.control_flow import check_carry, differences, join_branches
@@ -96,7 +100,8 @@ else:
             "annotation": "from_annotation parse",
             "classes": "interface",
             "compiled": "Bindings CompiledDescriptors compile_descriptors",
-            "checker": "Mismatch check",
+            "check_context": "Mismatch",
+            "checker": "check",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
             "dims": "Dim DimForm DimSpec",

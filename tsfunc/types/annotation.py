@@ -22,17 +22,16 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.tracebacks import folding
-from tsfunc.types.classes import is_future_class, is_rref_class, nominal_type
-from tsfunc.types.descriptors import literal
+from tsfunc.types.classes import nominal_type
 from tsfunc.types.grammar import (
     ANY,
     BOOL,
     FLOAT,
+    GENERIC,
     INT,
     NONE,
     STR,
     TENSOR,
-    TS_TYPES,
     TSDict,
     TSList,
     TSModuleType,
@@ -42,7 +41,7 @@ from tsfunc.types.grammar import (
     TSTupleOf,
     TSType,
     TSUnion,
-    children_of_type,
+    literal,
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.text import compose, read_type
@@ -62,7 +61,6 @@ _CLASSES: dict[object, TSType] = {
     torch.Tensor: TENSOR,
     MetaTensorType: TENSOR,
 }
-_BARE = {list: "List[X]", dict: "Dict[K, V]", tuple: "Tuple[X, Y]"}
 _ADVICE = (
     "a type is Any, int, float, bool, str, None, Tensor, MetaTensorType(...), Tuple[X, Y], "
     "List[X], Dict[K, V], Optional[X], Future[X], RRef[X], a NamedTuple, an Enum, or a class"
@@ -81,10 +79,10 @@ class _Reading:
     """The context in which an annotation is read.
 
     Attributes:
-        where: the place, for error messages.
+        where: the name of the annotation in error messages.
         scope: the objects that names in strings refer to; None for the words of the grammar only.
         inside: the enclosing named tuples.
-        descriptor: reads a part of a descriptor at a place; None for an annotation.
+        descriptor: reads a part of a descriptor at a path; None for an annotation.
     """
 
     where: str
@@ -142,7 +140,7 @@ def from_annotation(
 
 
 def _read(annotation: Any, reading: _Reading) -> TSType:
-    if isinstance(annotation, TS_TYPES):
+    if isinstance(annotation, TSType):
         return annotation
     if isinstance(annotation, TSModuleType):
         raise reading.error(
@@ -177,8 +175,8 @@ def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TS
 
     Args:
         annotation: the typing object, such as ``List[X]``.
-        where: the place of the descriptor, for error messages.
-        descriptor: reads the descriptor of a part at a place.
+        where: the path of the descriptor in error messages.
+        descriptor: reads the descriptor of a part at a path.
     """
     return _from_generic(annotation, _Reading(where, None, descriptor=descriptor))
 
@@ -260,7 +258,9 @@ def _from_generic(annotation: Any, reading: _Reading) -> TSType:
             return reading.part(origin)  # the parameters of a user's class are not in the language
         raise reading.unknown(annotation)
     if not args and annotation in (typing.List, typing.Dict, typing.Tuple):  # noqa: UP006
-        raise reading.error(f"{annotation!r} does not say what is in it: write {_BARE[origin]}")
+        raise reading.error(
+            f"{annotation!r} does not say what is in it: write {GENERIC[name].spelling}"
+        )
     if Ellipsis in args:
         raise reading.error(
             f"{annotation!r} can have any length, and the length of a tuple is part of its type; "
@@ -309,7 +309,7 @@ def _only_in_descriptors(
 
 
 def _has_tensor(type_: TSType) -> bool:
-    return isinstance(type_, TSTensor) or any(map(_has_tensor, children_of_type(type_)))
+    return isinstance(type_, TSTensor) or any(map(_has_tensor, type_.parts))
 
 
 def require_hashable(value: Any, where: str) -> None:
@@ -328,13 +328,9 @@ def _constructor(origin: Any) -> str | None:
     """Return the grammar's name of a typing object's origin, or None."""
     if origin in (Union, types.UnionType):
         return "Union"
-    if origin in (list, dict, tuple):
-        return str(origin.__name__)
     if not isinstance(origin, type):
         return None
-    if is_future_class(origin):
-        return "Future"
-    return "RRef" if is_rref_class(origin) else None
+    return next((word for word, cls in GENERIC.items() if cls.has_origin(origin)), None)
 
 
 def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
@@ -352,12 +348,10 @@ def _from_annotated(args: tuple[Any, ...], reading: _Reading) -> TSType:
 
 
 def _from_class(cls: type, reading: _Reading) -> TSType:
-    if cls in _BARE:
-        raise reading.error(f"{cls.__name__} does not say what is in it: write {_BARE[cls]}")
-    if is_future_class(cls):
-        raise reading.error("Future does not say what is in it: write Future[X]")
-    if is_rref_class(cls):
-        raise reading.error("RRef does not say what is in it: write RRef[X]")
+    word = _constructor(cls)
+    if word is not None:
+        spelling = GENERIC[word].spelling
+        raise reading.error(f"{cls.__name__} does not say what is in it: write {spelling}")
     if optree.is_namedtuple_class(cls):
         return _from_named_tuple(cls, reading)
     if optree.is_structseq_class(cls):  # torch.return_types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import enum
 import inspect
@@ -21,12 +22,13 @@ from tsfunc.types.grammar import (
     INT,
     NONE,
     STR,
+    Descriptor,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
+    TSFields,
     TSModuleInterface,
     TSNominalType,
-    TSPrimitiveType,
     TSTensor,
 )
 
@@ -71,51 +73,18 @@ def nominal_type(cls: type) -> TSNominalType:
     return TSCustomClass(cls)
 
 
-def is_future_class(cls: type) -> bool:
-    """Return True for torch's Future, by any of its names."""
-    return issubclass(cls, torch.futures.Future | torch.jit.Future)
-
-
-def is_rref_class(cls: type) -> bool:
-    """Return True for torch's RRef, which a torch built without RPC lacks."""
-    return any(base.__name__ == "PyRRef" for base in cls.__mro__)
-
-
-# --- the classes of single values, and of named tuples
-
-# The order matters: a bool is an int in Python, but not in the language.
-_PRIMITIVES = (
-    (bool | torch.SymBool, BOOL),
-    (int | torch.SymInt, INT),
-    (float | torch.SymFloat, FLOAT),
-    (str, STR),
-)
-
-
-def primitive_of(value: Any) -> TSPrimitiveType | None:
-    """Return the primitive type of a value, NONE for None; None for a value of another type.
-
-    The members of an enum are not ints, even if they are in Python.
-    """
-    if value is None:
-        return NONE
-    if isinstance(value, enum.Enum):
-        return None
-    return next((type_ for kind, type_ in _PRIMITIVES if isinstance(value, kind)), None)
-
-
-def field_names(value: object) -> tuple[str, ...] | None:
-    """Return the names of a named tuple's elements; None for any other value."""
-    return names_of_class(type(value))
-
-
-def names_of_class(cls: type) -> tuple[str, ...] | None:
-    """Return `field_names` of the instances of a class."""
-    if optree.is_namedtuple_class(cls):
-        return tuple(optree.namedtuple_fields(cls))
-    if optree.is_structseq_class(cls):  # torch.return_types
-        return tuple(optree.structseq_fields(cls))
-    return None
+def class_type(cls: type) -> Descriptor:
+    """Return the type of the instances of a class, without their attributes."""
+    primitive = {int: INT, float: FLOAT, bool: BOOL, str: STR, type(None): NONE}.get(cls)
+    if primitive is not None:
+        return primitive
+    has_fields = dataclasses.is_dataclass(cls) and bool(dataclasses.fields(cls))
+    if has_fields or optree.is_namedtuple_class(cls):
+        return TSFields(cls, (), ())
+    try:
+        return nominal_type(cls)
+    except AnnotationError:  # an enum that breaks the rules: its members are plain objects
+        return TSCustomClass(cls)
 
 
 # --- enums

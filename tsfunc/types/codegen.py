@@ -8,53 +8,38 @@ The code can reject a value that fits, but never accepts one that does not fit.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import inspect
 import keyword
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from tsfunc.types.annotation import attribute_types
-from tsfunc.types.classes import names_of_class, primitive_of
 from tsfunc.types.dims import Dim, DimForm
-from tsfunc.types.grammar import (
-    Descriptor,
-    TSAllType,
-    TSBuiltinClass,
-    TSCustomClass,
-    TSDict,
-    TSEnum,
-    TSFields,
-    TSFuture,
-    TSList,
-    TSMetaType,
-    TSModuleInterface,
-    TSModuleType,
-    TSNamedTuple,
-    TSOptional,
-    TSPrimitiveType,
-    TSPytree,
-    TSRRef,
-    TSTensor,
-    TSTuple,
-    TSTupleOf,
-    TSType,
-    TSUnion,
-    Value,
-    assert_never,
-    children_of_type,
-)
 from tsfunc.types.meta import MetaTensorType, on_device
 from tsfunc.types.sizes import DimExpr
-from tsfunc.types.values import same_keys, same_value
+from tsfunc.types.values import names_of_class, same_keys, same_value
 
 Fits = Callable[..., bool]
 
 
-def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
+class Generated(Protocol):
+    """A type, as far as generated code needs it."""
+
+    def emit(self, at: str, source: CheckCode, indent: str, /) -> None:
+        """Add lines that return False if the variable `at` does not have the type."""
+
+
+class Described(Generated, Protocol):
+    """A descriptor, as far as generated code needs it."""
+
+    @property
+    def dims(self) -> list[DimForm]:
+        """All sizes in the descriptor."""
+
+
+def generate(type_: Generated, decide: Callable[[Any], Fits]) -> Fits:
     """Return a function of a value that returns True only if the value has the type.
 
     Args:
@@ -62,18 +47,16 @@ def generate(type_: TSAllType, decide: Callable[[TSAllType], Fits]) -> Fits:
         decide: returns such a function for a type that generated code does not decide: a class
             with fields, an interface, a future.
     """
-    if _leaves_names_open(type_):
-        return _unsure
     source = _TypeSource(decide, ())
-    source.emit("value", type_, "    ")
+    type_.emit("value", source, "    ")
     return source.function("fits", "value")
 
 
 def generate_call(
     name: str,
     signature: inspect.Signature,
-    types: Mapping[str, TSType],
-    decide: Callable[[TSAllType], Fits],
+    types: Mapping[str, Generated],
+    decide: Callable[[Any], Fits],
 ) -> Fits:
     """Return a function of the parameters that returns True only if each argument has its type.
 
@@ -83,8 +66,6 @@ def generate_call(
         types: parameter name to type; sizes of one name are equal within all of them.
         decide: as in :func:`generate`.
     """
-    if any(map(_leaves_names_open, types.values())):
-        return _unsure
     source = _TypeSource(decide, signature.parameters)
     absent = source.new(_ABSENT)
     for parameter in signature.parameters.values():
@@ -94,10 +75,10 @@ def generate_call(
         elif parameter.kind is parameter.VAR_KEYWORD:
             source.loop(item := source.new(), f"{at}.values()", ((item, type_),), "    ")
         elif parameter.default is parameter.empty:
-            source.emit(at, type_, "    ")
+            type_.emit(at, source, "    ")
         else:
             source.lines.append(f"    if {at} is not {absent}:")
-            source.emit(at, type_, "        ")
+            type_.emit(at, source, "        ")
             source.lines.append("        pass")
     bare = [
         parameter.replace(
@@ -112,7 +93,8 @@ def generate_call(
 _ABSENT = object()
 
 
-def _unsure(*args: object, **kwargs: object) -> bool:
+def never(*args: object, **kwargs: object) -> bool:
+    """Return False: the check of a type whose values generated code can't decide."""
     return False
 
 
@@ -125,54 +107,6 @@ class _Name(str):
         return str(self)
 
 
-def _leaves_names_open(type_: TSAllType) -> bool:
-    """Return True if generated code can't compare the named sizes of a type.
-
-    The code reads sizes in order. A computed size can come before its names, and the functions of
-    `decide` do not return the sizes that they have read.
-    """
-    return any(
-        isinstance(dim, DimExpr) or (behind and isinstance(dim, Dim))
-        for dim, behind in _dims(type_, ())
-    )
-
-
-def _dims(type_: TSAllType, behind: tuple[type, ...]) -> Iterator[tuple[DimForm, bool]]:
-    """Yield the sizes in a type, and True for sizes behind a type that needs `decide`.
-
-    `behind` are the enclosing classes, so that a class with itself as an attribute comes once.
-    """
-    match type_:
-        case TSTensor(_, meta):
-            for dim in meta.sizes:
-                yield dim, bool(behind)
-        case TSCustomClass(cls):
-            if dataclasses.is_dataclass(cls) and cls not in behind:
-                for child in attribute_types(cls).values():
-                    yield from _dims(child, (*behind, cls))
-        case TSUnion((element, TSPrimitiveType("None"))):
-            yield from _dims(element, behind)
-        case TSFuture() | TSRRef() | TSUnion() | TSPytree() | TSFields():
-            for child in children_of_type(type_):
-                yield from _dims(child, (*behind, type(type_)))
-        case TSModuleType():
-            return
-        case _:
-            for child in children_of_type(type_):
-                yield from _dims(child, behind)
-
-
-def _is_derived(kind: str, value: object) -> bool:
-    """Return True if a value of a class derived from int, float or str counts as one."""
-    own = primitive_of(value)
-    return own is not None and own.name == kind
-
-
-def _is_plain(cls: type) -> bool:
-    """Return True if ``isinstance`` decides a class: no fields, and no custom metaclass."""
-    return not dataclasses.is_dataclass(cls) and type(cls) in (type, abc.ABCMeta)
-
-
 def _is_on(expected: torch.device, got: torch.device) -> bool:
     return on_device(got, expected)
 
@@ -182,7 +116,6 @@ def _names_of(cls: type) -> tuple[str, ...] | None:
     return names_of_class(cls)
 
 
-_PYTHON: dict[str, type] = {"int": int, "float": float, "double": float, "bool": bool, "str": str}
 _BUILTINS: tuple[Any, ...] = (isinstance, len, type, list, dict, tuple, int, float, bool, str)
 
 
@@ -199,7 +132,7 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
         yield f"{at} % {dim.multiple_of}"
 
 
-class _Source(abc.ABC):
+class CheckCode(abc.ABC):
     """The lines of a function, the objects they refer to, and a variable for each named size.
 
     Args:
@@ -245,74 +178,22 @@ class _Source(abc.ABC):
     def refuse(self, condition: str, indent: str) -> None:
         self.lines.append(f"{indent}if {condition}: return False")
 
-    def emit(self, at: str, type_: TSAllType, indent: str) -> None:
-        """Add lines that return False if the variable `at` does not have the type."""
-        match type_:
-            case TSMetaType():
-                return
-            case TSPrimitiveType("None"):
-                self.refuse(f"{at} is not None", indent)
-            case TSPrimitiveType(name):
-                cls = _PYTHON[name]
-                derived = self.new(functools.partial(_is_derived, cls.__name__))
-                exact = f"{self.known[type]}({at}) is not {self.known[cls]}"
-                self.refuse(f"{exact} and not {derived}({at})", indent)
-            case Value(value):
-                self.literal(at, value, indent)
-            case TSOptional(element) | TSUnion((element, TSPrimitiveType("None"))):
-                self.lines.append(f"{indent}if {at} is not None:")
-                self.emit(at, element, indent + "    ")
-                self.lines.append(f"{indent}    pass")
-            case TSTupleOf(element):
-                self.refuse(self.no_instance(at, tuple), indent)
-                item = self.new()
-                self.loop(item, at, ((item, element),), indent)
-            case TSPytree(kind, entries, children) if kind in (list, dict):
-                self.refuse(self.no_instance(at, kind), indent)
-                self.refuse(f"{self.known[len]}({at}) != {len(children)}", indent)
-                if kind is list:
-                    self.unpack(at, children, indent)
-                else:
-                    self.entries(at, entries, children, indent)
-            case TSFields(cls, names=()):
-                self.refuse(self.no_instance(at, cls), indent)
-            case TSList(element):
-                self.refuse(self.no_instance(at, list), indent)
-                item = self.new()
-                self.loop(item, at, ((item, element),), indent)
-            case TSDict(key_type, item_type):
-                self.refuse(self.no_instance(at, dict), indent)
-                key, item = self.new(), self.new()
-                pairs = ((key, key_type), (item, item_type))
-                self.loop(f"{key}, {item}", f"{at}.items()", pairs, indent)
-            case TSTuple(elements):
-                self.refuse(self.no_instance(at, tuple), indent)
-                self.refuse(f"{self.known[len]}({at}) != {len(elements)}", indent)
-                self.unpack(at, elements, indent)
-            case TSNamedTuple(names, elements):
-                own = f"{self.known[_names_of]}({self.known[type]}({at}))"
-                self.refuse(f"{own} != {names!r}", indent)
-                self.unpack(at, elements, indent)
-            case TSTensor(cls, meta):
-                plain = f"{self.known[type]}({at}) is not {self.known[torch.Tensor]} and "
-                unlike = self.no_instance(at, cls)
-                self.refuse(plain + unlike if cls is torch.Tensor else unlike, indent)
-                self.tensor(at, meta, indent)
-            case TSBuiltinClass(cls) | TSEnum(cls):
-                self.refuse(self.no_instance(at, cls), indent)
-            case TSCustomClass(cls) if _is_plain(cls):
-                self.refuse(self.no_instance(at, cls), indent)
-            case (
-                TSCustomClass() | TSModuleInterface() | TSModuleType() | TSFuture() | TSRRef()
-                | TSUnion() | TSPytree() | TSFields()
-            ):  # fmt: skip
-                self.undecided(at, type_, indent)
-            case _:
-                assert_never(type_)
-
     @abc.abstractmethod
-    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
-        """Add the lines of a type that generated code does not decide."""
+    def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
+        """Add the lines of a type that generated code does not decide.
+
+        `cls` is the class of the values, if it alone decides in the descriptor of a call.
+        """
+
+    def field_names(self, at: str) -> str:
+        """Return code for the names of a named tuple's elements."""
+        return f"{self.known[_names_of]}({self.known[type]}({at}))"
+
+    def elements(self, at: str, kind: type, element: Generated, indent: str) -> None:
+        """Add lines for a list or tuple whose elements have one type."""
+        self.refuse(self.no_instance(at, kind), indent)
+        item = self.new()
+        self.loop(item, at, ((item, element),), indent)
 
     def literal(self, at: str, value: object, indent: str) -> None:
         if value is None or isinstance(value, bool):
@@ -322,7 +203,7 @@ class _Source(abc.ABC):
             self.refuse(f"{at} is not {wanted} and not {same}({wanted}, {at})", indent)
 
     def entries(
-        self, at: str, entries: tuple[Any, ...], children: tuple[TSType, ...], indent: str
+        self, at: str, entries: tuple[Any, ...], children: tuple[Generated, ...], indent: str
     ) -> None:
         """Add lines for a dict whose length is checked: it must have exactly these entries."""
         names = [repr(x) if type(x) is str else self.name_of(x) for x in entries]
@@ -335,30 +216,30 @@ class _Source(abc.ABC):
         for name, child in zip(names, children, strict=True):
             part = self.new()
             self.lines.append(f"{indent}{part} = {at}[{name}]")
-            self.emit(part, child, indent)
+            child.emit(part, self, indent)
 
     def name_of(self, value: object) -> str:
         """Return a name that refers to an object, or None's literal."""
         return "None" if value is None else self.new(value)
 
     def loop(
-        self, target: str, over: str, items: Iterable[tuple[str, TSType]], indent: str
+        self, target: str, over: str, items: Iterable[tuple[str, Generated]], indent: str
     ) -> None:
         before = len(self.lines)
         self.loops += 1
         self.lines.append(f"{indent}for {target} in {over}:")
         for item, type_ in items:
-            self.emit(item, type_, indent + "    ")
+            type_.emit(item, self, indent + "    ")
         self.loops -= 1
         if len(self.lines) == before + 1:  # all items fit, so the loop is removed
             self.lines.pop()
 
-    def unpack(self, at: str, elements: Sequence[TSType], indent: str) -> None:
+    def unpack(self, at: str, elements: Sequence[Generated], indent: str) -> None:
         items = [self.new() for _ in elements]
         if items:
             self.lines.append(f"{indent}{', '.join(items)}, = {at}")
         for item, type_ in zip(items, elements, strict=True):
-            self.emit(item, type_, indent)
+            type_.emit(item, self, indent)
 
     def tensor(self, at: str, meta: MetaTensorType, indent: str) -> None:
         if meta.dtype is not None:
@@ -402,17 +283,17 @@ class _Source(abc.ABC):
             self.lines.append(f"{indent}elif {variable} != {at}: return False")
 
 
-class _TypeSource(_Source):
+class _TypeSource(CheckCode):
     """Code for types.
 
     `decide` returns a function for a type that generated code does not decide.
     """
 
-    def __init__(self, decide: Callable[[TSAllType], Fits], taken: Container[str]) -> None:
+    def __init__(self, decide: Callable[[Any], Fits], taken: Container[str]) -> None:
         super().__init__(taken)
         self.decide = decide
 
-    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
+    def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
         self.refuse(f"not {self.new(self.decide(type_))}({at})", indent)
 
 
@@ -427,7 +308,7 @@ class _SlowError(Exception):
 
 
 def generate_check(
-    descriptors: Mapping[str, Descriptor], signature: inspect.Signature
+    descriptors: Mapping[str, Described], signature: inspect.Signature
 ) -> CallCheck | None:
     """Return a function of a call's arguments that returns the sizes of named dims.
 
@@ -440,7 +321,7 @@ def generate_check(
     Returns:
         The function; None if the descriptors have no generated code.
     """
-    dims = (dim for each in descriptors.values() for dim, _ in _dims(each, ()))
+    dims = (dim for each in descriptors.values() for dim in each.dims)
     if any(isinstance(dim, DimExpr) for dim in dims):
         return None  # an expression is computed or solved only when all of its names are known
     lines = _CallSource(("arguments",))
@@ -452,10 +333,10 @@ def generate_check(
     return lines.finish()
 
 
-class _CallSource(_Source):
+class _CallSource(CheckCode):
     """Code for the descriptors of a call, which returns False or the named sizes."""
 
-    def argument(self, name: str, parameter: inspect.Parameter, descriptor: Descriptor) -> None:
+    def argument(self, name: str, parameter: inspect.Parameter, descriptor: Generated) -> None:
         default = parameter.default
         if parameter.kind is parameter.VAR_POSITIONAL:
             default = ()
@@ -467,7 +348,7 @@ class _CallSource(_Source):
             self.lines.append(f"    {at} = arguments[{name!r}]")
         else:
             self.lines.append(f"    {at} = arguments.get({name!r}, {self.name_of(default)})")
-        self.emit(at, descriptor, "    ")
+        descriptor.emit(at, self, "    ")
 
     def finish(self) -> CallCheck:
         pairs = ", ".join(f"{name!r}: {variable}" for name, variable in self.sizes.items())
@@ -483,7 +364,7 @@ class _CallSource(_Source):
 
         return quick if self.sizes else lambda arguments: None if fits(arguments) is False else {}
 
-    def undecided(self, at: str, type_: TSAllType, indent: str) -> None:
-        if not isinstance(type_, TSCustomClass):
+    def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
+        if cls is None:
             raise _SlowError
-        self.refuse(self.no_instance(at, type_.cls), indent)
+        self.refuse(self.no_instance(at, cls), indent)

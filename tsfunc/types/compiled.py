@@ -12,46 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from tsfunc.errors import DescriptorError, DescriptorViolation
 from tsfunc.tracebacks import folding
-from tsfunc.types.checker import CheckContext, Mismatch
+from tsfunc.types.check_context import Mismatch
+from tsfunc.types.checker import TypeCheck
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
-from tsfunc.types.descriptors import child_at, class_of, entries_of, meta_of
 from tsfunc.types.dims import Dim, DimForm
-from tsfunc.types.exclusion import exclude_each_other
-from tsfunc.types.grammar import (
-    ANY,
-    Descriptor,
-    TSBuiltinClass,
-    TSCustomClass,
-    TSDict,
-    TSEnum,
-    TSFields,
-    TSFuture,
-    TSList,
-    TSMetaType,
-    TSModuleInterface,
-    TSNamedTuple,
-    TSOptional,
-    TSPrimitiveType,
-    TSPytree,
-    TSRRef,
-    TSTensor,
-    TSTuple,
-    TSTupleOf,
-    TSUnion,
-    Value,
-    alternatives_of,
-    assert_never,
-    children_of_type,
-)
+from tsfunc.types.disjoint import are_disjoint
+from tsfunc.types.grammar import ANY, Descriptor, TSTensor
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
 from tsfunc.types.sizes import DimExpr, solved_for
-from tsfunc.types.values import Path, entry_text
+from tsfunc.types.values import Path
 
 _ABSENT = object()
 
@@ -152,18 +125,18 @@ class CompiledDescriptors:
             return False
         return True
 
-    def _run(self, arguments: Mapping[str, object]) -> CheckContext:
+    def _run(self, arguments: Mapping[str, object]) -> TypeCheck:
         """Check a call in full, and find every mismatch.
 
         Raises:
             DescriptorViolation: there is a mismatch.
         """
-        context = CheckContext(arguments, self.dims)
+        context = TypeCheck(arguments, self.dims)
         for name, descriptor in self.descriptors.items():
             value = arguments.get(name, self._defaults.get(name, _ABSENT))
             if value is not _ABSENT:
-                context.check(value, descriptor, (name,))
-            elif ANY not in alternatives_of(descriptor):
+                descriptor.check(value, (name,), context)
+            elif ANY not in descriptor.choices:
                 expected = "an argument, which its descriptor describes"
                 context.fail((name,), "", expected, "none")
         mismatches = context.finish()
@@ -175,7 +148,7 @@ class CompiledDescriptors:
         """Return the metadata that can describe a tensor at `path`; None in it leaves it open."""
         if not path or path[0] not in self.descriptors:
             return set()
-        return governing(self.descriptors[path[0]], tuple(path[1:]))
+        return self.descriptors[path[0]].governing(path[1:])
 
     def _violation(self, mismatches: Sequence[Mismatch]) -> DescriptorViolation:
         return DescriptorViolation(
@@ -278,21 +251,21 @@ def _require_kind(
     signature: inspect.Signature, parameter: inspect.Parameter, descriptor: Descriptor
 ) -> None:
     """Raise if the descriptor of ``*args`` or ``**kwargs`` does not describe a tuple or dict."""
-    if parameter.kind not in _STARRED or isinstance(descriptor, TSMetaType | TSUnion | TSOptional):
+    if parameter.kind not in _STARRED or descriptor == ANY or descriptor.is_union:
         return
     stars, words, kind, spelling = _STARRED[parameter.kind]
-    cls = class_of(descriptor)
+    cls = descriptor.value_class
     if cls is None or not (issubclass(cls, kind) or issubclass(kind, cls)):
         raise DescriptorError(
             f"{parameter.name}: {stars}{parameter.name} is {words}; expected a descriptor of all "
-            f"of it, such as {spelling}, got {meta_of(descriptor) or descriptor}"
+            f"of it, such as {spelling}, got {descriptor.described or descriptor}"
         )
     by_name = {
         each.name
         for each in signature.parameters.values()
         if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
-    for name in entries_of(descriptor, kind):
+    for name in descriptor.entries_of(kind):
         if name in by_name:
             raise DescriptorError(
                 f"{parameter.name}[{name!r}]: {name!r} is a separate parameter, and is never in "
@@ -333,7 +306,7 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
 
 
 def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
-    """Yield all sizes in a tensor's metadata with their places."""
+    """Yield all sizes in a tensor's metadata with their paths."""
     first = 0 if meta.dims is not None else -len(meta.trailing)
     for axis, form in enumerate(meta.dims or meta.trailing, first):
         yield f".shape[{axis}]", form
@@ -412,7 +385,7 @@ def _require_order(
     left: Descriptors, right: Descriptors, numbers: tuple[int, int], what: str
 ) -> None:
     below, above = left <= right, right <= left
-    if below != above or (not below and exclude_each_other(left, right)):
+    if below != above or (not below and are_disjoint(left, right)):
         return
     fault = "are equivalent" if below else "can both fit one call, and neither is narrower"
     shown = "".join(
@@ -431,58 +404,9 @@ def _require_order(
 
 def tensor_leaves(descriptor: Descriptor, where: str) -> Iterator[tuple[str, MetaTensorType]]:
     """Yield the metadata of each tensor in a descriptor, with the path of the tensor."""
-    match descriptor:
-        case TSTensor(_, meta):
-            yield where, meta
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            yield from tensor_leaves(element, f"{where}[...]")
-        case TSUnion() | TSOptional():
-            for alternative in children_of_type(descriptor):
-                yield from tensor_leaves(alternative, where)
-        case TSTuple(elements):
-            for i, element in enumerate(elements):
-                yield from tensor_leaves(element, f"{where}[{i}]")
-        case TSPytree(kind, entries, children):
-            for entry, child in zip(entries, children, strict=True):
-                yield from tensor_leaves(child, where + entry_text(kind, entry))
-        case TSNamedTuple(names, children) | TSFields(_, names, children):
-            for name, child in zip(names, children, strict=True):
-                yield from tensor_leaves(child, f"{where}.{name}")
-        case (
-            TSMetaType() | TSPrimitiveType() | TSBuiltinClass() | TSCustomClass() | TSEnum()
-            | TSModuleInterface() | TSFuture() | TSRRef() | Value()
-        ):  # fmt: skip
-            return
-        case _:
-            assert_never(descriptor)
-
-
-def governing(descriptor: Descriptor, path: tuple[Any, ...]) -> set[MetaTensorType | None]:
-    """Return the metadata that can describe a tensor at a path.
-
-    None in the set means that the tensor can be without a description.
-    """
-    match descriptor:
-        case TSTensor(cls, meta):
-            if cls is not torch.Tensor and meta == MetaTensorType():
-                return {None}
-            return set() if path else {meta}
-        case TSMetaType():
-            return {None}
-        case TSFields(names=()) | TSPrimitiveType():
-            return {None} if path else set()
-        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
-            return {None} if path or issubclass(torch.Tensor, cls) else set()
-        case Value(value):
-            return {None} if path or isinstance(value, torch.Tensor) else set()
-        case TSFuture() | TSRRef() | TSModuleInterface():
-            return {None} if path else set()
-        case TSList(element) | TSTupleOf(element) | TSDict(value=element):
-            return governing(element, path[1:]) if path else set()
-        case TSUnion() | TSOptional():
-            return {meta for x in children_of_type(descriptor) for meta in governing(x, path)}
-        case TSPytree() | TSTuple() | TSNamedTuple() | TSFields():
-            child = child_at(descriptor, path)
-            return set() if child is None else governing(child, path[1:])
-        case _:
-            assert_never(descriptor)
+    if isinstance(descriptor, TSTensor):
+        yield where, descriptor.meta
+        return
+    for step, part in zip(descriptor.steps, descriptor.parts, strict=True):
+        if step is not None or descriptor.is_union:
+            yield from tensor_leaves(part, where + (step or ""))

@@ -17,25 +17,19 @@ import torch
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
 from tsfunc.tracebacks import folded_class, folding
-from tsfunc.types.descriptors import class_type, dims_in, is_plain_value, literal
+from tsfunc.types.classes import class_type
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import (
     ANY,
     Descriptor,
-    TSDict,
-    TSList,
-    TSPytree,
     TSTensor,
-    TSTuple,
-    TSTupleOf,
-    TSUnion,
-    Value,
-    map_tensors,
+    literal,
 )
 from tsfunc.types.lattice import common_order, is_below, join_pairs
 from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
 from tsfunc.types.reading import as_descriptor, parse_descriptor
 from tsfunc.types.sizes import DimExpr
+from tsfunc.types.values import is_plain_value
 
 
 @folded_class
@@ -137,8 +131,8 @@ class Descriptors(Mapping[str, Descriptor]):
     def join(self, other: Mapping[str, object]) -> Descriptors:
         """Return the least descriptors that every call of either fits.
 
-        Sizes that differ get a name; sizes that agree in all places get the same name. The join of
-        values that differ is their type.
+        Sizes that differ get a name; sizes that agree in all examples get the same name. The join
+        of values that differ is their type.
 
         Example:
             >>> d, e = (Descriptors.parse(f"x: f32[{n}, 64], y: f32[{n}], k: Literal[{n}]")
@@ -208,9 +202,7 @@ class Descriptors(Mapping[str, Descriptor]):
         return narrower
 
     def _with_size(self, name: str, size: Any) -> Descriptors:
-        names = {
-            dim.name for each in self.values() for dim in dims_in(each) if isinstance(dim, Dim)
-        }
+        names = {dim.name for each in self.values() for dim in each.dims if isinstance(dim, Dim)}
         if name not in names:
             known = ", ".join([*self, *sorted(names)]) or "none"
             raise DescriptorError(
@@ -219,7 +211,7 @@ class Descriptors(Mapping[str, Descriptor]):
         form = narrower_size(name, size)
         return Descriptors(
             {
-                parameter: map_tensors(each, lambda meta: substitute(meta, name, form))
+                parameter: each.map_tensors(lambda meta: substitute(meta, name, form))
                 for parameter, each in self.items()
             }
         )
@@ -343,7 +335,7 @@ def with_dims(descriptor: Descriptor, dims: Mapping[str, DimSpec]) -> Descriptor
         )
         return dataclasses.replace(meta, shape=shape)
 
-    return map_tensors(descriptor, named)
+    return descriptor.map_tensors(named)
 
 
 def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
@@ -361,40 +353,3 @@ def _size(form: DimForm, dims: Mapping[str, DimSpec]) -> DimForm:
             return parse_dim(form.substitute(texts))
         case _:
             return form
-
-
-def as_python(descriptor: Descriptor) -> str:
-    """Return a descriptor as Python code, for a scope that has imported its names.
-
-    Example:
-        >>> from tsfunc.types import as_descriptor
-        >>> as_python(as_descriptor([MetaTensorType(["n", 3]), int, "relu"]))
-        "[MetaTensorType(shape=['n', 3]), int, 'relu']"
-    """
-    match descriptor:
-        case TSTensor(torch.Tensor, meta):
-            text = repr(meta)
-            if meta.shape is None:
-                return text
-            # A list is easier to read, and is the form in the documentation.
-            return text.replace(f"shape={meta.shape!r}", f"shape={[*meta.shape]!r}")
-        case Value(value):
-            return repr(value)
-        case TSList(element):
-            return f"List[{as_python(element)}]"
-        case TSTupleOf(element):
-            return f"Tuple[{as_python(element)}, ...]"
-        case TSDict(key, item):
-            return f"Dict[{as_python(key)}, {as_python(item)}]"
-        case TSUnion(alternatives):
-            return f"Union[{', '.join(map(as_python, alternatives))}]"
-        case TSTuple(elements):
-            items = ", ".join(map(as_python, elements))
-            return f"({items},)" if len(elements) == 1 else f"({items})"
-        case TSPytree(kind, entries, children) if kind is dict:
-            pairs = zip(entries, children, strict=True)
-            return f"{{{', '.join(f'{key!r}: {as_python(child)}' for key, child in pairs)}}}"
-        case TSPytree(kind, _, children) if kind is list:
-            return f"[{', '.join(map(as_python, children))}]"
-        case _:
-            return str(descriptor)

@@ -12,10 +12,7 @@ from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folding
 from tsfunc.types.classes import (
     BUILTIN_CLASSES,
-    field_names,
-    is_rref_class,
     nominal_type,
-    primitive_of,
 )
 from tsfunc.types.grammar import (
     ANY,
@@ -36,9 +33,11 @@ from tsfunc.types.grammar import (
     TSType,
     is_key_type,
     optional,
+    primitive_of,
 )
 from tsfunc.types.lattice import join_parts
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.values import field_names
 
 _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
 
@@ -79,7 +78,7 @@ def _description(tensor: torch.Tensor) -> TSType:
 
 
 def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
-    """Return the common type of several values in the same place.
+    """Return the common type of several values at the same path.
 
     The elements of containers are collected before they are joined. In ``[[1], [None], []]`` all
     inner lists together have the elements 1 and None, so they are lists of Optional[int].
@@ -117,7 +116,7 @@ def _single(value: Any, tensor: _DESCRIBED) -> TSType:
     if isinstance(value, torch.futures.Future):
         return TSFuture(_held(value, tensor))
     cls = type(value)
-    if is_rref_class(cls):
+    if TSRRef.has_origin(cls):
         return TSRRef(_common([value.local_value()], tensor) if value.is_owner() else ANY)
     primitive = primitive_of(value)
     if primitive is not None:

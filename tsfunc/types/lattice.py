@@ -52,64 +52,41 @@ from __future__ import annotations
 import abc
 import functools
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, overload
 
 import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.tracebacks import folding
-from tsfunc.types.classes import nominal_type, primitive_of
-from tsfunc.types.descriptors import (
-    SINGLE,
-    class_of,
-    class_type,
-    dims_in,
-    elements_of,
-    fits_class,
-    items_of,
-    keys_of,
-    meta_of,
-    names_of,
-)
+from tsfunc.types.base import SINGLE
+from tsfunc.types.classes import class_type, nominal_type
 from tsfunc.types.dims import DimForm
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
     FLOAT,
     NONE,
+    Order,
     TSAllType,
-    TSBuiltinClass,
-    TSCustomClass,
     TSDict,
-    TSEnum,
-    TSFields,
-    TSFuture,
     TSList,
-    TSMetaType,
-    TSModuleInterface,
     TSModuleType,
     TSNamedTuple,
-    TSOptional,
-    TSPrimitiveType,
     TSPytree,
-    TSRRef,
     TSTensor,
     TSTuple,
     TSTupleOf,
     TSType,
     TSUnion,
     Value,
-    alternatives_of,
-    assert_never,
-    children_of_type,
-    map_tensors,
     may_be_key,
     optional,
-    with_children,
+    plain,
+    require_type,
 )
-from tsfunc.types.meta import JoinSizes, MetaTensorType, describes_less, join_descriptions
+from tsfunc.types.meta import JoinSizes, MetaTensorType, join_descriptions
 from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.values import same_keys
 
@@ -131,11 +108,13 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
     """
     if narrower == wider:
         return True
-    if isinstance(wider, TSModuleType):
+    require_type(narrower)
+    require_type(wider)
+    if not isinstance(wider, TSType):  # the type of one module
         return False
     inner = nominal_view(narrower)
-    sizes = SizeMatch(dims_in(inner))
-    return _below(inner, wider, sizes, of_call=False) and sizes.settled()
+    sizes = SizeMatch(inner.dims)
+    return Order(sizes, of_call=False).below(inner, wider) and sizes.settled()
 
 
 def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
@@ -148,117 +127,18 @@ def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
         wider: the types of the same parameters; names of sizes hold in all of them.
     """
     ones = list(narrower)
-    sizes = SizeMatch(dim for each in ones for dim in dims_in(each))
-    pairs = zip(ones, wider, strict=True)
-    return all(_below(*pair, sizes, of_call=True) for pair in pairs) and sizes.settled()
-
-
-def _below(narrower: TSType, wider: TSType, sizes: SizeMatch, *, of_call: bool) -> bool:
-    """Return True if one type is below another, under the names assigned so far."""
-
-    def below(one: TSType, other: TSType) -> bool:
-        return _below(one, other, sizes, of_call=of_call)
-
-    if isinstance(wider, TSMetaType):
-        return True
-    if isinstance(narrower, TSUnion | TSOptional):
-        return all(below(each, wider) for each in alternatives_of(narrower))
-    match wider:
-        case TSUnion() | TSOptional():
-            return any(_below_if(narrower, each, sizes, of_call) for each in alternatives_of(wider))
-        case TSPrimitiveType():
-            own = primitive_of(narrower.value) if isinstance(narrower, Value) else narrower
-            return own == wider or (own == FLOAT and wider == DOUBLE)
-        case Value():
-            return narrower == wider
-        case TSTensor(cls, meta):
-            known = meta_of(narrower)
-            described = known is not None and describes_less(known, meta, sizes)
-            return described and cls in (class_of(narrower) or object).__mro__
-        case TSBuiltinClass(cls) | TSCustomClass(cls) | TSEnum(cls):
-            return fits_class(narrower, cls)
-        case TSModuleInterface(cls):
-            return cls in (_class_of(narrower) or object).__mro__
-        case TSFuture() | TSRRef():
-            return type(narrower) is type(wider) and below(
-                *children_of_type(narrower), *children_of_type(wider)
-            )
-        case TSList(element):
-            if isinstance(narrower, TSList) and not of_call and plain(narrower) != plain(wider):
-                return False
-            return _all(below, elements_of(narrower, list), element)
-        case TSTupleOf(element):
-            return _all(below, elements_of(narrower, tuple), element)
-        case TSDict(key, item):
-            if class_of(narrower) is not dict:
-                return False
-            if isinstance(narrower, TSDict) and not of_call and plain(narrower) != plain(wider):
-                return False
-            keys, items = keys_of(narrower), items_of(narrower)
-            return _all(below, keys, key) and _all(below, items, item)
-        case TSTuple(children):
-            fixed = not isinstance(narrower, TSTupleOf)
-            return fixed and _pairs(below, elements_of(narrower, tuple), children)
-        case TSNamedTuple(names, children):
-            same = names_of(narrower) == names
-            return same and _pairs(below, elements_of(narrower, tuple), children)
-        case TSPytree(kind, entries, children):
-            if not isinstance(narrower, TSPytree) or narrower.kind is not kind:
-                return False
-            if kind is not dict:
-                same = narrower.entries == tuple(entries)
-                return same and _pairs(below, narrower.children, children)
-            by_key = dict(zip(narrower.entries, narrower.children, strict=True))
-            same = same_keys(by_key, entries)
-            return same and _pairs(below, [by_key[entry] for entry in entries], children)
-        case TSFields(cls, names, children):
-            return fits_class(narrower, cls) and _pairs(
-                below, [_field(narrower, name) for name in names], children
-            )
-        case _:
-            assert_never(wider)
-
-
-_Below: TypeAlias = Callable[[TSType, TSType], bool]
-
-
-def _below_if(narrower: TSType, wider: TSType, sizes: SizeMatch, of_call: bool) -> bool:
-    """Return `_below`, and assign names only if it is True."""
-    trial = sizes.copy()
-    if not _below(narrower, wider, trial, of_call=of_call):
-        return False
-    sizes.adopt(trial)
-    return True
-
-
-def _all(below: _Below, narrower: Iterable[TSType] | None, wider: TSType) -> bool:
-    return narrower is not None and all(below(each, wider) for each in narrower)
-
-
-def _pairs(below: _Below, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
-    return ones is not None and len(ones) == len(others) and all(map(below, ones, others))
-
-
-def _field(type_: TSType, name: str) -> TSType:
-    """Return the type of an attribute; `Any` if the type does not describe it."""
-    if isinstance(type_, TSFields) and name in type_.names:
-        return type_.children[type_.names.index(name)]
-    return ANY
-
-
-def _class_of(type_: TSType) -> type | None:
-    """Return `class_of` a type, or the class of an interface."""
-    return type_.cls if isinstance(type_, TSModuleInterface) else class_of(type_)
+    sizes = SizeMatch(dim for each in ones for dim in each.dims)
+    order = Order(sizes, of_call=True)
+    return all(order.below(*pair) for pair in zip(ones, wider, strict=True)) and sizes.settled()
 
 
 def nominal_view(type_: TSAllType) -> TSType:
     """Return a type that composes: the class of the type of a module, else the type itself."""
-    return nominal_type(type_.cls) if isinstance(type_, TSModuleType) else type_
-
-
-def plain(type_: TSType) -> TSType:
-    """Return a type without the metadata of its tensors."""
-    return map_tensors(type_, lambda meta: MetaTensorType())
+    if isinstance(type_, TSModuleType):
+        return nominal_type(type_.cls)
+    if not isinstance(type_, TSType):
+        raise TypeError(f"expected a type of tsfunc.types, got {type(type_).__name__}")
+    return type_
 
 
 # --- join
@@ -315,8 +195,8 @@ def join_parts(left: TSType, right: TSType) -> TSType:
 
 def _generalized(pairs: Sequence[tuple[TSType, TSType]], *, of_call: bool) -> list[TSType]:
     sizes = Generalization(
-        (dim for left, _ in pairs for dim in dims_in(left)),
-        (dim for _, right in pairs for dim in dims_in(right)),
+        (dim for left, _ in pairs for dim in left.dims),
+        (dim for _, right in pairs for dim in right.dims),
         always_named=of_call,
     )
     counting = _Join(sizes.count, of_call)
@@ -351,15 +231,14 @@ class _Join:
         """Return the join of two types, neither of which must be below the other."""
         if ANY in (left, right):
             return ANY
-        unions = TSUnion | TSOptional
-        if NONE in (left, right) or isinstance(left, unions) or isinstance(right, unions):
+        if NONE in (left, right) or left.is_union or right.is_union:
             return self.unions(left, right)
-        if left == right and not dims_in(left):
+        if left == right and not left.dims:
             return left
-        one, other = meta_of(left), meta_of(right)
+        one, other = left.described, right.described
         if one is not None and other is not None:
             classes = (
-                torch.Tensor if isinstance(each, Value) else class_of(each) or torch.Tensor
+                torch.Tensor if isinstance(each, Value) else each.value_class or torch.Tensor
                 for each in (left, right)
             )
             cls = common_class(*classes) or torch.Tensor
@@ -372,14 +251,8 @@ class _Join:
                 by_entry = dict(zip(other_entries, others, strict=True))
                 both = common_order(entries, other_entries)
                 return TSPytree(kind, both, tuple(self.of(own[x], by_entry[x]) for x in both))
-            case TSFields(cls, names, ones), TSFields(other_cls, other_names, others) if (
-                cls is other_cls and names == other_names
-            ):
-                return TSFields(cls, names, self.each(ones, others))
-            case (TSFuture(), TSFuture()) | (TSRRef(), TSRRef()):
-                return with_children(
-                    left, self.each(children_of_type(left), children_of_type(right))
-                )
+            case _ if left.by_parts and left.differs_in_parts(right):
+                return left.with_parts(self.each(left.parts, right.parts))
             case _ if {left, right} == {FLOAT, DOUBLE}:
                 return DOUBLE
             case _:
@@ -393,17 +266,15 @@ class _Join:
 
     def unions(self, left: TSType, right: TSType) -> TSType:
         """Join unions. None besides one alternative is separated; a written union stays a union."""
-        ones, others = (
-            [each for each in alternatives_of(side) if each != NONE] for side in (left, right)
-        )
-        has_none = NONE in (*alternatives_of(left), *alternatives_of(right))
+        ones, others = ([each for each in side.choices if each != NONE] for side in (left, right))
+        has_none = NONE in (*left.choices, *right.choices)
         if len(ones) <= 1 and len(others) <= 1:
             if ones and others:
                 rest = [self.of(ones[0], others[0])]
             else:
                 rest = [self.one_sided(each, is_left=bool(ones)) for each in (*ones, *others)]
         else:
-            rest = [map_tensors(each, _without_names) for each in (*ones, *others)]
+            rest = [each.map_tensors(_without_names) for each in (*ones, *others)]
         if ANY in rest:
             return ANY
         least: list[TSType] = []
@@ -421,30 +292,29 @@ class _Join:
         def alone(one: SideForm, other: SideForm) -> DimForm:
             return self.size(one, ABSENT) if is_left else self.size(ABSENT, one)
 
-        return map_tensors(type_, lambda meta: join_descriptions(meta, meta, alone))
+        return type_.map_tensors(lambda meta: join_descriptions(meta, meta, alone))
 
     # --- containers and classes
 
     def containers(self, left: TSType, right: TSType) -> TSType:
         """Join lists, tuples and dicts; join other types by their classes."""
-        ones, others = elements_of(left, tuple), elements_of(right, tuple)
+        ones, others = left.element_types(tuple), right.element_types(tuple)
         if ones is not None and others is not None:
             fixed = not isinstance(left, TSTupleOf) and not isinstance(right, TSTupleOf)
             if not fixed or len(ones) != len(others):
                 return TSTupleOf(self.together(ones, others)) if self.of_call else ANY
-            joined, names = self.each(ones, others), names_of(left)
-            same = names is not None and names == names_of(right)
+            joined, names = self.each(ones, others), left.element_names
+            same = names is not None and names == right.element_names
             return TSNamedTuple(names, joined) if names is not None and same else TSTuple(joined)
-        lists = TSList | TSDict
-        written = not self.of_call and isinstance(left, lists) and isinstance(right, lists)
+        written = not self.of_call and left.invariant and right.invariant
         if written and plain(left) != plain(right):
             return ANY
-        ones, others = elements_of(left, list), elements_of(right, list)
+        ones, others = left.element_types(list), right.element_types(list)
         if ones is not None and others is not None:
             return TSList(self.together(ones, others))
-        if class_of(left) is dict and class_of(right) is dict:
-            key = self.together(keys_of(left), keys_of(right))
-            item = self.together(items_of(left), items_of(right))
+        if left.value_class is dict and right.value_class is dict:
+            key = self.together(left.key_types, right.key_types)
+            item = self.together(left.item_types, right.item_types)
             return TSDict(key if may_be_key(key) else ANY, item)
         return self.classes(left, right)
 
@@ -461,10 +331,10 @@ class _Join:
     def classes(self, left: TSType, right: TSType) -> TSType:
         """Join by the classes of the values."""
         for cls in SINGLE:
-            fits = fits_class(left, cls), fits_class(right, cls)
+            fits = left.fits_class(cls), right.fits_class(cls)
             if any(fits):
                 return class_type(cls) if all(fits) else ANY
-        one, other = _class_of(left), _class_of(right)
+        one, other = left.nominal_class, right.nominal_class
         if one is None or other is None:
             return ANY
         common = one if one is other else common_class(one, other)

@@ -1,53 +1,57 @@
-"""Conversion of users' descriptors to types."""
+"""Reading of the users' descriptors, and of the annotations of parameters."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import re
+import sys
 import typing
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import optree
+import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import (
     SUPPORTED,
+    Scope,
     attribute_types,
+    class_scope,
+    closure_of,
     from_annotation,
     from_typing,
     require_hashable,
 )
-from tsfunc.types.classes import check_interface, is_interface
-from tsfunc.types.descriptors import class_type, literal
+from tsfunc.types.classes import check_interface, class_type, is_interface
 from tsfunc.types.dims import Dim
 from tsfunc.types.grammar import (
     ANY,
     FLOAT,
     NONE,
     TENSOR,
-    TS_TYPES,
     Descriptor,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
     TSFields,
-    TSFuture,
     TSModuleInterface,
     TSNamedTuple,
     TSOptional,
     TSPrimitiveType,
     TSPytree,
-    TSRRef,
     TSTensor,
     TSTuple,
     TSType,
     TSUnion,
     Value,
-    children_of_type,
-    with_children,
+    literal,
 )
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.sizes import DimExpr
@@ -62,7 +66,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     Args:
         written: a `MetaTensorType`; a class or typing object; a container (any pytree node) of
             descriptors; or any other Python value, which the argument must then equal.
-        where: the place of the descriptor, for error messages.
+        where: the path of the descriptor in error messages.
 
     Raises:
         DescriptorError: a typing object against which values can't be checked.
@@ -111,7 +115,7 @@ def _named(value: Any) -> Descriptor:
 
 
 def _descriptor(written: Any, where: str) -> Descriptor:
-    if isinstance(written, TS_TYPES):
+    if isinstance(written, TSType):
         return _from_type(written)
     if isinstance(written, MetaTensorType):
         return TSTensor(meta=written)
@@ -164,7 +168,7 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
             return NONE
         case TSOptional(element):
             return TSUnion((_from_type(element, inside), NONE))
-        case TSFuture() | TSRRef():
+        case _ if type_.language_only:
             return type_
         case TSCustomClass(cls) | TSEnum(cls) | TSBuiltinClass(cls):
             if cls in inside:
@@ -172,8 +176,7 @@ def _from_type(type_: TSType, inside: tuple[type, ...] = ()) -> Descriptor:
             expanded = _from_class(cls, class_name(cls), inside)
             return type_ if expanded == type_ else expanded
         case _:
-            children = children_of_type(type_)
-            return with_children(type_, [_from_type(child, inside) for child in children])
+            return type_.with_parts([_from_type(part, inside) for part in type_.parts])
 
 
 def _from_record(record: Any, where: str) -> Descriptor:
@@ -188,7 +191,7 @@ def _from_record(record: Any, where: str) -> Descriptor:
 def _describes(descriptor: Descriptor) -> bool:
     """True if a descriptor contains more than literal values."""
     if isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
-        return any(map(_describes, children_of_type(descriptor)))
+        return any(map(_describes, descriptor.parts))
     return descriptor != NONE and not isinstance(descriptor, Value)
 
 
@@ -234,3 +237,96 @@ def _from_container(written: object, where: str) -> Descriptor:
     if kind is tuple:
         return TSTuple(children)
     return TSPytree(dict if issubclass(kind, dict) else kind, entries, children)
+
+
+# --- the parameters of a function
+
+
+_EMPTY = inspect.Parameter.empty
+_OURS = __name__.partition(".")[0]
+_ONE, _MANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+
+
+def signature_of(func: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function or module; a function in C accepts any arguments."""
+    try:
+        return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
+    except ValueError:
+        return inspect.signature(_takes_anything)
+
+
+def takes_any_keyword(func: Callable[..., Any]) -> bool:
+    """Return True if a function has ``**kwargs``, and therefore sees their order.
+
+    The signature of a wrapped function does not count.
+    """
+    try:
+        own = func.forward if isinstance(func, torch.nn.Module) else func
+        parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
+    except ValueError:
+        return True
+    return any(parameter.kind is _MANY for parameter in parameters)
+
+
+def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
+
+
+def annotated_types(func: Any) -> dict[str, TSType]:
+    """Return the types of a function's parameters whose annotation is a type.
+
+    ``*args`` and ``**kwargs`` are left out, because functions that pass arguments on annotate them
+    with ``Any``. Functions of this library are left out too, because they accept any pytree.
+    """
+    target = func.forward if isinstance(func, torch.nn.Module) else func
+    inner = function_of(target)
+    if (getattr(inner, "__module__", None) or "").partition(".")[0] == _OURS:
+        return {}
+    annotations = {
+        name: parameter.annotation
+        for name, parameter in signature_of(target).parameters.items()
+        if parameter.annotation is not _EMPTY and parameter.kind not in (_ONE, _MANY)
+    }
+    if not annotations:
+        return {}
+    scope = scope_of(inner, owner_of(inner))
+    types_: dict[str, TSType] = {}
+    for name, annotation in annotations.items():
+        try:
+            types_[name] = from_annotation(annotation, scope)
+        except AnnotationError:  # the annotation is not a type of the language
+            continue
+    return types_
+
+
+def function_of(func: Any) -> Any:
+    """Return the Python function inside of a wrapper, partial, method, class or instance."""
+    func = inspect.unwrap(func)
+    if isinstance(func, functools.partial):
+        return function_of(func.func)
+    if isinstance(func, MethodType):
+        return function_of(func.__func__)
+    if isinstance(func, type):
+        constructor: Any = vars(func).get("__init__", func.__new__)
+        return function_of(constructor)
+    if inspect.isroutine(func):
+        return func
+    return function_of(type(func).__call__)
+
+
+def owner_of(func: Any) -> type | None:
+    """Return the class in whose body a function was defined, if its name leads to it."""
+    *path, _ = getattr(func, "__qualname__", "").split(".")
+    owner: Any = getattr(func, "__globals__", {})
+    # "<locals>" is not found, so a class made inside of a function is not found either.
+    for name in path:
+        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
+        if not isinstance(owner, type):
+            return None
+    return owner if path else None
+
+
+def scope_of(func: Any, owner: type | None) -> Scope:
+    """Return the objects that the names in a function's annotations refer to."""
+    module = sys.modules.get(getattr(func, "__module__", None) or "")
+    names = getattr(func, "__globals__", vars(module) if module else {})
+    return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)

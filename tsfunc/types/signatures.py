@@ -8,54 +8,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import sys
 import types
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folded_class, folding
-from tsfunc.types.annotation import Scope, attribute_types, class_scope, closure_of, from_annotation
-from tsfunc.types.checker import Mismatch, decide, mismatches
+from tsfunc.types.annotation import Scope, attribute_types, from_annotation
+from tsfunc.types.check_context import Mismatch
+from tsfunc.types.checker import decide, leaves_names_open, mismatches
 from tsfunc.types.classes import interface_methods, nominal_type
-from tsfunc.types.codegen import generate_call
-from tsfunc.types.descriptors import PYTHON_CLASSES
+from tsfunc.types.codegen import generate_call, never
 from tsfunc.types.grammar import (
     ANY,
     NONE,
     STR,
     TENSOR,
     TSAllType,
-    TSBuiltinClass,
-    TSCustomClass,
-    TSDict,
     TSEnum,
     TSFields,
     TSFuture,
-    TSList,
     TSMetaType,
     TSModuleInterface,
     TSModuleType,
     TSNamedTuple,
     TSOptional,
-    TSPrimitiveType,
-    TSPytree,
     TSRRef,
     TSTensor,
-    TSTuple,
-    TSTupleOf,
     TSType,
     TSUnion,
-    Value,
-    assert_never,
     optional,
+    require_type,
 )
 from tsfunc.types.inference import of_value
+from tsfunc.types.lattice import nominal_view
+from tsfunc.types.reading import function_of, owner_of, scope_of
 
 _EMPTY = inspect.Parameter.empty
 _OURS = __name__.partition(".")[0]
@@ -81,10 +71,12 @@ class Signature:
 
     @functools.cached_property
     def _fits(self) -> Callable[..., bool]:
+        if any(map(leaves_names_open, self.parameters.values())):
+            return never
         return generate_call(self.name, self._signature, self.parameters, decide)
 
     def check(self, *args: Any, **kwargs: Any) -> list[Mismatch]:
-        """Return every place where an argument of a call does not have its parameter's type.
+        """Return every mismatch between an argument of a call and its parameter's type.
 
         Raises:
             TypeError: the arguments are too many or too few.
@@ -146,11 +138,11 @@ def signature(func: Any) -> Signature:
         plain = inspect.signature(func)
     except (TypeError, ValueError) as error:
         raise AnnotationError(f"{func!r} has no signature: {error}") from None
-    inner = _function(func)
+    inner = function_of(func)
     name = getattr(inner, "__name__", type(func).__name__)
-    owner = _owner(inner)
+    owner = owner_of(inner)
     _require_plain_self(inner, name)
-    scope = _scope(inner, owner)
+    scope = scope_of(inner, owner)
     parameters: dict[str, TSType] = {}
     for i, parameter in enumerate(plain.parameters.values()):
         if i == 0 and inner is func and owner is not None and _takes_self(inner, owner):
@@ -173,90 +165,8 @@ def _parameter_type(parameter: inspect.Parameter, scope: Scope, name: str) -> TS
     elif default is _EMPTY or default is None:
         type_ = TENSOR
     else:
-        inferred = of_value(default)
-        type_ = nominal_type(inferred.cls) if isinstance(inferred, TSModuleType) else inferred
+        type_ = nominal_view(of_value(default))
     return optional(type_) if default is None and type_ != NONE else type_
-
-
-def signature_of(func: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function or module; a function in C accepts any arguments."""
-    try:
-        return inspect.signature(func.forward if isinstance(func, torch.nn.Module) else func)
-    except ValueError:
-        return inspect.signature(_takes_anything)
-
-
-def takes_any_keyword(func: Callable[..., Any]) -> bool:
-    """Return True if a function has ``**kwargs``, and therefore sees their order.
-
-    The signature of a wrapped function does not count.
-    """
-    try:
-        own = func.forward if isinstance(func, torch.nn.Module) else func
-        parameters = inspect.signature(own, follow_wrapped=False).parameters.values()
-    except ValueError:
-        return True
-    return any(parameter.kind is _MANY for parameter in parameters)
-
-
-def _takes_anything(*args: Any, **kwargs: Any) -> None: ...
-
-
-def annotated_types(func: Any) -> dict[str, TSType]:
-    """Return the types of a function's parameters whose annotation is a type.
-
-    ``*args`` and ``**kwargs`` are left out, because functions that pass arguments on annotate them
-    with ``Any``. Functions of this library are left out too, because they accept any pytree.
-    """
-    target = func.forward if isinstance(func, torch.nn.Module) else func
-    inner = _function(target)
-    if (getattr(inner, "__module__", None) or "").partition(".")[0] == _OURS:
-        return {}
-    annotations = {
-        name: parameter.annotation
-        for name, parameter in signature_of(target).parameters.items()
-        if parameter.annotation is not _EMPTY and parameter.kind not in (_ONE, _MANY)
-    }
-    if not annotations:
-        return {}
-    scope = _scope(inner, _owner(inner))
-    types_: dict[str, TSType] = {}
-    for name, annotation in annotations.items():
-        try:
-            types_[name] = from_annotation(annotation, scope)
-        except AnnotationError:  # the annotation is not a type of the language
-            continue
-    return types_
-
-
-# --- where a function comes from
-
-
-def _function(func: Any) -> Any:
-    """Return the Python function inside of a wrapper, partial, method, class or instance."""
-    func = inspect.unwrap(func)
-    if isinstance(func, functools.partial):
-        return _function(func.func)
-    if isinstance(func, MethodType):
-        return _function(func.__func__)
-    if isinstance(func, type):
-        constructor: Any = vars(func).get("__init__", func.__new__)
-        return _function(constructor)
-    if inspect.isroutine(func):
-        return func
-    return _function(type(func).__call__)
-
-
-def _owner(func: Any) -> type | None:
-    """Return the class in whose body a function was defined, if its name leads to it."""
-    *path, _ = getattr(func, "__qualname__", "").split(".")
-    owner: Any = getattr(func, "__globals__", {})
-    # "<locals>" is not found, so a class made inside of a function is not found either.
-    for name in path:
-        owner = owner.get(name) if isinstance(owner, dict) else vars(owner).get(name)
-        if not isinstance(owner, type):
-            return None
-    return owner if path else None
 
 
 def _takes_self(func: Any, owner: type) -> bool:
@@ -273,13 +183,6 @@ def _require_plain_self(func: Any, name: str) -> None:
             f"{name}: self may not be annotated, because its type is the class that the method is "
             f"defined in; got {first.annotation!r}"
         )
-
-
-def _scope(func: Any, owner: type | None) -> Scope:
-    """Return the objects that the names in a function's annotations refer to."""
-    module = sys.modules.get(getattr(func, "__module__", None) or "")
-    names = getattr(func, "__globals__", vars(module) if module else {})
-    return ChainMap(closure_of(func), dict(class_scope(owner)) if owner else {}, names)
 
 
 # --- the attributes of a type
@@ -327,6 +230,7 @@ nothing can be computed with it. Annotate or describe x with a concrete type.
 
 
 def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
+    require_type(type_)
     match type_:
         case TSMetaType():
             raise TypeCheckError(
@@ -338,8 +242,6 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
                 f"{of}.{name}: {of} is of type {type_} and may be None; test `{of} is not None` "
                 f"first, after which it is of type {element}."
             )
-        case TSPrimitiveType(primitive):
-            return _of_class(PYTHON_CLASSES[primitive], type_, name, of)
         case TSNamedTuple(names, elements):
             field_type = dict(zip(names, elements, strict=True)).get(name)
             return _of_class(tuple, type_, name, of) if field_type is None else field_type
@@ -347,27 +249,17 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
             raise TypeCheckError(
                 f"{of}.{name}: {of} is of type {type_}, one of several; test which one first."
             )
-        case Value(value):
-            return _of_class(type(value), type_, name, of)
         case TSFields(cls, names, children):
             declared = dict(zip(names, children, strict=True)).get(name)
             return _of_class(cls, type_, name, of) if declared is None else declared
-        case TSPytree(kind):
-            return _of_class(kind, type_, name, of)
-        case TSTuple() | TSTupleOf():
-            return _of_class(tuple, type_, name, of)
-        case TSList():
-            return _of_class(list, type_, name, of)
-        case TSDict():
-            return _of_class(dict, type_, name, of)
         case TSFuture(element):
             if name in ("wait", "value"):
                 return _anything(name, element)
             return _of_class(torch.futures.Future, type_, name, of)
         case TSRRef(element):
-            if name in ("to_here", "local_value"):
-                return _anything(name, element)
-            raise _missing(type_, name, of)
+            if name not in ("to_here", "local_value"):
+                raise _missing(type_, name, of)
+            return _anything(name, element)
         case TSTensor(cls):
             data = _tensor_attribute(name) if hasattr(torch.Tensor, name) else None
             return _of_class(cls, type_, name, of) if data is None else data
@@ -382,10 +274,10 @@ def _resolve(type_: TSAllType, name: str, of: str) -> Resolved:
             if name in ("name", "value"):
                 return STR if name == "name" else of_value(next(iter(cls)).value)
             return _of_class(cls, type_, name, of)
-        case TSBuiltinClass(cls) | TSCustomClass(cls):
-            return _of_class(cls, type_, name, of)
+        case TSType() if type_.value_class is not None:
+            return _of_class(type_.value_class, type_, name, of)
         case _:
-            assert_never(type_)
+            raise _missing(type_, name, of)
 
 
 def _missing(type_: TSAllType, name: str, of: str) -> TypeCheckError:

@@ -26,29 +26,25 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.classes import names_of_class
 from tsfunc.types.grammar import (
     ANY,
     DOUBLE,
     FLOAT,
+    GENERIC,
     NONE,
     PRIMITIVES,
     TENSOR,
     TSDict,
     TSFields,
-    TSFuture,
-    TSList,
     TSNamedTuple,
+    TSOptional,
     TSPytree,
-    TSRRef,
     TSTensor,
     TSTuple,
     TSTupleOf,
     TSType,
     TSUnion,
     Value,
-    is_key_type,
-    key_error,
     optional,
 )
 from tsfunc.types.meta import MetaTensorType
@@ -59,16 +55,14 @@ from tsfunc.types.values import (
     TENSOR_WORD,
     Attribute,
     find,
+    names_of_class,
     tensor_fields,
 )
 
 Resolve = Callable[[Any], TSType]
 """Returns the type of an object that a name stands for."""
 
-_COMPOSED = (
-    "List", "list", "Optional", "Future", "torch.futures.Future", "torch.jit.Future", "RRef",
-    "torch.distributed.rpc.RRef", "Tuple", "tuple", "Dict", "dict", "Union", "Annotated",
-)  # fmt: skip
+_OTHERS = ("Union", "Annotated")
 
 WORDS: dict[str, TSType] = {
     **{type_.name: type_ for type_ in PRIMITIVES},
@@ -77,17 +71,6 @@ WORDS: dict[str, TSType] = {
     "object": ANY,
     "NoneType": NONE,
 }
-_SINGLE: dict[str, Callable[[TSType], TSType]] = {
-    "List": TSList,
-    "list": TSList,
-    "Optional": optional,
-    "Future": TSFuture,
-    "torch.futures.Future": TSFuture,
-    "torch.jit.Future": TSFuture,
-    "RRef": TSRRef,
-    "torch.distributed.rpc.RRef": TSRRef,
-}
-
 
 _LITERAL = re.compile(
     r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|b'(?:[^'\\]|\\.)*'|b\"(?:[^\"\\]|\\.)*\""
@@ -189,7 +172,7 @@ class _Reader:
         name = name.removeprefix("typing.").removeprefix("typing_extensions.")
         if name == "namedtuple":
             return self.named_tuple()
-        if name in _COMPOSED and name not in self.scope:
+        if (name in GENERIC or name in _OTHERS) and name not in self.scope:
             return self.composed(name)
         return self.named(name)
 
@@ -216,9 +199,10 @@ class _Reader:
     def composed(self, name: str) -> TSType:
         if self.take(r"\[") is None:
             raise self.error(f"{name} does not say what is in it: write {name}[...]")
-        if self.of_call is not None and name.split(".")[-1] in ("Future", "RRef"):
+        cls = GENERIC.get(name)
+        if self.of_call is not None and cls is not None and cls.language_only:
             return self.of_types(name)
-        if self.of_call is not None and name in ("Tuple", "tuple"):
+        if self.of_call is not None and cls is TSTuple:
             return self.tuple_of()
         items = self.items("]")
         if name == "Annotated":
@@ -232,19 +216,19 @@ class _Reader:
     def compose(self, name: str, items: Sequence[TSType]) -> TSType:
         if self.of_call is None:
             return compose(name, items)
-        count = len(items)
-        if name in ("List", "list") and count == 1:
-            return TSList(items[0])
-        if name in ("Dict", "dict") and count == 2:
-            return TSDict(items[0], items[1])
-        if name == "Optional" and count == 1:
-            return TSUnion((items[0], NONE))
-        if name == "Union" and count:
+        if name == "Union" and items:
             return self.unite(items)
-        raise AnnotationError(f"{name} of {count} descriptor(s) is none")
+        cls = GENERIC.get(name)
+        if cls is TSOptional and len(items) == 1:
+            return TSUnion((items[0], NONE))
+        if cls is TSDict and len(items) == 2:
+            return TSDict(*items)  # descriptors allow keys of more types
+        if cls is None or cls in (TSOptional, TSDict) or len(items) != 1:
+            raise AnnotationError(f"{name} of {len(items)} descriptor(s) is none")
+        return cls.compose(name, items)
 
     def of_types(self, name: str) -> TSType:
-        """After ``Future[`` or ``RRef[``: parse the content as a type."""
+        """Parse the content of the brackets as types of the language."""
         of_call, self.of_call = self.of_call, None
         try:
             with self.faults_here():
@@ -414,16 +398,4 @@ def union_of(members: Sequence[TSType]) -> TSType:
 
 def compose(name: str, items: Sequence[TSType]) -> TSType:
     """Return a structural type, given the name of its constructor."""
-    if name in ("Tuple", "tuple"):
-        return TSTuple(tuple(items))
-    if name == "Union":
-        return union_of(items)
-    if name in ("Dict", "dict"):
-        if len(items) != 2:
-            raise AnnotationError(f"{name} has a key and a value type, got {len(items)} type(s)")
-        if not is_key_type(items[0]):
-            raise key_error(items[0], items[1])
-        return TSDict(items[0], items[1])
-    if len(items) != 1:
-        raise AnnotationError(f"{name} has one type, got {len(items)}")
-    return _SINGLE[name](items[0])
+    return union_of(items) if name == "Union" else GENERIC[name].compose(name, items)

@@ -190,6 +190,20 @@ def _field(kind: type, entry: object) -> str | None:
     return None
 
 
+def field_names(value: object) -> tuple[str, ...] | None:
+    """Return the names of a named tuple's elements; None for any other value."""
+    return names_of_class(type(value))
+
+
+def names_of_class(cls: type) -> tuple[str, ...] | None:
+    """Return `field_names` of the instances of a class."""
+    if optree.is_namedtuple_class(cls):
+        return tuple(optree.namedtuple_fields(cls))
+    if optree.is_structseq_class(cls):  # torch.return_types
+        return tuple(optree.structseq_fields(cls))
+    return None
+
+
 def key_text(key: object) -> str:
     """Return the key of a dict as text.
 
@@ -197,6 +211,17 @@ def key_text(key: object) -> str:
     """
     text = literal_text(key)
     return describe(key) if text is None else text.removeprefix("Literal[").removesuffix("]")
+
+
+def is_plain_value(value: object) -> bool:
+    """True for a value without tensors or parts: a number, a string, an enum."""
+    return isinstance(value, _PLAIN)
+
+
+_PLAIN = (
+    int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, enum.Enum,
+)  # fmt: skip
 
 
 _LITERALS = (int, bool, float, complex, str, bytes)
@@ -434,7 +459,7 @@ def _dim(text: str) -> Any:
         return None if text == "?" else ...
     if text.isdecimal():
         return int(text)
-    said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
+    said = [_bound_of_word(part.strip()) for part in text.split(" and ")]
     if len(said) == 1 and said[0] is None:
         return text  # a name or an expression, or invalid
     dims = [dim for dim in said if dim is not None]
@@ -443,7 +468,7 @@ def _dim(text: str) -> Any:
     return functools.reduce(Dim.meet, dims)
 
 
-def _said_of_dim(text: str) -> Dim | None:
+def _bound_of_word(text: str) -> Dim | None:
     """Parse ``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; return None for other texts."""
     stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
     if stepped is not None:

@@ -94,6 +94,24 @@ class TestInsideOf:
             torch.testing.assert_close(tsfunc.grad(total(tsfunc.specialize(f)))(x), want)
             torch.testing.assert_close(tsfunc.specialize(tsfunc.grad(total(f)))(x), want)
 
+    def test_derivatives_of_plain_tensors(self, f: Callable[[Tensor], Tensor]) -> None:
+        """torch's own operators drop tangents and second derivatives without an error."""
+
+        def total(g: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            return lambda x: (g(x) ** 2).sum()
+
+        by_rows = torch.autograd.functional
+        for x in INPUTS[:2]:
+            t = torch.randn(3)
+            want = by_rows.jacobian(PLAIN[f], x) @ t
+            torch.testing.assert_close(tsfunc.jvp(f, (x,), (t,)), (PLAIN[f](x), want))
+            torch.testing.assert_close(tsfunc.linearize(f, x)[1](t), want)
+            want = by_rows.hessian(total(PLAIN[f]), x) @ t
+            torch.testing.assert_close(tsfunc.hvp(total(f), (x,), (t,)), want)
+            torch.testing.assert_close(tsfunc.linearize(tsfunc.grad(total(f)), x)[1](t), want)
+            torch.testing.assert_close(tsfunc.jacrev(tsfunc.grad(total(f)))(x) @ t, want)
+            torch.testing.assert_close(tsfunc.vjp(tsfunc.grad(total(f)), x)[1](t)[0], want)
+
 
 SIZES = [torch.tensor([1.0, 0.5]), torch.tensor([-0.7, 0.2])]
 

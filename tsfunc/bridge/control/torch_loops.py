@@ -1,8 +1,8 @@
 """torch's own control flow, such as ``torch.cond``, called inside of tsfunc's transforms.
 
-torch compiles such a call with Dynamo, which does not support the tracers. The derivatives of the
-compiled call have no derivatives: its second derivative is zero, or wrong, or an error. While a
-level or a derivative is active the call is therefore made without Dynamo, and its operator, such as
+torch compiles such a call with Dynamo, which does not support the tracers. Of plain tensors torch's
+operators drop tangents and second derivatives without an error. While a level is active or a
+derivative is recorded, the call is therefore made without Dynamo, and its operator, such as
 ``torch.ops.higher_order.cond``, is replaced by the equivalent function of this library
 (``transforms/control/torch_forms``).
 
@@ -11,7 +11,7 @@ Private names used here (torch 2.13 and 2.14): torch's functions compile and cal
 Dynamo inside of the transforms too, and only the operators are replaced.
 ``torch._higher_order_ops.associative_scan`` has ``generic_associative_scan``, which is not an
 operator but a Python function; it halves the elements until one is left, and therefore reads their
-number.
+number. ``_functorch.maybe_current_level`` is the depth of torch.func's stack.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch._higher_order_ops.utils
+from torch._C import _functorch
 from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 
-from tsfunc.bridge.tracers.boundaries import outermost
+from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, registry
 from tsfunc.bridge.tracers.registrations import replace_in_transforms
 from tsfunc.dispatch.state import tls
@@ -59,8 +60,10 @@ class _Given(TorchFunctionMode):
 
 
 def _in_transform() -> bool:
-    """True if a level is active, or a derivative of plain tensors."""
-    return bool(tls.state.levels) or outermost.recording > 0 or outermost.forward > 0
+    """True while a level is active, or a derivative of plain tensors is, outside of torch.func."""
+    if tls.state.levels:
+        return True
+    return differentiates_here() and _functorch.maybe_current_level() is None
 
 
 def _redirect_to_own(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,7 +88,7 @@ def replace_halving(func: Callable[..., Any]) -> None:
 
 
 def patch_torch_loops() -> None:
-    """Patch torch so that its functions don't compile while a level is active."""
+    """Patch torch so that its functions don't compile inside of a transform."""
     utils: Any = torch._higher_order_ops.utils
     compiled = getattr(utils, "_hop_compile_and_call", None)
     if compiled is not None:

@@ -40,17 +40,11 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Target, differing
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.descriptor_sets import as_python
-from tsfunc.types.descriptors import child_at
 from tsfunc.types.grammar import (
     Descriptor,
-    TSFields,
-    TSNamedTuple,
-    TSPytree,
     TSTensor,
-    TSTuple,
 )
 from tsfunc.types.values import path_text
 
@@ -203,7 +197,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else besides what the function's descriptors promise already.
+    They guarantee nothing else besides what the function's descriptors guarantee already.
 
     Args:
         flat: the flattened arguments.
@@ -226,16 +220,16 @@ def descriptors_text(
     for name in given:
         if name in concerned:
             descriptors[name] = as_descriptor(given[name], name)
-    return f"{{{', '.join(f'{name!r}: {as_python(each)}' for name, each in descriptors.items())}}}"
+    return f"{{{', '.join(f'{name!r}: {each.as_python()}' for name, each in descriptors.items())}}}"
 
 
 def _at(described: Mapping[str, Descriptor], path: Sequence[Any]) -> Descriptor | None:
     """Return the given descriptor of an argument, if it is a part of a container's."""
     descriptor = described.get(path[0])
     for i in range(1, len(path)):
-        if not isinstance(descriptor, TSPytree | TSTuple | TSNamedTuple | TSFields):
+        if descriptor is None:
             return None
-        descriptor = child_at(descriptor, tuple(path[i:]))
+        descriptor = descriptor.child_at(tuple(path[i:]))
     return descriptor
 
 
@@ -316,7 +310,7 @@ class Variation:
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.scalars(inputs, bounds)}
         self.positions = {
-            name: i for i, name in names.items() if is_tame(call.flat[i]) and i not in taken
+            name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken
         }
         self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
         self._served: Names = frozenset()  # the values that may vary in the new program
@@ -383,7 +377,7 @@ class Variation:
         """Return True if numbers that have varied are inputs: a program needs a comparison."""
         return not assumptions.varying.isdisjoint(self.positions)
 
-    def conclude(self, assumptions: Assumptions) -> None:
+    def record_outcome(self, assumptions: Assumptions) -> None:
         """Note the values that vary in the new program, and those that can't."""
         self._served = assumptions.varying
         if self._tried and not self._served:

@@ -19,14 +19,13 @@ from tsfunc.transforms.abstract_eval import AbstractTensor
 from tsfunc.types import (
     DimSpec,
     MetaTensorType,
-    TSCustomClass,
-    TSModuleType,
     TSTensor,
     TSType,
     of_value,
 )
 from tsfunc.types.control_flow import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
+from tsfunc.types.lattice import nominal_view
 from tsfunc.types.sizes import DimExpr
 
 BRANCH_ADVICE = (
@@ -47,8 +46,7 @@ def _type(leaf: Any, *, device: bool = False) -> TSType:
         dims = [_dim(size) for size in leaf.shape]
         at = leaf.device if device else None
         return TSTensor(meta=MetaTensorType(dims, dtype=leaf.dtype, device=at))
-    found = of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf)
-    return TSCustomClass(found.cls) if isinstance(found, TSModuleType) else found
+    return nominal_view(of_value(kind_of(leaf)() if isinstance(leaf, SYMBOLIC) else leaf))
 
 
 def _dim(size: Any) -> DimSpec:
@@ -143,16 +141,16 @@ def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], a
     _check(what, names, carries, carry_faults, advice)
 
 
-def check_pair(what: str, found: Any) -> None:
+def check_pair(what: str, pair: Any) -> None:
     """Check that a step of a scan returns a carry and a result.
 
     Raises:
         TypeError: the step does not return a pair.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"{what}: the function must return a pair, the next carry and a result (None for no "
-            f"result), got {show(found)}."
+            f"result), got {show(pair)}."
         )
 
 
@@ -163,7 +161,7 @@ def _check(
     what: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
 ) -> None:
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
-    found = ""
+    differing = ""
     if left_spec == right_spec:
         # Fast path: most results have one type.
         if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
@@ -174,10 +172,10 @@ def _check(
             for path, a, b in zip(paths, left, right, strict=True)
             for line in _faults_of(a, b, _path(path), faults)
         ]
-        found = "\n" + "\n".join(lines)
+        differing = "\n" + "\n".join(lines)
     raise TypeCheckError(
         f"{what}: expected {names[0]} and {names[1]} to have one type, got\n"
-        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{found}\n{advice}"
+        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{differing}\n{advice}"
     )
 
 
@@ -256,7 +254,7 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def none_stacked(looks: Any, dim: int) -> Any:
+def stack_of_no_steps(looks: Any, dim: int) -> Any:
     """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:
