@@ -103,7 +103,7 @@ def test_solvers(name: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> None
         assert taken(lambda i=inputs, d=in_dims: tsfunc.vmap(op, d)(*i)) == wanted  # type: ignore[misc]
 
 
-def test_the_message_is_torchs_and_says_what_came() -> None:
+def test_the_message_is_that_of_torch_with_the_value() -> None:
     x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2)
     with pytest.raises(RuntimeError) as plain:
         torch.mm(x[0], y[0])

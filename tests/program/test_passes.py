@@ -49,7 +49,7 @@ class TestCommon:
         zeros = program_of(lambda x: torch.atan2(x, x * 0.0) + torch.atan2(x, x * -0.0), X)
         assert calls(zeros).count("mul") == 2
 
-    def test_calls_around_a_write_are_kept_apart(self) -> None:
+    def test_calls_around_a_write_are_not_merged(self) -> None:
         def f(x: Tensor) -> Tensor:
             x = x.clone()
             before = x.sin()
@@ -136,7 +136,9 @@ class TestNoOps:
     )
 
     @pytest.mark.parametrize("name, nothing", DOES_NOTHING, ids=[n for n, _ in DOES_NOTHING])
-    def test_what_does_nothing_goes(self, name: str, nothing: Callable[[Tensor], Tensor]) -> None:
+    def test_nodes_without_effect_are_removed(
+        self, name: str, nothing: Callable[[Tensor], Tensor]
+    ) -> None:
         assert calls(program_of(lambda x: nothing(x).sin(), X)) == ["sin"]
 
     DOES_SOMETHING: Sequence[tuple[str, Callable[[Tensor], Tensor]]] = (
@@ -151,7 +153,7 @@ class TestNoOps:
     )
 
     @pytest.mark.parametrize("name, use", DOES_SOMETHING, ids=[n for n, _ in DOES_SOMETHING])
-    def test_what_does_something_stays(self, name: str, use: Callable[[Tensor], Tensor]) -> None:
+    def test_nodes_with_an_effect_stay(self, name: str, use: Callable[[Tensor], Tensor]) -> None:
         assert len(calls(program_of(lambda x: use(x).sin(), X))) > 1
 
     def test_copies_that_are_written_to_or_returned_stay(self) -> None:
@@ -161,7 +163,7 @@ class TestNoOps:
         specialize(lambda x: x.clone().zero_())(x)
         torch.testing.assert_close(x, X)
 
-    def test_what_returns_its_argument_returns_it(self) -> None:
+    def test_functions_that_return_their_argument(self) -> None:
         x = X.clone()
         assert specialize(lambda x: x.float())(x) is x
 
@@ -186,12 +188,12 @@ class TestFolding:
 
         assert calls(program_of(masked, torch.randn(3, 3))) == ["masked_fill", "softmax"]
 
-    def test_what_the_caller_gets_is_made_anew(self) -> None:
+    def test_returned_objects_are_made_at_every_call(self) -> None:
         f = specialize(lambda x: (x, torch.zeros(2)))
         f(X)[1].add_(1)
         assert f(X)[1].tolist() == [0, 0]
 
-    def test_what_is_written_to_is_made_anew(self) -> None:
+    def test_written_tensors_are_made_at_every_call(self) -> None:
         def f(x: Tensor) -> Tensor:
             total = torch.zeros(3)
             for row in x:
@@ -237,7 +239,7 @@ class TestFrozen:
         g = specialize(lambda x: x + big[:1].t().expand(400, 4000)[:2, :3], closure="freeze")
         assert g(X).equal(X + 1)
 
-    def test_what_the_caller_gets_is_made_anew(self) -> None:
+    def test_returned_objects_are_made_at_every_call(self) -> None:
         f = specialize(lambda x: (x, W * 2), closure="freeze")
         f(X)[1].zero_()
         assert f(X)[1].equal(W * 2)
@@ -273,7 +275,7 @@ class TestDeadCode:
         program = program_of(f, X, X)
         assert calls(program) == ["sin"] and "unused" not in program.source
 
-    def test_what_is_drawn_moves_the_generator(self) -> None:
+    def test_draws_advance_the_generator(self) -> None:
         def f(x: Tensor) -> Tensor:
             torch.rand(3)
             return x + torch.rand(3)
@@ -367,6 +369,97 @@ def test_a_program_in_vmap_is_its_function(func: Callable[[Tensor], Any]) -> Non
     want = [func(x) for x in xs.clone()]
     got = vmap(specialize(func))(xs.clone())
     torch.testing.assert_close(got, [torch.stack(each) for each in zip(*want, strict=True)])
+
+
+@st.composite
+def view_steps(draw: st.DrawFn) -> list[tuple[str, Any]]:
+    """Views of views of a tensor of 24 numbers in three dims, by methods and their arguments."""
+    shape, steps = [2, 3, 4], []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(("transpose", "permute", "unsqueeze", "squeeze", "reshape")))
+        args: Any
+        if kind == "transpose":
+            args = (draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, len(shape) - 1)))
+            shape[args[0]], shape[args[1]] = shape[args[1]], shape[args[0]]
+        elif kind == "permute":
+            args = (draw(st.permutations(range(len(shape)))),)
+            shape = [shape[i] for i in args[0]]
+        elif kind == "unsqueeze":
+            args = (draw(st.integers(0, len(shape))),)
+            shape.insert(args[0], 1)
+        elif kind == "squeeze":
+            args = ()
+            shape = [size for size in shape if size > 1]
+        else:
+            shape = list(draw(st.sampled_from(((24,), (4, 6), (2, 1, 3, 4), (2, 3, 4), (8, 3)))))
+            args = (tuple(shape),)
+        steps.append((kind, args))
+    return steps
+
+
+def followed(x: Tensor, steps: Sequence[tuple[str, Any]]) -> Tensor:
+    for kind, args in steps:
+        x = getattr(x, kind)(*args)
+    return x
+
+
+class TestViewsOfViews:
+    def test_permutations_become_one(self) -> None:
+        f = program_of(lambda x: x.sin().transpose(0, 1).permute(2, 0, 1).transpose(1, 2), X[None])
+        assert calls(f) == ["sin", "permute"]
+
+    def test_permutations_that_undo_each_other_are_gone(self) -> None:
+        f = program_of(lambda x: x.sin().t().t().cos().transpose(0, 1).transpose(1, 0), X)
+        assert calls(f) == ["sin", "cos"]
+
+    def test_other_views_become_one_or_none(self) -> None:
+        f = program_of(lambda x: x.unsqueeze(1).flatten(0, 1).sin().view(6).view(3, 2).cos(), X)
+        assert calls(f) == ["sin", "reshape", "cos"]
+
+    def test_the_caller_gets_no_value_twice(self) -> None:
+        f = specialize(lambda x: (y := x.sin(), y.t().t()))
+        one, other = f(X)
+        assert one is not other and one.data_ptr() == other.data_ptr()
+        got = specialize(lambda x: x.t().t())(X)
+        assert got is not X and got.data_ptr() == X.data_ptr()
+
+    def test_named_sizes_keep_their_views(self) -> None:
+        f = specialize(lambda x: x.sin().unsqueeze(0).flatten().cos(), {"x": Meta(["n", 3])})
+        for n in (2, 5):
+            x = torch.randn(n, 3)
+            torch.testing.assert_close(f(x), x.sin().flatten().cos())
+
+    @given(steps=view_steps(), start=st.sampled_from(("x", "sin", "permuted")), last=st.booleans())
+    def test_chains_are_their_functions(
+        self, steps: list[tuple[str, Any]], start: str, last: bool
+    ) -> None:
+        """Values, strides and shared memory are the same, with the last view as the result too."""
+
+        def f(x: Tensor) -> list[Tensor]:
+            first = x if start == "x" else x.sin() if start == "sin" else x.sin().permute(2, 0, 1)
+            if start == "permuted":
+                first = first.permute(1, 2, 0)
+            view = followed(first, steps)
+            return [view, first] if last else [view * 2]
+
+        x = torch.randn(2, 3, 4)
+        y = x.clone()
+        got, want = specialize(f)(x), f(y)
+        assert [each.stride() for each in got] == [each.stride() for each in want]
+        torch.testing.assert_close([x, *got], [y, *want])
+        got[0].add_(1)
+        want[0].add_(1)
+        torch.testing.assert_close([x, *got], [y, *want])
+
+    @given(steps=view_steps())
+    def test_derivatives_through_chains(self, steps: list[tuple[str, Any]]) -> None:
+        def f(x: Tensor) -> Tensor:
+            return followed(x.sin(), steps).square() * 0.5
+
+        x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+        (got,) = torch.autograd.grad(specialize(f)(x).sum(), x)
+        (want,) = torch.autograd.grad(f(x).sum(), x)
+        torch.testing.assert_close(got, want)
 
 
 def test_slices_to_the_end_say_so_by_none() -> None:

@@ -24,7 +24,7 @@ def printed(func: Any, *args: Any) -> list[str]:
     return [line.strip() for line in str(f.program).splitlines()]
 
 
-def test_types_and_lines_stand_beside_what_is_computed() -> None:
+def test_types_and_lines_are_printed_beside_values() -> None:
     lines = printed(layer, torch.ones(3, 4))
     assert lines[0] == "def layer(args):"
     assert "# WEIGHT: float32[4, 2] cpu requires_grad" in lines
@@ -85,7 +85,7 @@ def test_properties() -> None:
     assert "Properties(dtype=torch.bool" in repr(known)
 
 
-def test_writes_change_what_is_known() -> None:
+def test_writes_change_the_known_metadata() -> None:
     def f(x: Tensor) -> Tensor:
         out = torch.zeros(3, 2)
         out.add_(x @ WEIGHT)

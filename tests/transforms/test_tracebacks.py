@@ -107,7 +107,7 @@ def test_a_refusal_shows_the_users_call_alone(call: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
-def test_a_note_says_what_ran() -> None:
+def test_a_note_names_the_rule_that_ran() -> None:
     error = raised(lambda: vmap(grad(wrong), (0, None))(X, W))
     (note,) = vars(error)["__notes__"]
     first, second = note.splitlines()

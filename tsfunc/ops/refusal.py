@@ -28,7 +28,9 @@ from tsfunc.ops.registry import Dims, Rule, RuleLevel
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
 
 
-def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def raise_as_one_example(
+    op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Raise torch's error for one example; return NotImplemented if torch accepts the call.
 
     The error has the type of torch's error. The shapes of the examples are appended to its
@@ -100,7 +102,7 @@ def _check(
             return
         except Exception:
             pass  # the values may be the reason
-    refused(op, dims, args, kwargs)
+    raise_as_one_example(op, dims, args, kwargs)
 
 
 def _signature(value: Any, at: Any) -> Any:

@@ -59,7 +59,15 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the mean over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -79,8 +87,15 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the elementwise maximum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`. Examples with equal values share
-    the gradient.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -97,7 +112,15 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     """Return the elementwise minimum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`pmax`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch

@@ -384,13 +384,13 @@ _RULES: Final[tuple[Any, ...]] = (
     feature_batched.layer_norm, feature_batched.native_layer_norm,
     feature_batched.native_layer_norm_backward, fixed.added_product,
     fixed.added_product_inplace, fixed.addmm, fixed.addr, fixed.bmm, fixed.linear,
-    fixed.matmul, fixed.of_ranks, fixed.outer, indexing.gather, indexing.index_fill,
+    fixed.matmul, fixed.outer, fixed.product_of_ranks, indexing.gather, indexing.index_fill,
     indexing.index_select, indexing.index_write, indexing.scatter,
     losses.nll_loss_backward, losses.nll_loss_forward, losses.pointwise_loss,
     losses.pointwise_loss_backward, n_dimensional.flip, n_dimensional.triangle,
-    n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along,
+    n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along_dim,
     reductions.along_inplace, reductions.aminmax, reductions.arg_extreme,
-    reductions.count_nonzero, reductions.norm, reductions.over_all, reductions.prod,
+    reductions.count_nonzero, reductions.norm, reductions.over_all_dims, reductions.prod,
     reductions.reduction, reductions.variance, sorting.sort, tensor_iterator.clamp,
     tensor_iterator.masked_fill, tensor_iterator.masked_fill_scalar_inplace,
     tensor_iterator.masked_fill_tensor, tensor_iterator.masked_fill_tensor_inplace,
@@ -429,7 +429,7 @@ _OTHER_INTS: Final = frozenset({
 _MOST_SCALED: Final = 1 << 16
 
 
-class _Unserved(Exception):
+class _NotScalable(Exception):
     """A call that a call on small tensors does not represent."""
 
 
@@ -513,7 +513,7 @@ def _all_sizes(
 ) -> Iterator[int]:
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if name == "dropout_p" and value:
-            raise _Unserved
+            raise _NotScalable
         if name in _SIZES:
             yield from (value,) if isinstance(value, int) else value
             continue
@@ -552,7 +552,7 @@ class _Scale:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Return a small tensor with the order and the gaps of a tensor's strides."""
         if value.is_conj() or value.is_neg():
-            raise _Unserved
+            raise _NotScalable
         shape, strides = value.shape, value.stride()
         small, steps = [self._small[n] for n in shape], [0] * len(shape)
         large_step, small_step = 1, 1
@@ -560,14 +560,14 @@ class _Scale:
             if strides[dim] == 0:
                 continue
             if strides[dim] < large_step:
-                raise _Unserved  # the tensor overlaps itself, or a dim of size 1 is out of order
+                raise _NotScalable  # the tensor overlaps itself, or a dim of size 1 is out of order
             if strides[dim] > large_step:  # a gap
                 large_step, small_step = strides[dim], 2 * small_step
             steps[dim] = small_step
             large_step *= max(shape[dim], 1)
             small_step *= max(small[dim], 1)
         if small_step > _MOST_SCALED:
-            raise _Unserved
+            raise _NotScalable
         memory = torch.zeros(small_step, dtype=value.dtype)
         return memory.as_strided(small, steps)
 
@@ -576,14 +576,14 @@ class _Scale:
         if isinstance(value, list | tuple):
             return type(value)([self.result(each, sums) for each in value])
         if not isinstance(value, torch.Tensor):
-            raise _Unserved
+            raise _NotScalable
         for given, small in self._tensors.values():
             if value is small:
                 return given
             if value.untyped_storage()._cdata == small.untyped_storage()._cdata:
-                raise _Unserved  # a view
+                raise _NotScalable  # a view
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
-            raise _Unserved
+            raise _NotScalable
         shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
         return Metadata(shape, self._strides(value, shape), value.dtype)
 
@@ -595,10 +595,10 @@ class _Scale:
         for dim in sorted(range(value.dim()), key=lambda d: strides[d]):
             if value.shape[dim] > 1:
                 if strides[dim] != small_step:
-                    raise _Unserved  # a gap, or an expanded dim
+                    raise _NotScalable  # a gap, or an expanded dim
                 small_step *= value.shape[dim]
                 large_step *= shape[dim]
                 steps[small_step] = large_step
         if any(step not in steps for step in strides):
-            raise _Unserved
+            raise _NotScalable
         return [steps[step] for step in strides]

@@ -20,7 +20,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
+from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required, satisfying
 from tsfunc.bridge.sizes.fake_mode import unlogged
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -119,7 +119,7 @@ class ShapeProbe:
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         kept = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
-        return keeping(self.needed, within)
+        return satisfying(self.needed, within)
 
     def _least(self, symbol: Any) -> float:
         """Return the least number that a symbol may be."""

@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 
 
-class Rerun:
+class FakeRerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:
@@ -61,16 +61,18 @@ class Rerun:
         with outside[0], outside[1], torch.no_grad(), unlogged():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
-            return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
+            return results_of(
+                self._mode, name, target, writes, _plain_lists(args), _plain_lists(dict(kwargs))
+            )
 
 
-def _lists(value: Any) -> Any:
+def _plain_lists(value: Any) -> Any:
     """Replace the list class of torch.fx, which other code does not flatten, by lists."""
     if isinstance(value, dict):
-        return {name: _lists(item) for name, item in value.items()}
+        return {name: _plain_lists(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_lists(item) for item in value]
-    return tuple([_lists(item) for item in value]) if type(value) is tuple else value
+        return [_plain_lists(item) for item in value]
+    return tuple([_plain_lists(item) for item in value]) if type(value) is tuple else value
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -1,0 +1,142 @@
+"""The pass that composes views of views.
+
+NOTE [composed views]
+A batching rule folds the batch dim into another dim or puts it beside one, calls an operator, and
+undoes this. The program of a transformed function therefore has chains of views, each of which
+costs a call. Two kinds of chains become one call, or none if they undo each other:
+
+- permutations of dims (``t``, ``transpose``, ``permute``): a ``permute``,
+- operators that keep the order of the elements (``view``, ``reshape``, ``flatten``, ``unflatten``,
+  ``unsqueeze``, ``squeeze``) with fixed sizes: a ``reshape``. It is a view wherever the chain is
+  one. ``reshape`` and ``flatten`` copy what they can't view, and the composition may then be a
+  view, so a chain with one of them stays if the caller gets its result.
+
+A value that is written to keeps its chain. If a chain undoes itself, the caller gets the value that
+it began with only if that is a new tensor of the program, and not a result already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.dispatch import state
+from tsfunc.program.passes.effects import Aliases, aliased
+
+_PERMUTATIONS: Final = frozenset({"aten::t", "aten::transpose.int", "aten::permute"})
+_VIEWS_IN_ORDER: Final = frozenset({
+    "aten::view", "aten::unsqueeze", "aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims",
+    "aten::unflatten.int",
+})  # fmt: skip
+_MAY_COPY: Final = frozenset({"aten::reshape", "aten::flatten.using_ints"})
+_IN_ORDER: Final = _VIEWS_IN_ORDER | _MAY_COPY
+
+
+def compose_views(graph: torch.fx.Graph) -> None:
+    """Replace a view of a view by one view, or by the value itself (NOTE [composed views])."""
+    if torch_state.in_dispatch_modes():
+        return  # a mode would see the reshapes that this pass tries
+    aliases = Aliases(graph)
+    results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
+    for node in graph.nodes:
+        if _composable(node, aliases):
+            chain = [node]
+            while _composable(chain[-1].args[0], aliases, node):
+                chain.append(chain[-1].args[0])
+            source: Any = chain[-1].args[0]
+            if len(chain) > 1 and isinstance(source, torch.fx.Node):
+                _compose(graph, chain, source, aliases, results)
+
+
+def _name(node: Any) -> str:
+    op = node.meta.get("op") if isinstance(node, torch.fx.Node) else None
+    return op.name if isinstance(op, TorchOperator) else ""
+
+
+def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None) -> bool:
+    """Return True if a node may be in a chain, before a node of the same kind if one is given."""
+    name = _name(node)
+    kind = _PERMUTATIONS if name in _PERMUTATIONS else _IN_ORDER if name in _IN_ORDER else ()
+    if name not in kind or not node.args or aliases.is_written(node):
+        return False
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    if after is None:
+        return True
+    quiet = node.meta.get("no_grad", False) == after.meta.get("no_grad", False)
+    return quiet and _name(after) in kind
+
+
+def _compose(
+    graph: torch.fx.Graph,
+    chain: Sequence[torch.fx.Node],
+    source: torch.fx.Node,
+    aliases: Aliases,
+    results: set[torch.fx.Node],
+) -> None:
+    """Replace the first node of a chain, which ends with a view of ``source``."""
+    node, escapes = chain[0], aliases.escapes(chain[0])
+    value, before = node.meta["val"], source.meta.get("val")
+    if not isinstance(before, torch.Tensor) or before.layout is not torch.strided:
+        return
+    target: Any
+    if _name(node) in _PERMUTATIONS:
+        order = list(range(before.dim()))
+        for each in reversed(chain):
+            order = [order[i] for i in _permutation(each)]
+        target, argument = torch.ops.aten.permute.default, order
+        undone = order == list(range(before.dim()))
+    else:
+        if escapes and any(_name(each) in _MAY_COPY for each in chain):
+            return
+        if not _fixed(value) or not _fixed(before) or not _same_strides(before, value):
+            return
+        target, argument = torch.ops.aten.reshape.default, list(value.shape)
+        undone = value.shape == before.shape and value.stride() == before.stride()
+    if not undone:
+        node.target, node.meta["op"] = target, operator_of(target)
+        node.args, node.kwargs = (source, argument), {}
+    elif not escapes or (_is_new(source) and source not in results):
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+        if escapes:
+            aliases.leaves(source)
+            results.add(source)
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Return True if a value has memory of its own."""
+    return node.op == "call_function" and "op" in node.meta and not any(aliased(node))
+
+
+def _permutation(node: torch.fx.Node) -> list[int]:
+    """Return the dim of the argument that is at each position of the result."""
+    rank = node.meta["val"].dim()
+    given: Any = (*node.args[1:], *node.kwargs.values())
+    if _name(node) == "aten::permute":
+        return [dim % rank for dim in given[0]]
+    order = list(range(rank))
+    if rank:
+        one, other = (dim % rank for dim in given) if given else (0, rank - 1)
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _fixed(value: torch.Tensor) -> bool:
+    """Return True if a value has elements, and its sizes and strides are numbers."""
+    numbers = (*value.shape, *value.stride())
+    return all(type(n) is int for n in numbers) and math.prod(value.shape) > 0
+
+
+def _same_strides(before: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if a reshape has the strides of the chain's result."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        meta = torch.empty_strided(before.shape, before.stride(), device="meta")
+        return meta.reshape(value.shape).stride() == value.stride()
