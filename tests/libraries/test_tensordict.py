@@ -147,11 +147,12 @@ def test_names_are_those_of_torch_func(function: str, in_dim: int, out_dim: int)
 
 
 def test_one_entry_in_out_dims_is_that_of_a_single_collection() -> None:
+    given = nested()
     for dim in (0, 1):
-        got = tsfunc.vmap(FUNCTIONS["apply"], out_dims=(dim,))(nested())
-        assert_same(got, torch.func.vmap(FUNCTIONS["apply"], out_dims=(dim,))(nested()))
+        got = tsfunc.vmap(FUNCTIONS["apply"], out_dims=(dim,))(given)
+        assert_same(got, torch.func.vmap(FUNCTIONS["apply"], out_dims=(dim,))(given))
     with pytest.raises(ValueError, match="not compatible"):
-        tsfunc.vmap(FUNCTIONS["apply"], out_dims=(0, 0))(nested())
+        tsfunc.vmap(FUNCTIONS["apply"], out_dims=(0, 0))(given)
 
 
 @pytest.mark.parametrize("stack_dim", [0, 1])
