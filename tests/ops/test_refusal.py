@@ -113,6 +113,13 @@ def test_the_message_is_that_of_torch_with_the_value() -> None:
     assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
 
 
+def test_the_message_says_the_dtypes_where_they_differ() -> None:
+    x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="Inside of vmap, mm was called") as caught:
+        tsfunc.vmap(torch.mm)(x, y)
+    assert "and dtype torch.float32, torch.float64." in str(caught.value)
+
+
 def test_a_bias_does_not_widen_the_result() -> None:
     x, weights, bias = torch.ones(2), torch.ones(SIZE, 1, 2), torch.ones(3)
     with pytest.raises(RuntimeError) as plain:

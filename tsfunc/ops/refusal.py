@@ -41,11 +41,13 @@ def raise_as_one_example(
     try:
         op(*examples, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in examples if isinstance(x, Tensor))
-        raise type(error)(
-            f"{error}\nShape mismatch inside of vmap: {op_name(op)} was called on examples of "
-            f"shape {shapes}."
-        ) from None
+        tensors = [x for x in examples if isinstance(x, Tensor)]
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        call = f"{op_name(op)} was called on examples of shape {shapes}"
+        if len({x.dtype for x in tensors}) > 1:
+            call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
+            raise type(error)(f"{error}\nInside of vmap, {call}.") from None
+        raise type(error)(f"{error}\nShape mismatch inside of vmap: {call}.") from None
     return NotImplemented
 
 

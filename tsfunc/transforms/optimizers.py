@@ -87,6 +87,10 @@ class FunctionalOptimizer:
         leaves, tree = pytrees.flatten(params)
         gradients = self._like(tree, grads, "grads")
         states = self._like(tree, state, "state")
+        for path, leaf, gradient, before in zip(
+            tree.paths(), leaves, gradients, states, strict=True
+        ):
+            self._check(path, leaf, gradient, before)
         made = [_leaf(each) for each in leaves]
         optimizer = self._optimizer(made, options)
         for leaf, gradient, before in zip(made, gradients, states, strict=True):
@@ -142,6 +146,26 @@ class FunctionalOptimizer:
                 f"of params: {error}"
             ) from None
         return leaves
+
+    def _check(self, path: Any, param: Any, gradient: Any, state: Any) -> None:
+        """Raise an error for a gradient or a state that is not one of its parameter."""
+        at = "".join(f"[{entry!r}]" for entry in path)
+        step = f"functional_optimizer({self.cls.__name__}).step"
+        if not (gradient is None or isinstance(gradient, torch.Tensor)):
+            raise TypeError(
+                f"{step}: expected a tensor or None for grads{at}, got {type(gradient).__name__}. "
+                f"The order of the arguments is params, grads, state."
+            )
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"{step}: expected a dict, as init returns it, for state{at}, got "
+                f"{type(state).__name__}. The order of the arguments is params, grads, state."
+            )
+        if gradient is not None and gradient.shape != param.shape:
+            raise ValueError(
+                f"{step}: expected grads{at} of shape {tuple(param.shape)}, as params{at} is, got "
+                f"{tuple(gradient.shape)}."
+            )
 
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options.items() if name != "foreach"}

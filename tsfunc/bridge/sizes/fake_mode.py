@@ -47,7 +47,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import CodeType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -85,6 +84,7 @@ from tsfunc.ops import (
     tensor_iterator,
     views,
 )
+from tsfunc.tracebacks import in_public_call
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -357,20 +357,13 @@ def _is_served(overload: OpOverload) -> bool:
 # --- errors of fake tensors
 
 
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Disable torch's log of operators that raise on fake tensors within a block.
-
-    The errors are still raised; only the extra traceback on stderr is suppressed.
-    """
-    before, _logger.disabled = _logger.disabled, True
-    try:
-        yield
-    finally:
-        _logger.disabled = before
+def _is_of_users(record: logging.LogRecord) -> bool:
+    return not in_public_call()
 
 
-_logger = logging.getLogger(FakeTensorMode.__module__)
+# torch logs a traceback for an operator that raises on fake tensors. The error is raised too, and
+# the user of a public function sees it there, folded.
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_of_users)
 
 
 # --- calls of operators on small tensors

@@ -21,7 +21,6 @@ from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required, satisfying
-from tsfunc.bridge.sizes.fake_mode import unlogged
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # the number of accepted other sizes at which results are compared
@@ -143,7 +142,7 @@ class ShapeProbe:
                 return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
             return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
 
-        with DisableTorchFunction(), mode, unlogged():
+        with DisableTorchFunction(), mode:
             try:
                 args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
                 return self.call(*args, **kwargs)

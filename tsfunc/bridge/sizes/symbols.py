@@ -420,7 +420,8 @@ class Symbols:
     def in_users_names(self, text: str) -> str:
         """Return a text with the user's names in place of the trace's symbols."""
         names = {str(symbol): name for symbol, name in self._all_names().items()}
-        return re.sub(r"\b[a-z]+\d+\b", lambda at: names.get(at[0], at[0]), text)
+        # torch writes shapes as (1xs39xs94), too.
+        return re.sub(r"(?:\b|(?<=\dx))[a-z]+\d+(?=\b|x)", lambda at: names.get(at[0], at[0]), text)
 
     def _all_names(self) -> dict[Any, str]:
         """Return a name for each symbol; those that no node has yet are numbers of data."""

@@ -73,8 +73,8 @@ def inductor(
 
 def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     """Return the result of a torch backend for a module."""
-    if _has_loops(module):
-        examples = _for_loops(examples)
+    if _has_numbers(module):
+        examples = _with_numbers(examples)
     try:
         with copied_views():
             return backend(module, list(examples))
@@ -93,8 +93,14 @@ def _has_loops(module: torch.fx.GraphModule) -> bool:
     return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
 
 
-def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return fake examples for a graph with loops, with symbols for numbers in the loops."""
+def _has_numbers(module: torch.fx.GraphModule) -> bool:
+    """True if the graph computes numbers: in loops, or of tensors, as Adam does its step size."""
+    number = torch.ops.aten._local_scalar_dense.default
+    return _has_loops(module) or any(node.target is number for node in _every_node(module))
+
+
+def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return fake examples for a graph that computes numbers, with symbols for these."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)

@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.sizes.assumed_facts import assume
-from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.tracers import torch_state
@@ -58,7 +57,7 @@ class FakeRerun:
         rules for composites are wrong: that of ``nll_loss`` has its arguments in another order.
         """
         outside = torch_state.outside_all_levels(), state.outside_all_levels()
-        with outside[0], outside[1], torch.no_grad(), unlogged():
+        with outside[0], outside[1], torch.no_grad():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
             return results_of(

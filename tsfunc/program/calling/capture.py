@@ -26,7 +26,6 @@ import torch.fx
 
 from tsfunc import pytrees, rage
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
@@ -264,9 +263,7 @@ class _Trace:
                 self.level, self.instances, self._attributes.append, self._record
             )
             try:
-                with (
-                    is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
-                ):  # fmt: skip
+                with is_compiling(), self.level, watching_random(), watching_factories():
                     return self._call(self._arguments())
             except BaseException:
                 self.symbols.end()
@@ -483,10 +480,12 @@ class _Trace:
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = dict(constants)
+        named: dict[str, torch.Tensor] = {}  # the tensors from outside that are inputs
         for tensor, tracer in level.lifted.values():
             if tracer.node not in used:
                 continue
             if id(tensor) in reached:
+                named[str(tracer.node.target)] = tensor
                 _make_input(graph, tracer.node)
                 positions.append(reached[id(tensor)])
             else:
@@ -497,9 +496,9 @@ class _Trace:
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
         taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
-        names = names_in_source(request.func, lifted, builder.read, taken)
+        names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
         for node in graph.nodes:
-            if node.op == "get_attr" and node.target in names:
+            if node.op in ("get_attr", "placeholder") and node.target in names:
                 node.name = node.target = names[node.target]
         lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)

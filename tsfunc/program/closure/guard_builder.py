@@ -473,8 +473,8 @@ class GuardBuilder:
         if isinstance(value, defaultdict):
             text = f"{source.text}.default_factory"
             self.guard(value.default_factory, source.attribute("default_factory", text))
-        for key, item in items.items():
-            way = f".{key}" if namespace else f"[{key!r}]"
+        for i, (key, item) in enumerate(items.items()):
+            way = f".{key}" if namespace else f"[{self._spelled_key(key, i)}]"
             text, owner = source.text + way, source.owner + way
             if namespace:
                 at = source.attribute(key, text, owner)
@@ -488,6 +488,16 @@ class GuardBuilder:
                 self.numbers.put_into(value, key, self.tuple_of_numbers(item, at))
             else:
                 self.guard(item, at)
+
+    def _spelled_key(self, key: Any, i: int) -> str:
+        """Return the text of the i-th key of a dict: a tensor's is the place that it was read from.
+
+        The values of a tensor, which its repr has, differ from process to process.
+        """
+        if not isinstance(key, torch.Tensor):
+            return repr(key)
+        places = (text for text, value in self.read.items() if value is key)
+        return next(places, f"<{type(key).__name__} {i}>")
 
     def tuple_of_numbers(
         self, items: tuple[Any, ...], source: Source
