@@ -283,7 +283,10 @@ class Writer:
         graph: its graph.
         exact: see :func:`in_torch_operators`.
         order: how often torch's autograd differentiates the operators that are written.
+        in_block: True in a body, whose nodes do not say if autograd records them.
     """
+
+    in_block = False
 
     def __init__(
         self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True, order: int = 0
@@ -333,6 +336,33 @@ class Writer:
             made.meta["val"] = contiguous_like(value)
         return made
 
+    def recorded(self, carry: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+        """Return the first carry of a loop so that autograd records all of it, if it records any.
+
+        torch takes a carry for a constant if it does not require grad before the first step. The
+        others get a zero that depends on the operands: the sum of no elements of each.
+        """
+        tracked = [x for x in operands if _is_real_or_complex(x) and self._tracks(x)]
+        aten = torch.ops.aten
+        made = []
+        for node in carry:
+            if _is_real_or_complex(node):
+                value = node.meta["val"]
+                for x in tracked:
+                    flat = self.call(aten.reshape.default, x, [-1])
+                    none = self.call(aten.abs.default, self.call(aten.slice.Tensor, flat, 0, 0, 0))
+                    zero = self.call(aten.sum.default, none)
+                    kind = {"dtype": value.dtype}
+                    zero = self.graph.call_function(aten._to_copy.default, (zero,), kind)
+                    node = self.call(aten.sub.Tensor, node, zero)  # a sum would change -0.0
+                    node.meta["val"] = value
+            made.append(node)
+        return made
+
+    def _tracks(self, node: torch.fx.Node) -> bool:
+        """True if autograd may record a tensor when the graph runs."""
+        return self.order > 0 or self.in_block or bool(node.meta.get("requires_grad"))
+
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
         """Return a predicate of dtype bool, as torch requires."""
         value = node.meta.get("val")
@@ -354,6 +384,7 @@ class Writer:
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
         inner = Writer(root, graph, self.exact, self.order)
+        inner.in_block = True
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
             graph.output(results)
@@ -543,6 +574,11 @@ def one_of(node: Any, dim: int | None) -> Any:
     made = torch.fx.Graph().placeholder("x")
     made.meta["val"] = node.meta["val"].select(dim, 0)
     return made
+
+
+def _is_real_or_complex(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _itself(node: torch.fx.Node) -> torch.fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
@@ -53,8 +54,31 @@ class ControlFlowOperator(ControlFlow):
         """Return the result of :meth:`mapped` if it can be computed without tracers; else None."""
         return None
 
+    def pushed(self, count: int, by: Sequence[int]) -> Callable[..., tuple[Any, ...]] | None:
+        """Return the pushforward in other control flow; None if torch can derive it.
+
+        The function takes the operands of :meth:`pushforward`.
+        """
+        return None
+
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
+
+    def retraced(
+        self, writer: Writer, run: Callable[..., tuple[Any, ...]], operands: Sequence[Any]
+    ) -> list[torch.fx.Node]:
+        """Write a function of the operands that calls control flow: ``bridge/control/retraced``."""
+        known: dict[Any, Any] = {}
+
+        def number(value: Any) -> Any:
+            expr = value.node.expr
+            if expr not in known:
+                known[expr] = writer.number(value, operands)
+            return known[expr]
+
+        body, numbers = retraced(self.name, run, operands, number)
+        simplify_part(body.graph)
+        return writer.inline(body, [*operands, *numbers])
 
 
 class Pullback(ControlFlowOperator):
@@ -125,11 +149,7 @@ class MappedOperator(ControlFlowOperator):
         return self._vmapped(*operands) if physical is None else tuple(physical)
 
     def _vmapped(self, *operands: Any) -> tuple[Any, ...]:
-        dims = [0 if batched else None for batched in self.batched]
-        dims += [None] * (len(operands) - len(dims))
-        every = vmap(self.op, in_dims=tuple(dims), randomness="same")
-        results: tuple[Any, ...] = every(*operands)
-        return results
+        return _mapped(self.op, self.batched, *operands)
 
     @property
     def _merged(self) -> Callable[..., tuple[Any, ...]] | None:
@@ -143,20 +163,15 @@ class MappedOperator(ControlFlowOperator):
         either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
         return _flattened(MappedOperator(inner.op, either), self.batched, inner.batched)
 
+    def pushed(self, count: int, by: Sequence[int]) -> Callable[..., tuple[Any, ...]] | None:
+        run = self.op.pushed(count, by)
+        if run is None:
+            return None
+        return functools.partial(_mapped, run, [*self.batched, *(self.batched[i] for i in by)])
+
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Write choices and loops of the whole batch: see ``bridge/control/retraced``."""
-        known: dict[Any, Any] = {}
-
-        def number(value: Any) -> Any:
-            expr = value.node.expr
-            if expr not in known:
-                known[expr] = writer.number(value, operands)
-            return known[expr]
-
-        every = self._merged or self._vmapped
-        body, numbers = retraced(self.name, every, operands, number)
-        simplify_part(body.graph)
-        return writer.inline(body, [*operands, *numbers])
+        """Write choices and loops of the whole batch."""
+        return self.retraced(writer, self._merged or self._vmapped, operands)
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
         """True if merging two vmaps does not expand the operands by much."""
@@ -186,6 +201,16 @@ class MappedOperator(ControlFlowOperator):
         if not any(batched):  # the number of calls would be unknown
             return None
         return Narrowed(MappedOperator(inner.op, batched), inner.operands, inner.results)
+
+
+def _mapped(
+    op: Callable[..., tuple[Any, ...]], batched: Sequence[bool], *operands: Any
+) -> tuple[Any, ...]:
+    """Call an operator, or an equivalent function, for a batch; numbers follow the operands."""
+    dims = [0 if each else None for each in batched]
+    dims += [None] * (len(operands) - len(dims))
+    results: tuple[Any, ...] = vmap(op, in_dims=tuple(dims), randomness="same")(*operands)
+    return results
 
 
 def _flattened(
@@ -289,7 +314,16 @@ class Pushforward(ControlFlowOperator):
         results: tuple[Any, ...] = pushed
         return results
 
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        run = self.op.pushed(self.count, self.by)
+        if run is None:
+            return super().in_torch(writer, operands)
+        return self.retraced(writer, run, operands)
+
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
+        if self.op.pushed(self.count, self.by) is not None:
+            module: Callable[..., Any] = writer.module(self, operands)
+            return module
         stop = self.count + len(self.by)
         ones = [*operands[: self.count], *operands[stop:]]
         # A pushforward is the derivative of the pullback.

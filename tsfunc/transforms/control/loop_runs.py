@@ -23,6 +23,7 @@ from tsfunc.bridge.tracers.draw_keys import (
 )
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched
 from tsfunc.transforms.control.active import SubsetGroup, repeat
@@ -36,6 +37,7 @@ from tsfunc.transforms.control.choice import (
     truth_of,
     values_at,
 )
+from tsfunc.transforms.control.derived_operators import Pushforward
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
     as_tensor,
@@ -47,6 +49,7 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.programs import record_while
 from tsfunc.transforms.control.zero_steps import check_zero_steps
+from tsfunc.transforms.forward import jvp
 
 ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
@@ -394,6 +397,46 @@ def _run(op: While, *operands: Any) -> Any:
     )
     loop.bodies, loop.rest, loop.checked = (condition, body), rest, True
     return loop.whole(operands[: op.carried])
+
+
+@run_by(Pushforward)
+def _run_pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
+    """Run a loop over a traced loop's carry and its tangents; return the tangents.
+
+    Args:
+        op: the traced loop.
+        count: the number of its tensor operands.
+        by: the positions of the operands that have tangents.
+        operands: the tensor operands, the tangents, and the numbers of the loop.
+    """
+    condition, body = op.bodies
+    stop = count + len(by)
+    inputs, tangents = operands[:count], dict(zip(by, operands[count:stop], strict=True))
+    carry, rest = inputs[: op.carried], (*inputs[op.carried :], *operands[stop:])
+    moved = [i for i, x in enumerate(carry) if x.is_floating_point() or x.is_complex()]
+    outer = {i: tangents[i] for i in by if i >= op.carried}
+
+    def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given = (*state[: op.carried], *rest)
+        chosen = [*moved, *outer]
+
+        def run(*values: torch.Tensor) -> tuple[Any, ...]:
+            return body(*with_replaced(given, chosen, values))
+
+        primals = tuple(given[i] for i in chosen)
+        new, pushed = jvp(run, primals, (*state[op.carried :], *outer.values()))
+        return (*new, *(pushed[i] for i in moved))
+
+    loop = Loop(
+        f"{op.name}_pushforward",
+        lambda state: condition(*state[: op.carried], *rest)[0],
+        step,
+        op.checkpoint,
+    )
+    begin = [tangents[i] if i in tangents else torch.zeros_like(carry[i]) for i in moved]
+    last = loop.whole((*carry, *begin))
+    known = dict(zip(moved, last[op.carried :], strict=True))
+    return tuple(known[i] if i in known else torch.zeros_like(x) for i, x in enumerate(carry))
 
 
 # The most counter values that one operator call makes.
