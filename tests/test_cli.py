@@ -129,7 +129,7 @@ class TestRage:
         assert run("rage", "--output", str(tmp_path / "bundle.md")) == ""
         assert (tmp_path / "bundle.md").read_text().startswith("# tsfunc: rage")
 
-    def test_a_terminal_is_asked_which(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_terminal_prompts_for_a_choice(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cli, "_in_a_terminal", lambda: True)
         result = CliRunner().invoke(cli.app, ["rage"], input="2\n")
         assert "Which run" in result.output

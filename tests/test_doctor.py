@@ -32,7 +32,7 @@ def test_a_failed_check_is_printed_and_ends_with_status_1(monkeypatch: pytest.Mo
     assert "A purpose: RuntimeError: expected 1, got 2" in done.output
 
 
-def test_a_release_that_was_not_tested_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untested_release_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "PRIVATE_NAMES", [])
     monkeypatch.setattr(releases, "TESTED_TORCH", ("2.12.0",))
     assert dict(doctor.examine().facts)["torch"].endswith("(not tested; tested are 2.12.0)")

@@ -424,7 +424,7 @@ def test_importing_tsfunc_loads_little_beside_torch() -> None:
     assert "tsfunc.transforms.vmap" not in loaded
 
 
-def test_a_first_vmap_of_grad_loads_what_it_needs() -> None:
+def test_a_first_vmap_of_grad_loads_only_the_modules_it_needs() -> None:
     """torch itself loads sympy and more in it, where it first meets a tensor subclass."""
     loaded = loaded_by(VMAP_OF_GRAD)
     assert "tsfunc.transforms.vmap" in loaded
@@ -472,7 +472,7 @@ def test_late_names_are_those_that_type_checkers_see() -> None:
         assert typed == shown, package
 
 
-def test_late_names_are_what_their_modules_make() -> None:
+def test_lazy_names_are_those_of_their_modules() -> None:
     for package, source in late_tables():
         room = importlib.import_module(package)
         for name, full in late_names(package, ast.parse(source))[1].items():

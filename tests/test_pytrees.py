@@ -78,7 +78,7 @@ def test_flatten_and_unflatten_are_inverse(tree: Any) -> None:
     assert all(a is b for a, b in zip(pytrees.leaves_of(again), leaves, strict=True))
 
 
-def test_default_dicts_and_deques_keep_what_they_are() -> None:
+def test_default_dicts_and_deques_keep_their_type() -> None:
     tree: Any = defaultdict[str, Any](list, {"a": X}), deque([X, X], maxlen=5)
     filled, queue = pytrees.tree_map(lambda x: x + 1, tree)
     assert filled.default_factory is list
@@ -86,7 +86,7 @@ def test_default_dicts_and_deques_keep_what_they_are() -> None:
     assert torch.equal(queue[0], X + 1)
 
 
-def test_a_dataclass_is_given_its_attributes_and_not_made_anew() -> None:
+def test_a_dataclass_gets_its_attributes_without_init() -> None:
     got = pytrees.tree_map(lambda x: torch.stack([x, x]), Frozen(X))
     assert torch.equal(got.x, torch.stack([X, X]))
     assert torch.equal(got.total, torch.stack([X.sum(), X.sum()]))  # not the sum of both
@@ -94,7 +94,7 @@ def test_a_dataclass_is_given_its_attributes_and_not_made_anew() -> None:
     assert got.note == "kept"
 
 
-def test_cached_properties_are_worked_out_anew() -> None:
+def test_cached_properties_are_computed_again() -> None:
     made = Frozen(X)
     assert made.mean == 1
     assert pytrees.tree_map(lambda x: x * 3, made).mean == 3
@@ -139,7 +139,7 @@ def test_a_module_that_is_a_dataclass_is_a_leaf() -> None:
     assert pytrees.leaves_of(layer) == [layer]
 
 
-def test_what_refers_to_itself_is_an_error_and_no_endless_loop() -> None:
+def test_a_recursive_structure_is_an_error() -> None:
     @dataclasses.dataclass
     class Node:
         x: Any
@@ -153,7 +153,7 @@ def test_what_refers_to_itself_is_an_error_and_no_endless_loop() -> None:
         pytrees.flatten(node)
 
 
-def test_structures_tell_what_a_dataclass_keeps_apart() -> None:
+def test_structures_distinguish_the_constants_of_a_dataclass() -> None:
     @dataclasses.dataclass
     class Named:
         x: Tensor
@@ -169,7 +169,7 @@ def test_structures_tell_what_a_dataclass_keeps_apart() -> None:
 @pytest.mark.parametrize(
     "namespace", [optree.registry.__dict__["__GLOBAL_NAMESPACE"], "tsfunc", "of the tests"]
 )
-def test_a_class_registered_with_optree_is_what_it_was_registered_as(namespace: str) -> None:
+def test_a_class_registered_with_optree_keeps_its_registration(namespace: str) -> None:
     @dataclasses.dataclass
     class Half:
         x: Tensor

@@ -596,7 +596,7 @@ AUXILIARY: dict[str, Transform] = {
 
 
 @every(AUXILIARY)
-def test_what_is_no_tensor_comes_back_itself(transform: Transform) -> None:
+def test_non_tensors_are_returned_themselves(transform: Transform) -> None:
     thing = object()
     g = transform(lambda x: (x.sin(), (thing, "word")))
     for _ in range(2):
@@ -662,7 +662,7 @@ def test_a_write_into_an_argument_reaches_the_caller(transform: Transform) -> No
 
 
 @every(REVERSE)
-def test_a_write_into_what_is_differentiated_is_refused_as_torch_does(transform: Transform) -> None:
+def test_a_write_into_a_differentiated_tensor_is_refused_as_by_torch(transform: Transform) -> None:
     x = X.clone()
     with pytest.raises(RuntimeError, match=r"leaf Variable that requires grad.*in-place"):
         transform(writes)(x)
@@ -684,7 +684,7 @@ def test_a_captured_tensor_is_written_once_for_all_examples(transform: Transform
 
 
 @every(EAGER, PROGRAMS)
-def test_what_the_function_makes_is_written_as_without_the_transform(transform: Transform) -> None:
+def test_tensors_made_inside_are_written_as_without_the_transform(transform: Transform) -> None:
     def f(x: Tensor) -> Tensor:
         y = torch.zeros(x.shape)
         y.add_(x)

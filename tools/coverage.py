@@ -44,7 +44,7 @@ _VERDICTS = """\
 - **split**: the data decide a size or a Python value, as in `nonzero`. The row is right with
   `data_dependent="split"`; without it, an error says so.
 - **loop**: right, but example by example.
-- **refused**: an error is the only possible answer, because the data decide.
+- **refused**: an error is the only possible outcome, because the data decide.
 - **failing**: an error. **wrong**: another result.
 - **nothing**: torch itself refuses all samples, or there is nothing to compare. Not counted.
 """

@@ -137,11 +137,9 @@ def fold(error: Exception, spelling: Callable[[], str]) -> None:
         spelling: returns the spelling of the call that the error leaves; empty for no note.
     """
     frame = inspect.currentframe()
-    caller = frame and frame.f_back and frame.f_back.f_back  # the caller of the public function
-    while caller is not None:
-        if caller.f_code in _boundaries:
-            return
-        caller = caller.f_back
+    public = frame and frame.f_back
+    if _is_below_boundary(public and public.f_back):
+        return
     if config.traceback == "full" or _is_defect(error):
         return
     text = spelling()
@@ -155,6 +153,19 @@ def fold(error: Exception, spelling: Callable[[], str]) -> None:
             seen.add(id(each))
             each.__traceback__ = _folded(each.__traceback__)
             pending += (each.__cause__, each.__context__)
+
+
+def in_public_call() -> bool:
+    """True if a public function that folds tracebacks is running in this thread."""
+    return _is_below_boundary(inspect.currentframe())
+
+
+def _is_below_boundary(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code in _boundaries:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _steps(trace: TracebackType | None) -> Iterator[Step]:

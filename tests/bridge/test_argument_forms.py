@@ -102,7 +102,7 @@ def loop(f: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_each_form_gives_what_the_loop_gives(name: str) -> None:
+def test_each_form_equals_the_loop(name: str) -> None:
     f = FORMS[name]
     expected = loop(f, X)
     torch.testing.assert_close(vmap(f)(X), expected)
@@ -215,6 +215,6 @@ def may_view(function: Any) -> bool:
     return rule.view
 
 
-def test_what_gives_views_is_said() -> None:
+def test_operators_that_return_views_are_marked() -> None:
     assert may_view(torch.Tensor.__getitem__) and may_view(torch.Tensor.view)
     assert not may_view(torch.sum)

@@ -67,7 +67,7 @@ def loop(f: Function, tensors: Sequence[torch.Tensor], dims: Sequence[int | None
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_with_a_plan_give_what_the_loop_gives(name: str) -> None:
+def test_calls_with_a_plan_equal_the_loop(name: str) -> None:
     seed = random.randrange(10**9)
     print("seed", seed)
     draw = random.Random(seed)

@@ -34,7 +34,7 @@ def test_an_answer_is_a_result_of_the_program(tmp_path: Path) -> None:
     assert load(tmp_path / "f.tsf")(*PAIRS[1]) == (False, False, False)
 
 
-def test_an_answer_that_decides_what_is_done_is_refused() -> None:
+def test_a_property_that_decides_control_flow_is_refused() -> None:
     with pytest.raises(DataDependentError, match=r"torch.equal\(x, y\) depends on data"):
         specialize(lambda x, y: x if torch.equal(x, y) else y)(*PAIRS[0])
 

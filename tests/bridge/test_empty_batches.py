@@ -39,7 +39,7 @@ def test_gradients() -> None:
     assert vmap(grad(lambda x: torch.fft.fft(x).abs().sum()))(torch.rand(0, 4)).shape == (0, 4)
 
 
-def test_tangents_of_what_views_a_result() -> None:
+def test_tangents_of_views_of_a_result() -> None:
     """The tangent lies in memory as the result does, also where neither has elements."""
 
     def f(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_gradients_of_batch_norm() -> None:
     assert [x.shape for x in found] == [(0, 4, 2, 3), (0, 2)]
 
 
-def test_what_is_not_batched_is_not_written() -> None:
+def test_unbatched_tensors_are_not_written() -> None:
     """The example that is made up has a copy of it."""
     seen = torch.zeros(3)
 
@@ -73,6 +73,6 @@ def test_what_is_not_batched_is_not_written() -> None:
     assert seen.equal(torch.zeros(3))
 
 
-def test_what_torch_refuses_of_each_example_is_refused() -> None:
+def test_calls_that_torch_refuses_for_each_example_are_refused() -> None:
     with pytest.raises(RuntimeError):
         vmap(torch.mm)(torch.rand(0, 2, 3), torch.rand(0, 2, 3))

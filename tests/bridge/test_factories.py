@@ -12,7 +12,7 @@ from tsfunc.dispatch import DispatchKey
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "meta"])
-def test_the_device_asked_for_or_the_default_one(device: str | None) -> None:
+def test_the_requested_or_the_default_device(device: str | None) -> None:
     made = dispatch.redispatch("aten::zeros", [2, 3], device=device)
     assert made.shape == (2, 3)
     assert made.device.type == (device or torch.get_default_device().type)

@@ -103,11 +103,11 @@ def check(trace: Trace, op: Any, made: Callable[[], Any]) -> bool:
     Each is compared with what torch's rules say.
     """
     row = operator_of(op)
-    count = len(trace.kept._kept)
+    count = len(trace.kept._cached)
     for _ in range(2):
         (args, kwargs), (others, more) = made(), made()
         try:
-            wanted = trace.kept._worked_out(row, others, more)
+            wanted = trace.kept._compute(row, others, more)
         except Exception:
             return False
         found = trace.kept.of(row, args, kwargs)
@@ -120,7 +120,7 @@ def check(trace: Trace, op: Any, made: Callable[[], Any]) -> bool:
         for one, other in zip(given, expected, strict=True):
             assert looks(one, given) == looks(other, expected), op
             assert one._version == other._version, op
-    return len(trace.kept._kept) > count
+    return len(trace.kept._cached) > count
 
 
 def calls_of(info: Any) -> Iterator[Any]:
@@ -178,14 +178,14 @@ CALLS: dict[str, tuple[Any, list[Any]]] = {
     "another type's view": (aten.view_as_real.default, [x + 1j]),
     "empty": (aten.sum.dim_IntList, [r(0, 3), [0]]),
 }  # fmt: skip
-UNKEPT = {"shape is changed", "conjugated lazily", "another type's view"}
+UNCACHED = {"shape is changed", "conjugated lazily", "another type's view"}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name: str) -> None:
     trace = Trace()
     op, args = CALLS[name]
-    assert check(trace, op, lambda: trace.fake((args, {}))) == (name not in UNKEPT)
+    assert check(trace, op, lambda: trace.fake((args, {}))) == (name not in UNCACHED)
 
 
 SYMBOLIC: dict[str, tuple[Any, list[Any]]] = {
@@ -232,10 +232,10 @@ def test_indexed_parts_share_one_kept_result(offset: int) -> None:
     for op, memory, rest in calls:
         view = memory.as_strided((4, 4), (1, 5), offset)
         check(trace, op, _making(trace, view, *rest))
-    before = len(trace.kept._kept)
+    before = len(trace.kept._cached)
     for i in (1, 2, 3):
         check(trace, aten.select.int, _making(trace, r(9, 4), 0, i))
-    assert len(trace.kept._kept) == before + 1
+    assert len(trace.kept._cached) == before + 1
 
 
 def test_a_part_of_a_conjugate_is_one() -> None:
@@ -251,7 +251,7 @@ def test_writes_are_kept_wherever_they_go() -> None:
     for i in range(5):
         view = base[4 * i : 4 * i + 4]
         check(trace, aten.add_.Tensor, _making(trace, view, 1))
-    assert len(trace.kept._kept) == 1
+    assert len(trace.kept._cached) == 1
 
 
 def test_every_result_has_a_memory_of_its_own() -> None:
@@ -373,7 +373,7 @@ class TestPrograms:
         with pytest.raises(RuntimeError, match="inplace operation"):
             specialize(tsfunc.grad(broken), {"x": Meta(shape)})(x)
 
-    def test_custom_operators_are_asked_each_time(self) -> None:
+    def test_custom_operators_are_not_cached(self) -> None:
         asked = []
 
         @torch.library.custom_op("kept_results::double", mutates_args=())
@@ -388,7 +388,7 @@ class TestPrograms:
         specialize(lambda x: double(double(double(x + 1) + 1) + 1))(r(3))
         assert len(asked) >= 3
 
-    def test_needs_are_told_of_the_first_of_several_lines(self) -> None:
+    def test_an_error_names_the_first_of_several_lines(self) -> None:
         def f(x: Tensor, y: Tensor) -> Tensor:
             first = x + y
             return first + (x + y)
@@ -396,7 +396,7 @@ class TestPrograms:
         with pytest.raises(ConstraintViolation, match="first = x"):
             specialize(f, {"x": Meta(["n"]), "y": Meta(["m"])})(r(3), r(3))
 
-    def test_what_branches_check_holds_in_them_alone(self) -> None:
+    def test_facts_checked_in_branches_hold_in_them_alone(self) -> None:
         def checked(x: Tensor) -> Tensor:
             n = x.sum().item()
             torch._check(n == 3)

@@ -145,7 +145,7 @@ class TestShapesThatAreWrittenDown:
     def test_numbers_in_indices(self) -> None:
         check(lambda x: x[2] + x[-1, 0], {"x": ["n", 4]}, (r(3, 4),), (r(9, 4),))
 
-    def test_what_is_written_into(self) -> None:
+    def test_written_tensors(self) -> None:
         def f(x: Tensor) -> Tensor:
             y = x.clone()
             y[:3] = 1.0
@@ -181,7 +181,7 @@ class TestShapesThatAreWrittenDown:
 
         check(f, {"a": ["n", "m"], "b": ["n", "k"]}, (r(7, 3), r(7, 2)), (r(9, 4), r(9, 3)))
 
-    def test_what_is_resized(self) -> None:
+    def test_resized_tensors(self) -> None:
         def f(x: Tensor) -> tuple[Tensor, int]:
             y = x.clone().resize_(x.shape[1], 2).fill_(1.0)
             return y, y.shape[0]

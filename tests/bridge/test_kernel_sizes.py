@@ -89,7 +89,7 @@ READ_IN_CPP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", READ_IN_CPP)
-def test_a_kernel_that_reads_sizes_asks_for_the_size(name: str) -> None:
+def test_a_kernel_that_reads_sizes_guards_the_size(name: str) -> None:
     """The size of the call is a fact that the descriptor has to state."""
     f = tsfunc.grad(lambda x: READ_IN_CPP[name](x).sin().sum())
     x = torch.randn(3, 4, dtype=torch.float64)

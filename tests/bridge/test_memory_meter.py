@@ -18,7 +18,7 @@ def block(kib: int) -> torch.Tensor:
     return torch.empty(kib * KIB, dtype=torch.uint8)
 
 
-def test_peak_and_what_is_held() -> None:
+def test_peak_and_held_memory() -> None:
     with Meter(CPU) as meter:
         kept = block(10)
         for _ in range(3):
@@ -28,7 +28,7 @@ def test_peak_and_what_is_held() -> None:
     assert meter.held == kept.nbytes
 
 
-def test_what_was_there_before_is_not_counted() -> None:
+def test_memory_from_before_is_not_counted() -> None:
     before = block(50)
     with Meter(CPU) as meter:
         before.zero_()
@@ -66,7 +66,7 @@ def test_meters_inside_of_one_another() -> None:
     assert (outer.peak, outer.held) == (70 * KIB, one.nbytes + two.nbytes + three.nbytes)
 
 
-def test_it_ends_with_its_block_whatever_happens() -> None:
+def test_it_ends_with_its_block_also_after_an_error() -> None:
     with pytest.raises(KeyError), Meter(CPU):
         raise KeyError("mine")
     with Meter(CPU) as meter:
@@ -95,7 +95,7 @@ def test_other_threads_have_meters_of_their_own() -> None:
     assert meter.peak == 10 * KIB
 
 
-def test_beside_a_profiler_it_says_what_to_do() -> None:
+def test_beside_a_profiler_the_error_has_a_remedy() -> None:
     with profile(use_kineto=False), pytest.raises(RuntimeError, match="a profiler runs on this"):
         Meter(CPU).__enter__()
 

@@ -75,7 +75,7 @@ ALIKE: dict[str, list[Call]] = {
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_a_form_gives_what_the_operator_is_given(name: str) -> None:
+def test_a_form_gives_the_arguments_of_the_operator(name: str) -> None:
     for function, args, kwargs in ALIKE[name]:
         form = find_form(function, *ALIKE[name][0][1:])
         if form is None:  # of a function in Python the forms are those of what it calls
@@ -93,7 +93,7 @@ def test_a_form_gives_what_the_operator_is_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALIKE)
-def test_each_call_of_a_form_gives_what_the_loop_gives(name: str) -> None:
+def test_each_call_of_a_form_equals_the_loop(name: str) -> None:
     for function, args, kwargs in ALIKE[name]:
 
         def run(x: Any, y: Any) -> Any:
@@ -117,7 +117,7 @@ def test_each_call_of_a_form_gives_what_the_loop_gives(name: str) -> None:
             torch.testing.assert_close(got, torch.stack(expected))
 
 
-def test_what_types_do_not_tell_has_no_form() -> None:
+def test_calls_not_determined_by_types_have_no_form() -> None:
     assert find_form(torch.add, (A, 2, B), {}) is None  # an order that is deprecated
     assert find_form(torch.Tensor.contiguous, (A,), {}) is None  # which may be the tensor itself
     assert find_form(torch.result_type, (A, B), {}) is None

@@ -148,7 +148,7 @@ def test_names_are_found() -> None:
     assert hasattr(forward_ad, "_current_level")
 
 
-def test_a_name_that_is_gone_is_told_with_the_file_that_uses_it() -> None:
+def test_a_missing_name_is_reported_with_the_file_that_uses_it() -> None:
     source = ("doors.py", "import torch\nfrom torch._C import _Gone\ntorch._C._Gone()\n")
     ((name, where),) = collected(named(source)).items()
     message = missing(name, where)
@@ -196,7 +196,7 @@ def test_a_name_that_is_not_listed_is_noticed() -> None:
     assert not covered("_gone")
 
 
-def test_a_check_that_fails_names_what_is_missing_or_differs() -> None:
+def test_a_failed_check_names_the_missing_or_differing_property() -> None:
     def differs() -> None:
         raise RuntimeError("expected 1, got 2")
 

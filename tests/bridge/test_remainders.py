@@ -41,7 +41,7 @@ def padded(size: Any, step: int) -> Any:
         Le(FloorDiv(FloorDiv(H, 2) + 1, 3), FloorDiv(H + 2, 6)),
     ],
 )  # fmt: skip
-def test_what_holds_is_seen(fact: Any) -> None:
+def test_true_facts_are_proved(fact: Any) -> None:
     assert holds_by_remainders(fact, SIZES)
 
 
@@ -53,14 +53,14 @@ def test_sizes_go_by_the_step_of_their_dim() -> None:
 
 
 @given(expressions(), expressions(), st.sampled_from([Eq, Ne, Ge, Gt, Le, Lt]))
-def test_what_is_seen_holds(one: Any, other: Any, relation: Any) -> None:
+def test_proved_facts_hold(one: Any, other: Any, relation: Any) -> None:
     fact = relation(one, other)
     if fact.free_symbols and holds_by_remainders(fact, SIZES):
         for h, w in itertools.product(range(2, 12), range(2, 12)):
             assert fact.subs({H: h, W: w})
 
 
-def test_windows_of_what_is_padded() -> None:
+def test_windows_of_padded_inputs() -> None:
     def windows(x: Tensor) -> Tensor:
         b, h, w, c = x.shape
         x = F.pad(x, (0, 0, 0, -w % 4, 0, -h % 4))

@@ -53,7 +53,7 @@ def test_views_are_views() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_what_torch_refuses_is_refused() -> None:
+def test_calls_that_torch_refuses_are_refused() -> None:
     g = specialize(lambda x, k: x.reshape(k, -1), {"x": Meta(["n", 2]), "k": int})
     for k in (2, -1, 0, 3, -2):
         x = torch.randn(4, 2)
@@ -75,7 +75,7 @@ def test_elements_out_of_order_are_as_torch_has_them() -> None:
     assert x.equal(before)
 
 
-def test_that_there_are_as_many_is_asked() -> None:
+def test_equal_counts_are_required() -> None:
     with pytest.raises(ConstraintViolation) as caught:
         specialize(lambda x: x.view(8, 3), {"x": Meta(["n", 3])})(torch.randn(8, 3))
     assert f"  3*n == 24  (at {__file__}" in str(caught.value)

@@ -44,7 +44,7 @@ def written(write: Callable[..., None]) -> Callable[..., torch.Tensor]:
     return f
 
 
-def test_a_mask_chooses_what_is_doubled() -> None:
+def test_a_mask_chooses_the_doubled_elements() -> None:
     def doubled(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         y[y > 0] *= 2
@@ -172,7 +172,7 @@ READS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-def test_what_is_written_by_a_mask(write: Callable[..., None]) -> None:
+def test_writes_by_a_mask(write: Callable[..., None]) -> None:
     batches = given()
     f = written(write)
     torch.testing.assert_close(tsfunc.vmap(f, strict=True)(*batches), stacked(f, *batches))
@@ -180,7 +180,7 @@ def test_what_is_written_by_a_mask(write: Callable[..., None]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", READS)
-def test_what_needs_no_size(name: str) -> None:
+def test_operations_that_need_no_size(name: str) -> None:
     batches, f = given(), READS[name]
     got, want = tsfunc.vmap(f, strict=True)(*batches), stacked(f, *batches)
     torch.testing.assert_close(got, want, equal_nan=True)
@@ -260,7 +260,7 @@ def test_experts_take_the_rows_that_are_theirs() -> None:
     torch.testing.assert_close(tsfunc.vmap(routed)(tokens), stacked(routed, tokens))
 
 
-def test_a_mask_that_was_written_to_selects_what_it_did() -> None:
+def test_a_mask_that_was_written_to_keeps_its_selection() -> None:
     x, mask, _ = given()
 
     def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -288,7 +288,7 @@ def test_a_mask_that_was_written_to_selects_what_it_did() -> None:
     ],
     ids=["result", "shape", "numel", "len", "sort", "stack", "add", "dropout", "slice", "list"],
 )
-def test_what_asks_for_the_size_is_an_error(asks: Callable[[Any], Any]) -> None:
+def test_a_read_of_the_size_is_an_error(asks: Callable[[Any], Any]) -> None:
     x, mask, _ = given()
     with pytest.raises(DataDependentError, match=r"test_selections.py:\d+, in <lambda>") as caught:
         tsfunc.vmap(lambda x, mask: asks(x[mask]), randomness="different")(x, mask)

@@ -59,7 +59,7 @@ def test_one_program_for_all_lengths(name: str) -> None:
     ],
     ids=["unbind", "for", "split", "chunk", "chunks of one", "chunk of few"],
 )
-def test_the_number_of_parts_is_asked(f: Callable[[Tensor], Any], fact: str, dim: str) -> None:
+def test_the_number_of_parts_is_guarded(f: Callable[[Tensor], Any], fact: str, dim: str) -> None:
     with pytest.raises(ConstraintViolation) as caught:
         specialize(f, {"x": Meta(["n", 5])})(torch.randn(9, 5))
     assert f"  {fact}  (at {__file__}" in str(caught.value)

@@ -136,12 +136,12 @@ def tests_data(x, y):
 inner = specialize(lambda x: 2 * x, {"x": Meta([Dim("a", min=4)])})
 
 
-def promises(x, y):
+def guarantees(x, y):
     return inner(x), inner(y)
 
 
 FUNCTIONS = (
-    promises, chooses, checks, counts, operators, edges, modules, batched, bodies, tests_data
+    guarantees, chooses, checks, counts, operators, edges, modules, batched, bodies, tests_data
 )
 for f in FUNCTIONS:
     x, y = torch.linspace(0, 1, 9), torch.linspace(0, 1, 6)

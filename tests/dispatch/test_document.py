@@ -122,7 +122,7 @@ class TestKernelsCallOtherOperators:
             outer(Plain())
         assert log == ["inner low", "inner backend"]
 
-    def test_what_the_user_excludes_stays_excluded_in_kernels(self) -> None:
+    def test_keys_excluded_by_the_user_stay_excluded_in_kernels(self) -> None:
         inner = operator(lambda x: "inner")
         outer = operator()
         dispatch.register(outer, HIGH, lambda x: inner(x))

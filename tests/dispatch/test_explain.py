@@ -64,7 +64,7 @@ sets = st.sets(st.sampled_from(KEYS))
 
 
 @given(cells, st.sampled_from([None, True, False]), levels, sets, sets, sets)
-def test_what_is_explained_is_what_runs(
+def test_the_explained_rule_is_the_one_that_runs(
     filled: dict[DispatchKey, bool],
     row: bool | None,
     nest: list[tuple[DispatchKey, bool]],
@@ -215,7 +215,7 @@ def test_overloads_none_of_which_takes_the_arguments() -> None:
             dispatch.explain(*call)
 
 
-def test_redispatch_takes_what_names_several_overloads() -> None:
+def test_redispatch_takes_a_packet_of_overloads() -> None:
     assert dispatch.redispatch(torch.add, torch.ones(2), 2).tolist() == [3.0, 3.0]
 
 

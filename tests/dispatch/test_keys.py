@@ -197,7 +197,7 @@ def test_sets_survive_copying_and_pickling(a: frozenset[Pair]) -> None:
         assert copy.deepcopy(x) == x
 
 
-def test_inner_levels_are_higher_whatever_the_priority() -> None:
+def test_inner_levels_are_higher_for_any_priority() -> None:
     inner = DispatchKeySet.at(1, DispatchKey.OtherBackend)
     assert (DispatchKeySet(DispatchKey.Batch) | inner).highest() == (1, DispatchKey.OtherBackend)
 
@@ -233,7 +233,7 @@ def test_a_complement_is_for_masking_only() -> None:
         infinite.highest()
 
 
-def test_what_is_no_key_is_refused() -> None:
+def test_invalid_keys_are_refused() -> None:
     with pytest.raises(TypeError, match="expected a DispatchKey or a DispatchKeySet, got 'CPU'"):
         DispatchKeySet(DispatchKey.CPU) | "CPU"  # type: ignore[operator]
     with pytest.raises(DispatchError, match=r"at\(-1, ...\): levels count from 0"):

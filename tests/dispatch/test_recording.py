@@ -21,7 +21,7 @@ from tsfunc.dispatch import (
     register,
     register_fallback,
 )
-from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
 from tsfunc.dispatch.user_code import called_by_user, user_location, warn
@@ -65,15 +65,15 @@ def test_each_call_of_a_level_is_recorded(recorder: Recorder) -> None:
     outer, inner = recorder.uses  # in the order in which they ended
     column = "watched_column"
     name = "tests::recorded_double"
-    assert outer == Use(name, HERE, False, "Watched", "outer", 1, "column", column, site)
-    assert inner == Use(name, HERE, False, "Watched", "inner", 2, "column", column, site)
+    assert outer == KernelUse(name, HERE, False, "Watched", "outer", 1, "column", column, site)
+    assert inner == KernelUse(name, HERE, False, "Watched", "inner", 2, "column", column, site)
     assert [count.times for count in recorder.uses.values()] == [3, 3]
     assert recorder.uses[inner].first < recorder.uses[outer].first
     assert recorder.uses[inner].seconds >= recorder.uses[outer].seconds > 0
     assert recorder.started == 6
 
 
-def test_a_kernel_says_what_it_does_and_its_parts_are_within(recorder: Recorder) -> None:
+def test_a_kernel_reports_itself_and_contains_its_parts(recorder: Recorder) -> None:
     with Level(Watched, "level", modal=True):
         triple(torch.ones(2))
     by_name = {use.operator: use for use in recorder.uses}
@@ -99,12 +99,12 @@ def test_a_rule_that_is_in_no_table(recorder: Recorder) -> None:
     assert run_as("name", level, max, 1, 2) == 2  # written in C, so from no line
 
 
-def test_a_call_that_is_only_told_where_it_is_alone(recorder: Recorder) -> None:
+def test_a_call_is_reported_only_outside_of_other_calls(recorder: Recorder) -> None:
     def nested() -> None:
-        recorder.run(Use("inner", HERE, False, "", "", 0), lambda: None)
+        recorder.run(KernelUse("inner", HERE, False, "", "", 0), lambda: None)
 
-    recorder.run(Use("outer", HERE, False, "", "", 0), nested, alone=True)
-    recorder.run(Use("alone", HERE, False, "", "", 0), lambda: None, alone=True)
+    recorder.run(KernelUse("outer", HERE, False, "", "", 0), nested, alone=True)
+    recorder.run(KernelUse("alone", HERE, False, "", "", 0), lambda: None, alone=True)
     assert [use.operator for use in recorder.uses] == ["inner", "alone"]
 
 
@@ -113,12 +113,12 @@ def test_a_call_that_fails_is_recorded_and_nothing_is_left_behind(recorder: Reco
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        recorder.run(Use("outer", HERE, False, "", "", 1), fails)
+        recorder.run(KernelUse("outer", HERE, False, "", "", 1), fails)
     assert recorder._within(1) == ""
     assert len(recorder.uses) == 1
 
 
-def test_threads_record_what_levels_of_a_recorded_thread_run(recorder: Recorder) -> None:
+def test_threads_record_the_levels_of_a_recorded_thread(recorder: Recorder) -> None:
     with Level(Watched, "level", modal=True) as level:
         thread = threading.Thread(target=lambda: double.run_at(level, (torch.ones(2),), {}))
         thread.start()

@@ -224,11 +224,11 @@ def test_a_level_ends_also_by_an_exception() -> None:
     assert dispatch.current_levels() == ()
 
 
-def test_a_level_knows_its_name_and_who_made_it() -> None:
+def test_a_level_has_a_name_and_the_line_that_made_it() -> None:
     level = Level(A, "the transform")  # made
     assert level.name == "the transform"
     assert Level(A).name == A.name
-    here = test_a_level_knows_its_name_and_who_made_it
+    here = test_a_level_has_a_name_and_the_line_that_made_it
     assert line_of("made", here).replace("\\", "") == level.site
 
 
@@ -347,7 +347,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return current
 
 
-def test_what_is_registered_with_on_capture_is_restored_in_kernels(captured: list[str]) -> None:
+def test_state_registered_with_on_capture_is_restored_in_kernels(captured: list[str]) -> None:
     op = Operator(unique("state::captured"))
     seen: list[str] = []
     dispatch.register(op, A, lambda value: seen.append(captured[0]))

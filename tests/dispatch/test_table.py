@@ -58,7 +58,7 @@ def test_the_cell_comes_before_the_row_before_the_column(
 
 
 @pytest.mark.parametrize("passed", ["cell", "row", "column"])
-def test_what_falls_through_hands_over_to_the_next_key(passed: str) -> None:
+def test_a_fallthrough_passes_the_call_to_the_next_key(passed: str) -> None:
     op, key = operator(), DispatchKey.define(unique("Through"), above=LOW)
     put(passed, op, key, fallthrough)
     dispatch.register(op, LOW, lambda value: "next")
@@ -191,7 +191,7 @@ def test_a_column_is_filled_once() -> None:
         dispatch.register_fallback(DispatchKey.CPU, fallthrough)
 
 
-def test_what_names_no_operator_is_refused() -> None:
+def test_objects_that_name_no_operator_are_refused() -> None:
     for what in ("table::missing", 3, print):
         with pytest.raises(DispatchError, match=r"names no operator\. Expected an Operator"):
             dispatch.register(what, LOW, _kernel)
@@ -274,7 +274,7 @@ def resolvers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_what_stands_for_several_operators(resolvers: None) -> None:
+def test_names_of_several_operators(resolvers: None) -> None:
     ops = [operator(lambda value, i=i: i) for i in range(2)]
     table.on_resolve(lambda what: ops if what == "both" else None)
     dispatch.register("both", HIGH, lambda value: "kernel")

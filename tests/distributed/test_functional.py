@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import tsfunc
@@ -207,16 +207,57 @@ def collectives_without_a_functional_form_are_refused(rank: int, size: int) -> N
 
 
 @check
-def a_sharded_module_is_not_a_function_of_its_parameters(rank: int, size: int) -> None:
+def a_sharded_module_is_a_function_of_its_parameters(rank: int, size: int) -> None:
+    """Derivatives are those of one process; ranks with parts of a batch average their gradients."""
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (size,))
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5, affine=False), nn.Linear(5, 2)).double()
+    net[2].weight = nn.Parameter(torch.randn(2, 5, dtype=torch.float64))
     sharded = copy.deepcopy(net)
     fully_shard(sharded[0], mesh=mesh)
-    x = torch.ones(3, 4)
-    for module in (sharded, sharded[0]):
-        loss = lambda p, m=module: tsfunc.functional_call(m, p, (x,)).sum()  # noqa: E731
-        with pytest.raises(RuntimeError, match="fully_shard was applied"):
-            tsfunc.grad(loss)(dict(module.named_parameters()))
+    fully_shard(sharded, mesh=mesh)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    own = x.chunk(size)[rank]
+    sharded.eval(), net.eval()
+
+    def loss(module: nn.Module, x: Tensor) -> Callable[[Any], Tensor]:
+        return lambda p: tsfunc.functional_call(module, p, (x,)).square().mean()
+
+    state: dict[str, Any] = dict(sharded.named_parameters())
+    plain = dict(net.named_parameters())
+    expected = torch.func.grad(loss(net, x))(plain)
+    for part in (x, own):
+        gradients = tsfunc.grad(loss(sharded, part))(state)
+        assert {name: g.placements for name, g in gradients.items()} == {
+            name: p.placements for name, p in state.items()
+        }
+        close({name: whole(g) for name, g in gradients.items()}, expected)
+    first = {"0.weight": state["0.weight"]}  # the module's own for the rest
+    close(whole(tsfunc.grad(loss(sharded, own))(first)["0.weight"]), expected["0.weight"])
+    doubled = {name: 2 * p for name, p in state.items()}
+    with_plain = {name: 2 * p for name, p in plain.items()}
+    close(tsfunc.jvp(loss(sharded, x), (doubled,), (state,)),
+                 torch.func.jvp(loss(net, x), (with_plain,), (plain,)))  # fmt: skip
+    sharded.train(), net.train()
+    buffers = dict(sharded.named_buffers())
+    tsfunc.functional_call(sharded, buffers, (x,))
+    net(x)
+    close(buffers, dict(net.named_buffers()))
+    sharded(own).square().mean().backward()  # the hooks are back
+    assert all(p.grad is not None for p in sharded.parameters())
+
+
+@check
+def a_sharded_module_with_a_policy_is_not(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    pair: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    fully_shard(pair, mesh=mesh)
+    single = nn.Linear(4, 2)
+    fully_shard(single, mesh=mesh, mp_policy=policy)
+    for module in (single, nn.Sequential(*pair)):
+        with pytest.raises(RuntimeError, match="does more than gather"):
+            tsfunc.functional_call(module, dict(module.named_parameters()), (torch.ones(3, 4),))
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

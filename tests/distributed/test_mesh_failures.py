@@ -128,19 +128,19 @@ def other_programs(rank: int, size: int) -> None:
 
 
 def other_values(rank: int, size: int) -> None:
-    """Arguments and results that specs promise to be equal are compared."""
+    """Arguments and results that specs guarantee to be equal are compared."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("i",))
     x = torch.arange(4.0)
     own = shard_map(lambda x: x.sum(), mesh, P("i"), P(), check="values")
     for f in (own, tsfunc.specialize(own)):
-        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: a result whose spec promises"):
+        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: a result whose spec guarantees"):
             f(x)
     total = shard_map(lambda x: tsfunc.psum(x.sum(), "i"), mesh, P("i"), P(), check="values")
     for f in (total, tsfunc.specialize(total)):
         torch.testing.assert_close(f(x), x.sum())
         for kind in (x.bool(), x + 1j * x, x.to(torch.int8), x[:0]):
             torch.testing.assert_close(f(kind), kind.sum())
-        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: an argument whose spec promises"):
+        with pytest.raises(RanksDisagree, match=r"(?s)rank 0: an argument whose spec guarantees"):
             f(x + rank)
 
 

@@ -106,7 +106,7 @@ def test_docstring_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in tsfunc.__all__ if callable(getattr(tsfunc, n))])
-def test_public_functions_say_what_they_do(name: str) -> None:
+def test_public_functions_have_docstrings(name: str) -> None:
     doc = getattr(tsfunc, name).__doc__
     assert doc and len(doc) > 60
 

@@ -229,7 +229,7 @@ def test_a_cache_made_inside(name: str) -> None:
     assert len(program.programs) == 1
 
 
-def test_transformers_is_told_of_traces() -> None:
+def test_transformers_detects_traces() -> None:
     library("transformers")
     from transformers.utils.import_utils import (  # type: ignore[import-not-found, unused-ignore]
         is_torchdynamo_compiling,

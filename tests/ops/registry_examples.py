@@ -385,7 +385,7 @@ RUN_BY_HAND: Mapping[str, str] = {
     "aten::_is_any_true": "tests/ops/test_registry.py::test_assertions_are_for_all_examples",
     "aten::resize_": "tests/transforms/test_inplace.py::test_resize",
 }
-# How many of the results are promised; the others are for the backward kernel alone.
+# How many of the results are guaranteed; the others are for the backward kernel alone.
 FIRST_RESULTS: Mapping[str, int] = {
     "aten::_ctc_loss": 1,
     "aten::_ctc_loss.Tensor": 1,

@@ -61,7 +61,7 @@ def test_every_row_in_another_type(row: Row) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in EXCEPTIONS if not EXCEPTIONS[name].modes])
-def test_what_is_excepted_fails_under_torch_func_too(name: str) -> None:
+def test_exceptions_fail_under_torch_func_too(name: str) -> None:
     row = next(row for row in rows() if row.name == name)
     dtype = torch.int64 if EXCEPTIONS[name].dtypes else torch.float32
     case = next(row.cases(dtype, 1))

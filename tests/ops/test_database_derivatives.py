@@ -112,7 +112,7 @@ def test_tangents_that_are_wrong_in_torch(name: str) -> None:
     torch.testing.assert_close(tsfunc.vmap(pushed)(X), batch)
 
 
-def test_what_backward_formulas_ask() -> None:
+def test_conditions_tested_by_backward_formulas() -> None:
     """Products with several zeros: batched if the number of zeros is the same for all examples."""
 
     def f(x: Tensor) -> Tensor:

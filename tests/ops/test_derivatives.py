@@ -295,6 +295,6 @@ def test_a_mask_that_has_another_number_of_places() -> None:
         tsfunc.vmap(tsfunc.grad(written))(torch.ones(2, 3), masks)
 
 
-def test_what_has_no_derivative_counts_for_nothing() -> None:
+def test_values_without_derivatives_do_not_count() -> None:
     for mode in (VMAP_GRAD, GRAD_VMAP, VMAP_JVP):
         assert verdicts(mode, case(lambda x: x.argmax(), rand(3))).keys() == {Verdict.NONE}

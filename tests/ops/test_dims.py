@@ -31,10 +31,10 @@ def test_wrap_agrees_with_torch(rank: int) -> None:
             x.sum(dim)
         except IndexError as e:
             with pytest.raises(IndexError, match=r"Dimension out of range \(expected to be in"):
-                d.wrap(dim, rank)
+                d.wrap_dim(dim, rank)
             assert str(e).startswith("Dimension out of range")
         else:
-            assert d.wrap(dim, rank) % max(rank, 1) == dim % max(rank, 1)
+            assert d.wrap_dim(dim, rank) % max(rank, 1) == dim % max(rank, 1)
 
 
 def test_physical_dim_skips_the_batch_dim() -> None:
@@ -77,7 +77,7 @@ def test_align_leaves_the_largest_value_where_it_is() -> None:
 def test_promotion_below_agrees_with_torch() -> None:
     for high, low in itertools.product(DTYPES, repeat=2):
         expected = torch.result_type(torch.zeros(1, dtype=high), torch.zeros((), dtype=low))
-        assert d.promote_below(high, low) is expected, (high, low)
+        assert d.promote_scalar_dtype(high, low) is expected, (high, low)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -95,15 +95,15 @@ def test_scalars_are_promoted_as_scalars() -> None:
 
 def test_batched_front_is_a_view() -> None:
     x = torch.randn(2, 3)
-    made = d.batched_front(x, None, 5)
+    made = d.expand_to_front(x, None, 5)
     assert made.shape == (5, 2, 3)
     assert made.stride(0) == 0
-    assert d.batched_front(x, 1, 3).shape == (3, 2)
-    assert d.batched_at(x, None, 5, 1).shape == (2, 5, 3)
-    assert d.batched_at(x, 0, 2, 1).shape == (3, 2)
+    assert d.expand_to_front(x, 1, 3).shape == (3, 2)
+    assert d.expand_at(x, None, 5, 1).shape == (2, 5, 3)
+    assert d.expand_at(x, 0, 2, 1).shape == (3, 2)
 
 
-def test_writing_into_what_is_not_batched_is_refused() -> None:
+def test_writing_into_an_unbatched_tensor_is_refused() -> None:
     expected = r"aten::add_.Tensor writes batched values in place .* Use the out-of-place add "
     with pytest.raises(RuntimeError, match=expected):
         d.refuse_inplace(torch.ops.aten.add_.Tensor)
@@ -113,6 +113,6 @@ def test_writing_into_what_is_not_batched_is_refused() -> None:
 
 
 def test_defaults_fill_up() -> None:
-    assert d.filled((), 0, -1) == [0, -1]
-    assert d.filled((2,), 0, -1) == [2, -1]
-    assert d.filled((2, 3), 0, -1) == [2, 3]
+    assert d.with_defaults((), 0, -1) == [0, -1]
+    assert d.with_defaults((2,), 0, -1) == [2, -1]
+    assert d.with_defaults((2, 3), 0, -1) == [2, 3]

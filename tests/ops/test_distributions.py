@@ -123,7 +123,7 @@ def test_each_element_has_parameters_of_its_own() -> None:
 def test_bounds_of_uniform_numbers(dtype: torch.dtype) -> None:
     got = distributions.uniform(draw(), 5000, dtype)
     assert got.dtype is dtype and float(got.min()) >= 0 and float(got.max()) < 1
-    positive = distributions.positive(draw(), 5000, dtype)
+    positive = distributions.open_uniform(draw(), 5000, dtype)
     assert float(positive.min()) > 0 and float(positive.max()) <= 1
 
 

@@ -110,7 +110,7 @@ def test_beta_of_zero_ignores_nan() -> None:
     assert check(aten.addmm.default, nan, rand(2, 4), rand(4, 5), beta=0)
 
 
-def test_inplace_into_what_is_not_batched_is_refused() -> None:
+def test_inplace_into_an_unbatched_tensor_is_refused() -> None:
     found = find("aten::addmm_")
     assert found is not None and found.rule is not None
     with pytest.raises(RuntimeError, match="not batched over this vmap"):

@@ -169,7 +169,7 @@ def test_batched_masks_are_refused() -> None:
     assert check(aten.index_put_.default, rand(4, 5), [rand(4) > 0], rand(1))
 
 
-def test_writing_into_what_is_not_batched_is_refused() -> None:
+def test_writing_into_an_unbatched_tensor_is_refused() -> None:
     found = find("aten::index_put_")
     assert found is not None and found.rule is not None
     with pytest.raises(RuntimeError, match="not batched over this vmap"):

@@ -61,7 +61,7 @@ def test_as_one_example(name: str, last: bool, batch: Tensor) -> None:
     torch.testing.assert_close(out, torch.stack([f(x) for x in batch]))
 
 
-def test_what_has_its_channels_last() -> None:
+def test_channels_last_results() -> None:
     x = IMAGES.contiguous()
     assert not channels_last(x, 0) and not channels_last(x[0], None)
     x = with_channels_last(x)

@@ -72,7 +72,7 @@ def test_every_reference(info: Any) -> None:
     right(info, most=3)
 
 
-def test_the_attribute_that_says_what_a_primitive_does() -> None:
+def test_the_implementation_attribute_of_a_primitive() -> None:
     """Private to torch: without it the primitives would loop."""
     for name in ("sin", "add", "broadcast_in_dim", "svd"):
         assert callable(getattr(torch.ops.prims, name).default.impl_aten)

@@ -103,7 +103,7 @@ def test_solvers(name: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> None
         assert taken(lambda i=inputs, d=in_dims: tsfunc.vmap(op, d)(*i)) == wanted  # type: ignore[misc]
 
 
-def test_the_message_is_torchs_and_says_what_came() -> None:
+def test_the_message_is_that_of_torch_with_the_value() -> None:
     x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2)
     with pytest.raises(RuntimeError) as plain:
         torch.mm(x[0], y[0])
@@ -111,6 +111,13 @@ def test_the_message_is_torchs_and_says_what_came() -> None:
         tsfunc.vmap(torch.mm)(x, y)
     assert "Shape mismatch inside of vmap" in str(caught.value)
     assert "was called on examples of shape (2, 2), (2,)." in str(caught.value)
+
+
+def test_the_message_says_the_dtypes_where_they_differ() -> None:
+    x, y = torch.ones(SIZE, 2, 2), torch.ones(SIZE, 2, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="Inside of vmap, mm was called") as caught:
+        tsfunc.vmap(torch.mm)(x, y)
+    assert "and dtype torch.float32, torch.float64." in str(caught.value)
 
 
 def test_a_bias_does_not_widen_the_result() -> None:

@@ -114,7 +114,7 @@ def test_a_draw_has_the_shapes_of_the_loop(name: str, randomness: str) -> None:
 
 
 @each("name", sorted(DATA_DEPENDENT - {*RANDOM, *UNTRIED, *RUN_BY_HAND, *EFFECTS}))
-def test_what_depends_on_data_runs_or_splits_the_batch(name: str) -> None:
+def test_data_dependent_calls_run_or_split_the_batch(name: str) -> None:
     for args, kwargs in seeded_calls(name):
         try:
             out = mapped(name, args, kwargs)
@@ -135,14 +135,14 @@ def same(out: Any, one: Any, i: int, first: int | None) -> None:
 
 
 @each("name", sorted(n for n in DATA_DEPENDENT if lookup(n).category is Category.DYNAMIC))
-def test_what_has_a_size_of_its_own_for_each_example_is_refused(name: str) -> None:
+def test_results_of_differing_sizes_are_refused(name: str) -> None:
     args, kwargs = seeded_calls(name)[0]
     with pytest.raises(DataDependentError):
         mapped(name, args, kwargs)
 
 
 @each("name", sorted(RESHAPING))
-def test_what_changes_a_shape_in_place(name: str) -> None:
+def test_operators_that_change_a_shape_in_place(name: str) -> None:
     for args, kwargs in seeded_calls(name):
         loop = [overload(name)(x.clone(), *rest, **kwargs) for x, *rest in examples_of(args)]
         torch.testing.assert_close(mapped(name, args, kwargs), torch.stack(loop))

@@ -50,7 +50,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_depends_on_data_is_refused(case: tuple[str, str, str]) -> None:
+def test_data_dependent_calls_are_refused(case: tuple[str, str, str]) -> None:
     name, overload, message = case
     op = getattr(getattr(aten, name), overload)
     found = find(op.name())

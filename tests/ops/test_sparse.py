@@ -117,7 +117,7 @@ def test_gradients_by_a_shared_matrix(times: Callable[[Tensor, Tensor], Tensor])
     torch.testing.assert_close(dense(x.grad), dense(other.grad))
 
 
-def test_what_is_refused_of_dense_values_is_refused() -> None:
+def test_the_refusals_of_dense_values_hold() -> None:
     with pytest.raises(RuntimeError):
         vmap(torch.mm)(Y, Y)
     with pytest.raises(RuntimeError):
@@ -141,7 +141,7 @@ def of_members(values: Tensor) -> Tensor:
 AS_MANY = torch.stack([torch.eye(3) * (i + 1) for i in range(4)]).to_sparse()
 
 
-def test_what_is_stored() -> None:
+def test_the_stored_values() -> None:
     check(lambda x: x.coalesce().values() * 2, AS_MANY, in_dims=[0])
     check(lambda x: x.coalesce().indices(), AS_MANY, in_dims=[0])
     check(lambda x: x.to_dense() * x._nnz(), AS_MANY + AS_MANY, in_dims=[0])

@@ -23,7 +23,7 @@ ROWS = {row.name: row for row in rows()}
 CASE = Case(lambda x, y: (x + y,), (torch.randn(2, 3), torch.randn(3)))
 
 
-def test_the_database_and_what_is_beside_it() -> None:
+def test_the_database_and_the_extra_operators() -> None:
     assert len({row.entry for row in ROWS.values()}) > 700
     for name in ("add", "add (inplace)", "add (method)", "add (out)", "extra.conv2d"):
         assert name in ROWS
@@ -38,12 +38,12 @@ def test_right_results_pass(mode: Mode) -> None:
         assert found == {Verdict.OK}
 
 
-def test_what_is_wrong_is_found() -> None:
+def test_faults_are_found() -> None:
     broken = Mode("broken", 1, lambda *given: (VMAP.ours(*given)[0] + 1,), VMAP.plain)
     assert {o.verdict for o in sweep_case(broken, CASE, random.Random(0))} == {Verdict.WRONG}
 
 
-def test_what_torch_refuses_counts_for_nothing() -> None:
+def test_calls_that_torch_refuses_do_not_count() -> None:
     refused = Case(lambda x: (x.view(5),), (torch.randn(4),))
     assert {o.verdict for o in sweep_case(VMAP, refused, random.Random(0))} == {Verdict.NONE}
 

@@ -157,7 +157,7 @@ def test_numbers(dtype: torch.dtype, number: Any) -> None:
         assert check(torch.ops.aten.mul.Tensor, _tensor(shape, dtype), number)
 
 
-def test_the_kernel_gets_what_needs_no_aligning_as_it_is() -> None:
+def test_the_kernel_gets_aligned_operands_unchanged() -> None:
     seen: list[Any] = []
 
     def op(*args: Any) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_the_kernel_gets_what_needs_no_aligning_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in ROWS if is_inplace(overload(n))])
-def test_inplace_into_what_is_not_batched(name: str) -> None:
+def test_inplace_into_an_unbatched_tensor(name: str) -> None:
     op = overload(name)
     args, kwargs = arguments(op, ((2, 3),), torch.float32)
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]

@@ -326,7 +326,7 @@ def test_a_failed_check_in_a_body_is_an_error(backend: str) -> None:
 
 
 class TestRefusals:
-    def test_what_torch_has_no_operator_for_is_refused_before_anything_is_compiled(self) -> None:
+    def test_control_flow_without_a_torch_operator_is_refused(self) -> None:
         def solver(f: Any, z: Tensor) -> Any:
             return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
 

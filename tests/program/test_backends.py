@@ -83,7 +83,7 @@ class TestCallables:
         ((x, _),) = backend.examples
         assert not isinstance(x.shape[0], int) and x.shape[1] == 4
 
-    def test_what_a_backend_asks_of_sizes_restricts_nothing(self) -> None:
+    def test_guards_of_a_backend_do_not_restrict_a_program(self) -> None:
         made: list[bool] = []
 
         def backend(module: torch.fx.GraphModule, examples: Sequence[Tensor]) -> Any:
@@ -200,7 +200,7 @@ class TestNames:
 
     @needs_gcc
     @pytest.mark.slow
-    def test_inductor_draws_what_eager_draws(self) -> None:
+    def test_inductor_draws_the_numbers_of_eager_mode(self) -> None:
         def noisy(x: Tensor) -> Tensor:
             return torch.nn.functional.dropout(x + torch.randn_like(x), 0.5)
 

@@ -79,13 +79,13 @@ class TestInfo:
     )
 
     @pytest.mark.parametrize("reason, before, now", CALLS, ids=[c[0] for c in CALLS])
-    def test_what_is_new_in_a_call(self, reason: str, before: Any, now: Any) -> None:
+    def test_the_reason_for_a_new_program(self, reason: str, before: Any, now: Any) -> None:
         f = specialize(lambda x, y: y)
         f(before, torch.ones(1))
         f(now, torch.ones(1))
         assert sorted(reasons(f)[1].split("; ")) == sorted(reason.split("; "))
 
-    def test_settings_and_what_is_read_from_outside(self) -> None:
+    def test_settings_and_values_from_outside(self) -> None:
         scale = 2.0
         f = specialize(lambda x: x * scale)
         f(torch.ones(2))
@@ -231,7 +231,7 @@ class TestWidening:
             f({"x": torch.ones(12, 3), "y": torch.ones(11)})
 
     @pytest.mark.filterwarnings("ignore:specialize.* vary")
-    def test_sizes_that_vary_apart_are_left_alone(self) -> None:
+    def test_sizes_that_vary_separately_are_not_widened(self) -> None:
         f = specialize(lambda x: x + 1)
         for n in range(2, 8):
             f(torch.ones(n, 9 - n))
@@ -265,7 +265,7 @@ class TestWidening:
             torch.testing.assert_close(f(torch.ones(n, 2)), torch.full((2,), float(n)))
         assert f.cache_info().programs == 5
 
-    def test_what_a_contract_fixes_stays_fixed(self) -> None:
+    def test_values_fixed_by_a_contract_stay_fixed(self) -> None:
         f = specialize(lambda x: x.sum(1), {"x": Meta([None, 3])})
         for n in range(2, 9):
             f(torch.ones(n, 3))
@@ -273,7 +273,7 @@ class TestWidening:
         with pytest.raises(DescriptorViolation):
             f(torch.ones(9, 4))
 
-    def test_what_went_out_of_the_cache_is_remembered(self) -> None:
+    def test_evicted_programs_are_remembered(self) -> None:
         run, calls = counted(lambda x: x + 1)
         f = specialize(run, max_specializations=1)
         for n in range(2, 20):

@@ -44,7 +44,7 @@ class TestOfSizes:
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             s(torch.randn(1, 2))
 
-    def test_a_course_is_one_still(self) -> None:
+    def test_one_random_stream_stays_one(self) -> None:
         def f(x: Tensor) -> Tensor:
             if x.shape[0] > 4:
                 x = x + 1
@@ -161,7 +161,7 @@ class TestOfData:
         with pytest.raises(DataDependentError, match=r"by .*swa_utils\.py:\d+, in update_param"):
             specialize(lambda: average.update_parameters(torch.nn.Linear(2, 1)))()
 
-    def test_what_is_caught_is_a_choice(self) -> None:
+    def test_a_caught_check_is_a_choice(self) -> None:
         def f(x: Tensor) -> Tensor:
             try:
                 return self.logarithm(x)

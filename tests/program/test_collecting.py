@@ -31,7 +31,7 @@ def test_it_runs_less_often_and_then_as_before() -> None:
     assert gc.get_threshold() == before
 
 
-def test_what_the_user_sets_stays() -> None:
+def test_settings_of_the_user_stay() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(0)

@@ -30,7 +30,7 @@ def refused(f: Callable[..., Any], described: Any, *args: Any) -> tuple[str, Any
     with pytest.raises(ConstraintViolation) as caught:
         specialize(f, described)(*args)
     text = str(caught.value)
-    offered = re.search(r"These descriptors promise it:\n  (\{.*\})", text)
+    offered = re.search(r"These descriptors guarantee it:\n  (\{.*\})", text)
     assert offered is not None, text
     return text, eval(offered[1], NAMES)
 
@@ -288,12 +288,12 @@ PROMISES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_what_a_dim_promises_is_promised_by_the_one_that_it_is_equal_to(name: str) -> None:
-    """The function relies on it, and that it does is in no fact: it was promised."""
-    a, b, promised, sizes, mended = PROMISES[name]
+def test_an_equal_dim_guarantees_the_facts_of_a_dim(name: str) -> None:
+    """The function relies on it, and that it does is in no fact: it was guaranteed."""
+    a, b, guaranteed, sizes, mended = PROMISES[name]
 
     def f(x: Tensor, y: Tensor) -> Tensor:
-        return x + y if promised(y.shape[0]) else x
+        return x + y if guaranteed(y.shape[0]) else x
 
     _, offered = refused(f, {"x": Meta([a]), "y": Meta([b])}, r(sizes[0]), r(sizes[0]))
     assert offered["x"].shape == Meta(mended).shape and offered["y"].shape == Meta(["a"]).shape
@@ -303,7 +303,7 @@ def test_what_a_dim_promises_is_promised_by_the_one_that_it_is_equal_to(name: st
         torch.testing.assert_close(g(x, y), f(x, y))
 
 
-def test_a_dim_that_is_what_is_left_of_a_number() -> None:
+def test_a_dim_that_is_a_number_minus_another_dim() -> None:
     def f(x: Tensor) -> Tensor:
         return x + 1 if x.shape[0] + x.shape[1] == 9 else x
 
@@ -344,13 +344,13 @@ TEXTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_texts_that_spell_what_a_trace_has_are_not_returned(name: str) -> None:
+def test_texts_of_traced_values_are_not_returned(name: str) -> None:
     """They have a symbol's name in them, which is right for no call."""
     with pytest.raises(DataDependentError):
         specialize(TEXTS[name], {"x": Meta(["n"])})(torch.ones(3))
 
 
-def test_texts_of_what_is_known_are_returned() -> None:
+def test_texts_of_known_values_are_returned() -> None:
     f = lambda x: {f"size {x.shape[1]}": x, "dtype": str(x.dtype)}  # noqa: E731
     g = specialize(f, {"x": Meta(["n", 2])})
     x = torch.ones(3, 2)
@@ -363,7 +363,7 @@ def test_a_named_dim_has_no_digits() -> None:
     assert "has no digits" in str(caught.value) and __file__ in str(caught.value)
 
 
-def test_what_a_dim_promises_is_promised_by_a_product() -> None:
+def test_a_product_guarantees_the_facts_of_a_dim() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.flatten() + y if y.shape[0] > 10 else x
 
@@ -477,7 +477,7 @@ def test_a_size_that_is_no_smaller_than_another_is_that_and_some_more(name: str)
         g(*tensors(bad))
 
 
-def test_a_function_of_torchs_that_asks_which_size_is_larger() -> None:
+def test_a_function_of_torch_that_compares_two_sizes() -> None:
     """It turns the matrix round where it is wide."""
 
     def f(x: Tensor) -> Tensor:
@@ -495,7 +495,7 @@ def test_a_function_of_torchs_that_asks_which_size_is_larger() -> None:
         torch.testing.assert_close(g(x), want)
 
 
-def test_what_no_descriptor_says_is_left_open() -> None:
+def test_undescribed_properties_are_open() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.sum() + y.sum() if x.shape[0] % y.shape[0] > 1 else x.sum()
 
@@ -507,7 +507,7 @@ def test_what_no_descriptor_says_is_left_open() -> None:
         torch.testing.assert_close(g(torch.ones(n), torch.ones(m)), f(torch.ones(n), torch.ones(m)))
 
 
-def test_what_is_left_open_has_names_of_the_users() -> None:
+def test_open_dims_get_the_users_names() -> None:
     """A dim that first had an internal name in an offer is open too."""
 
     def f(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
@@ -518,7 +518,7 @@ def test_what_is_left_open_has_names_of_the_users() -> None:
     assert "it of a, b, c: left open" in text
 
 
-def test_an_equality_is_solved_for_what_the_call_has() -> None:
+def test_an_equality_is_solved_for_the_size_of_the_call() -> None:
     """Zero solves it, too."""
 
     def f(x: Tensor, y: Tensor) -> Tensor:
@@ -552,7 +552,7 @@ def test_containers_of_descriptors() -> None:
     ],
     ids=["min", "max", "multiple", "quotient", "choice", "product"],
 )
-def test_what_follows_from_the_descriptors_is_no_violation(dim: Dim, ask: Any) -> None:
+def test_implied_facts_are_not_violations(dim: Dim, ask: Any) -> None:
     def f(x: Tensor) -> Tensor:
         return x + 1 if ask(x.shape[0]) else x - 1
 
@@ -574,7 +574,7 @@ def test_the_line_is_the_users_innermost() -> None:
     assert f"{__file__}:{line}, in inner; return True if n > 4" in text
 
 
-def test_a_line_of_torch_is_told_at_the_users_call() -> None:
+def test_a_warning_for_a_line_of_torch_names_the_users_call() -> None:
     def f(x: Tensor, y: Tensor) -> Tensor:
         return torch.nn.functional.binary_cross_entropy(x, y)
 
@@ -629,7 +629,7 @@ PLANES = {"x": Meta(["a", "b"]), "y": Meta(["c", "d"]), "z": Meta(["e", "f"])}
          [(6, 8), (3, 16), (48,)], [[(5, 8), (4, 10), (40,)]]),
     ],
 )  # fmt: skip
-def test_what_several_facts_say_together_holds_when_pasted(
+def test_descriptors_for_several_facts_hold_when_pasted(
     f: Callable[..., Any],
     described: Any,
     shapes: list[tuple[int, ...]],
@@ -707,7 +707,7 @@ def test_a_quotient_by_a_named_size_is_decided() -> None:
     st.sampled_from(["0", "2", "n", "m - 1"]), st.sampled_from([1, -1]),
     st.sampled_from(["==", ">=", ">"]),
 )  # fmt: skip
-def test_what_is_said_to_hold_of_quotients_does(
+def test_proved_facts_about_quotients_hold(
     factors: tuple[int, int, int, int], divisor: str, bound: str, sign: int, word: str
 ) -> None:
     a, b, c, d = factors

@@ -86,7 +86,7 @@ def test_a_function_without_programs_is_pickled_by_its_name() -> None:
     assert pickle.loads(pickle.dumps(doubled)) is not doubled  # the file with the program
 
 
-def test_a_function_without_programs_and_name_is_pickled_with_what_it_was_made_of() -> None:
+def test_a_function_without_programs_and_name_is_pickled_with_its_source() -> None:
     f = specialize(tripled, {"x": Meta(["n"]), "k": int}, max_specializations=3, auto_widen=False)
     again = pickle.loads(pickle.dumps(f))
     assert type(again) is type(f) and again.func is tripled

@@ -45,7 +45,7 @@ def test_calls_at_the_edge_have_programs_of_their_own(first: tuple[int, int, int
     assert f.cache_info().misses == misses
 
 
-def test_what_torch_refuses_of_a_size_it_refuses_of_a_program() -> None:
+def test_sizes_that_torch_refuses_are_refused_by_a_program() -> None:
     f = specialize(vmap(grad(loss)), IMAGES)
     f(torch.randn(2, 1, 9, 9))
     with pytest.raises(RuntimeError, match="can't be greater than"):
@@ -70,7 +70,7 @@ def test_stacked_networks_of_images_of_any_size() -> None:
     assert f.cache_info().programs == 2
 
 
-def test_what_the_function_itself_asks_the_descriptors_must_promise() -> None:
+def test_descriptors_must_guarantee_the_conditions_of_the_function() -> None:
     def f(x: Tensor) -> Tensor:
         return x + 1 if x.shape[0] - 2 != 0 else x
 

@@ -104,7 +104,7 @@ class TestChecks:
     def made(self) -> Any:
         return specialize(self.checked, {"x": Meta(["n"]), "y": Meta(["m"])})
 
-    def test_what_is_checked_is_a_guard(self) -> None:
+    def test_a_checked_property_is_a_guard(self) -> None:
         f = self.made()
         for n, m in ((4, 3), (8, 2), (6, 6)):
             f(torch.ones(n), torch.ones(m))
@@ -191,7 +191,7 @@ class TestMultiples:
             torch.testing.assert_close(made(x), f(x))
 
 
-def test_what_torch_asks_of_a_size_that_is_worked_out_is_no_demand() -> None:
+def test_conditions_of_torch_on_computed_sizes_are_not_requirements() -> None:
     def f(x: Tensor) -> Any:
         return x[1:].t().contiguous(), x[: x.shape[0] - 2].contiguous()
 
@@ -203,7 +203,7 @@ def test_what_torch_asks_of_a_size_that_is_worked_out_is_no_demand() -> None:
 
 
 class TestMessages:
-    def test_a_call_of_size_1_is_told_its_own_size(self) -> None:
+    def test_the_error_of_a_call_of_size_1_has_its_own_size(self) -> None:
         f = specialize(lambda x: x * len(x), {"x": Meta(["n"])})
         with pytest.raises(ConstraintViolation, match=r"n == 1 .*\n.*\n.*shape=\[1\]"):
             f(torch.ones(1))
@@ -218,7 +218,7 @@ class TestMessages:
         with pytest.raises(ConstraintViolation, match=r"x\.shape\[0\] for len\(x\)"):
             f(torch.ones(5))
 
-    def test_what_a_function_inside_promises_is_asked_at_the_users_line(self) -> None:
+    def test_a_fact_of_an_inner_function_is_required_at_the_users_line(self) -> None:
         inner = specialize(lambda x: 2 * x, {"x": Meta([Dim("a", min=4)])})
 
         def outer(x: Tensor) -> Any:
@@ -241,7 +241,7 @@ class TestMessages:
 
 
 class TestUnanswered:
-    def test_it_says_in_what_the_call_differs(self, tmp_path: Path) -> None:
+    def test_it_names_the_difference_of_the_call(self, tmp_path: Path) -> None:
         f = specialize(lambda x: x.sum(0), {"x": Meta(["n", 3])})
         f(torch.ones(4, 3))
         f.save(tmp_path / "f.tsf")

@@ -61,7 +61,7 @@ def test_results_are_below_their_arguments() -> None:
     assert all(a < b for a, b in pairwise(sorted(set(tops)))) and len(set(tops)) == 5
 
 
-def test_what_it_says() -> None:
+def test_its_text() -> None:
     f = specialize(lambda x: (x * 2.5).sum(1))
     f(X)
     words = [text.text for text in ET.fromstring(f.draw()).iter(f"{SVG}text")]

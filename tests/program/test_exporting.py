@@ -162,7 +162,7 @@ def test_state_has_the_names_that_the_module_has(way: str) -> None:
             torch.testing.assert_close(changed[name], eager.get_buffer(name))
 
 
-def test_what_is_assigned_is_written_after_all_is_read() -> None:
+def test_assignments_follow_all_reads() -> None:
     class Swap(torch.nn.Module):
         a: Tensor
         b: Tensor
@@ -211,7 +211,7 @@ def test_numbers_are_dynamic() -> None:
         torch.testing.assert_close(module(torch.ones(n), k), torch.full((n * k,), float(k)))
 
 
-def test_what_holds_of_sizes_of_data_is_checked() -> None:
+def test_facts_about_sizes_of_data_are_checked() -> None:
     def f(x: Tensor, n: Tensor) -> Tensor:
         k: Any = n.item()
         torch._check(k >= 2)
@@ -244,7 +244,7 @@ def test_containers_that_torch_knows() -> None:
     torch.testing.assert_close(module(Batch(x, [x])), 2 * x)
 
 
-def test_names_of_what_a_function_closes_over() -> None:
+def test_names_of_closed_over_tensors() -> None:
     net, scale = torch.nn.Linear(3, 3), {"out": torch.ones(3)}
     f = specialize(lambda x: net(x) * scale["out"])
     f(torch.ones(3))
@@ -270,7 +270,7 @@ class Model:
         self.w = torch.ones(3)
 
 
-def test_what_it_has_no_place_for() -> None:
+def test_values_that_it_can_not_hold() -> None:
     with_object = specialize(lambda m, x: x * m.w)
     with_object(Model(), torch.ones(3))
     with pytest.raises(ExportError, match=r"an argument of type Model.*graph_module"):

@@ -151,7 +151,7 @@ class TestRoundTrips:
         assert (tmp_path / "f.tsf").read_bytes() == (tmp_path / "g.tsf").read_bytes()
 
     @pytest.mark.parametrize("check", CHECKS)
-    def test_what_is_checked_is_known_when_it_is_verified(self, check: str, tmp_path: Path) -> None:
+    def test_checked_facts_are_known_to_verification(self, check: str, tmp_path: Path) -> None:
         """Sizes of results follow from it: ``min(n, m)`` is ``m`` where ``n >= m``."""
 
         def f(x: Tensor, y: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class TestRoundTrips:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def test_what_was_closed_over_is_kept_as_it_was(self, tmp_path: Path) -> None:
+    def test_closed_over_values_are_kept(self, tmp_path: Path) -> None:
         scale = 3.0
         loaded = saved(lambda x: x * scale, tmp_path, (torch.ones(2),))
         scale = 5.0
@@ -281,7 +281,7 @@ class TestRoundTrips:
         loaded = saved(f, tmp_path, (x,))
         same(torch.autograd.grad(loaded(x).sum(), x)[0], torch.full((3,), 2.0))
 
-    def test_other_transforms_of_what_was_loaded(self, tmp_path: Path) -> None:
+    def test_other_transforms_of_a_loaded_function(self, tmp_path: Path) -> None:
         loaded = saved(lambda x: x.sin().sum(), tmp_path, (torch.ones(3),))
         x = torch.randn(5, 3)
         same(vmap(grad(loaded))(x), x.cos())
@@ -306,7 +306,7 @@ class TestRoundTrips:
             loaded({"a": a.double().requires_grad_(), "b": {"c": c}}, y)
 
     @pytest.mark.parametrize("ask", ASKS)
-    def test_what_is_asked_of_grad_is_answered(self, ask: str, tmp_path: Path) -> None:
+    def test_properties_of_grad_are_read(self, ask: str, tmp_path: Path) -> None:
         f = specialize(ASKS[ask])
         x, y = torch.ones(3), torch.full((3,), 2.0)
         f(x, y)
@@ -428,7 +428,7 @@ class TestCopies:
 
 
 class TestRefusals:
-    def test_what_no_file_can_hold(self, tmp_path: Path) -> None:
+    def test_values_that_no_file_can_hold(self, tmp_path: Path) -> None:
         class Config:
             width = 3
 
@@ -559,7 +559,7 @@ class TestState:
         for _ in range(2):
             torch.testing.assert_close(loaded(torch.ones(1, 2)), net(torch.ones(1, 2)))
 
-    def test_what_is_looked_at_and_assigned_is_refused(self, tmp_path: Path) -> None:
+    def test_values_that_are_read_and_assigned_are_refused(self, tmp_path: Path) -> None:
         def flips(x: Tensor) -> Tensor:
             global FLIP
             FLIP = not FLIP
@@ -571,7 +571,7 @@ class TestState:
         with pytest.raises(ValueError, match="assigns to FLIP, whose value it also looks at"):
             f.save(tmp_path / "f.tsf")
 
-    def test_what_is_not_as_it_was_is_refused(self, tmp_path: Path) -> None:
+    def test_changed_values_are_refused(self, tmp_path: Path) -> None:
         def counts(x: Tensor) -> Tensor:
             global STEPS
             STEPS += 1
@@ -582,7 +582,7 @@ class TestState:
         with pytest.raises(ValueError, match=r"save\(counts\): what the function reads besides"):
             f.save(tmp_path / "f.tsf")
 
-    def test_only_what_holds_now_is_saved(self, tmp_path: Path) -> None:
+    def test_only_programs_with_valid_guards_are_saved(self, tmp_path: Path) -> None:
         net = nn.Sequential(nn.Dropout(1.0))
         f = specialize(net)
         f(torch.ones(2))
@@ -682,7 +682,7 @@ def _same_when_seeded(one: Any, other: Any, *args: Any) -> None:
 
 
 class TestRunAgain:
-    def test_checkpoints_and_derivatives_of_what_draws(self, tmp_path: Path) -> None:
+    def test_checkpoints_and_derivatives_of_random_functions(self, tmp_path: Path) -> None:
         f = specialize(again, {"x": Meta(["n", 3])})
         f(torch.randn(4, 3))
         f.save(tmp_path / "f.tsf", exact=True)

@@ -153,7 +153,7 @@ class TestContainers:
         ],
         ids=["before", "after", "between", "comment", "short"],
     )
-    def test_what_is_beside_the_entries(
+    def test_bytes_beside_the_entries(
         self, change: Callable[[bytes, int], bytes], match: str, good: bytes, tmp_path: Path
     ) -> None:
         refused(tmp_path, change(good, good.index(b"PK\1\2")), match)
@@ -564,7 +564,7 @@ def test_rules(change: Callable[[Any], Any], match: str, tmp_path: Path) -> None
         ({"dtype": "float32", "shape": []}, "device is missing"),
     ],
 )
-def test_what_people_are_told(told: Any, match: str, tmp_path: Path) -> None:
+def test_texts_for_people(told: Any, match: str, tmp_path: Path) -> None:
     f = specialize(lambda x: x[x > 0])
     f(torch.ones(2))
     f.save(tmp_path / "f.tsf", exact=True)

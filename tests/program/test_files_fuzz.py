@@ -83,7 +83,7 @@ def test_reading_takes_memory_in_proportion(files: list[bytes], tmp_path: Path) 
         tracemalloc.stop()
 
 
-def test_the_watch_sees_what_is_forbidden() -> None:
+def test_the_watch_sees_forbidden_calls() -> None:
     code = compile("1", "<other>", "eval")
     with pytest.raises(Forbidden, match="exec"), nothing_run():
         exec(code)

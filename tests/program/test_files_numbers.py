@@ -83,7 +83,7 @@ def test_bools_have_a_program_each(tmp_path: Path) -> None:
         loaded(X, False)
 
 
-def test_what_is_no_number_by_type_is_as_it_was(tmp_path: Path) -> None:
+def test_values_not_described_by_a_number_type_are_constants(tmp_path: Path) -> None:
     loaded = saved(lambda x, k: x * k, {}, tmp_path, X, 3)
     with pytest.raises(DescriptorViolation, match="k: 4, was 3"):
         loaded(X, 4)

@@ -1,4 +1,4 @@
-"""Functions with rules of the user's in files: what is loaded has the same derivatives.
+"""Functions with user-defined rules in files: what is loaded has the same derivatives.
 
 Compared with the function itself, under each transform that asks a rule for something.
 """
@@ -277,7 +277,7 @@ def words_of(call: Any) -> str:
     return str(raised.value)
 
 
-def test_what_the_rule_refuses_is_refused(tmp_path: Path) -> None:
+def test_refusals_of_the_rule(tmp_path: Path) -> None:
     def once(x: Tensor) -> Any:
         return applied(Once, x).sum()
 
@@ -391,7 +391,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="rules, which call others, without end"):
             saved(lambda x: bessel(2, x), tmp_path, X)
 
-    def test_a_rule_that_asks_for_sizes(self, tmp_path: Path) -> None:
+    def test_a_rule_that_reads_sizes(self, tmp_path: Path) -> None:
         @tsfunc.custom_vjp
         def f(x: Tensor) -> Tensor:
             return x * 2
@@ -541,7 +541,7 @@ class TestKeptFiles:
         torch.testing.assert_close(loaded(a, b), solving(a, b))
 
 
-def test_in_what_order_functions_are_written(tmp_path: Path) -> None:
+def test_the_order_in_which_functions_are_written(tmp_path: Path) -> None:
     """The same function makes the same file."""
     found = []
     for name in ("a", "b"):

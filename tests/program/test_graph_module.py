@@ -27,14 +27,14 @@ def test_plain_case() -> None:
         torch.testing.assert_close(list(module(x)), list(layer(x, 2.0).values()))
 
 
-def test_what_is_read_from_outside_is_its_state() -> None:
+def test_tensors_read_from_outside_are_its_state() -> None:
     f = specialize(layer)
     f(torch.ones(3, 4), 2.0)
     module = f.graph_module
     assert next(module.parameters()) is WEIGHT and len(list(module.buffers())) == 1
 
 
-def test_inputs_that_nobody_uses_are_taken() -> None:
+def test_unused_inputs_are_accepted() -> None:
     f = specialize(lambda x, y, z: y.sin())
     x = torch.ones(3)
     f(x, x, x)

@@ -55,7 +55,7 @@ def written_over(result: Any) -> None:
 @pytest.mark.parametrize("transform", list(TRANSFORMS))
 @pytest.mark.parametrize("use", list(USES))
 @pytest.mark.parametrize("maker", list(MAKERS))
-def test_a_program_makes_it_anew(maker: str, use: str, transform: str, backend: str) -> None:
+def test_a_program_makes_a_new_object(maker: str, use: str, transform: str, backend: str) -> None:
     def f(x: Tensor) -> Any:
         return USES[use](x, MAKERS[maker](x))
 

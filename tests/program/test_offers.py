@@ -27,7 +27,7 @@ from tsfunc.errors import DescriptorViolation
         (lambda a, b, c: (b * 9 >= a, b + c >= a + b), (9, 3, 7)),
     ],
 )
-def test_no_fact_is_asked_of_what_is_pasted(
+def test_the_suggested_descriptors_need_no_further_fact(
     asks: Callable[[int, int, int], Any], sizes: tuple[int, int, int]
 ) -> None:
     def f(x: Tensor, y: Tensor) -> Any:

@@ -49,7 +49,7 @@ class TestCommon:
         zeros = program_of(lambda x: torch.atan2(x, x * 0.0) + torch.atan2(x, x * -0.0), X)
         assert calls(zeros).count("mul") == 2
 
-    def test_calls_around_a_write_are_kept_apart(self) -> None:
+    def test_calls_around_a_write_are_not_merged(self) -> None:
         def f(x: Tensor) -> Tensor:
             x = x.clone()
             before = x.sin()
@@ -136,7 +136,9 @@ class TestNoOps:
     )
 
     @pytest.mark.parametrize("name, nothing", DOES_NOTHING, ids=[n for n, _ in DOES_NOTHING])
-    def test_what_does_nothing_goes(self, name: str, nothing: Callable[[Tensor], Tensor]) -> None:
+    def test_nodes_without_effect_are_removed(
+        self, name: str, nothing: Callable[[Tensor], Tensor]
+    ) -> None:
         assert calls(program_of(lambda x: nothing(x).sin(), X)) == ["sin"]
 
     DOES_SOMETHING: Sequence[tuple[str, Callable[[Tensor], Tensor]]] = (
@@ -151,7 +153,7 @@ class TestNoOps:
     )
 
     @pytest.mark.parametrize("name, use", DOES_SOMETHING, ids=[n for n, _ in DOES_SOMETHING])
-    def test_what_does_something_stays(self, name: str, use: Callable[[Tensor], Tensor]) -> None:
+    def test_nodes_with_an_effect_stay(self, name: str, use: Callable[[Tensor], Tensor]) -> None:
         assert len(calls(program_of(lambda x: use(x).sin(), X))) > 1
 
     def test_copies_that_are_written_to_or_returned_stay(self) -> None:
@@ -161,7 +163,7 @@ class TestNoOps:
         specialize(lambda x: x.clone().zero_())(x)
         torch.testing.assert_close(x, X)
 
-    def test_what_returns_its_argument_returns_it(self) -> None:
+    def test_functions_that_return_their_argument(self) -> None:
         x = X.clone()
         assert specialize(lambda x: x.float())(x) is x
 
@@ -186,12 +188,12 @@ class TestFolding:
 
         assert calls(program_of(masked, torch.randn(3, 3))) == ["masked_fill", "softmax"]
 
-    def test_what_the_caller_gets_is_made_anew(self) -> None:
+    def test_returned_objects_are_made_at_every_call(self) -> None:
         f = specialize(lambda x: (x, torch.zeros(2)))
         f(X)[1].add_(1)
         assert f(X)[1].tolist() == [0, 0]
 
-    def test_what_is_written_to_is_made_anew(self) -> None:
+    def test_written_tensors_are_made_at_every_call(self) -> None:
         def f(x: Tensor) -> Tensor:
             total = torch.zeros(3)
             for row in x:
@@ -237,7 +239,7 @@ class TestFrozen:
         g = specialize(lambda x: x + big[:1].t().expand(400, 4000)[:2, :3], closure="freeze")
         assert g(X).equal(X + 1)
 
-    def test_what_the_caller_gets_is_made_anew(self) -> None:
+    def test_returned_objects_are_made_at_every_call(self) -> None:
         f = specialize(lambda x: (x, W * 2), closure="freeze")
         f(X)[1].zero_()
         assert f(X)[1].equal(W * 2)
@@ -273,7 +275,7 @@ class TestDeadCode:
         program = program_of(f, X, X)
         assert calls(program) == ["sin"] and "unused" not in program.source
 
-    def test_what_is_drawn_moves_the_generator(self) -> None:
+    def test_draws_advance_the_generator(self) -> None:
         def f(x: Tensor) -> Tensor:
             torch.rand(3)
             return x + torch.rand(3)

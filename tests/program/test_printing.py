@@ -24,7 +24,7 @@ def printed(func: Any, *args: Any) -> list[str]:
     return [line.strip() for line in str(f.program).splitlines()]
 
 
-def test_types_and_lines_stand_beside_what_is_computed() -> None:
+def test_types_and_lines_are_printed_beside_values() -> None:
     lines = printed(layer, torch.ones(3, 4))
     assert lines[0] == "def layer(args):"
     assert "# WEIGHT: float32[4, 2] cpu requires_grad" in lines
@@ -85,7 +85,7 @@ def test_properties() -> None:
     assert "Properties(dtype=torch.bool" in repr(known)
 
 
-def test_writes_change_what_is_known() -> None:
+def test_writes_change_the_known_metadata() -> None:
     def f(x: Tensor) -> Tensor:
         out = torch.zeros(3, 2)
         out.add_(x @ WEIGHT)
@@ -132,3 +132,21 @@ def test_names_from_outside_do_not_hide_others() -> None:
     f = specialize(x_)
     assert f(torch.ones(2)).equal(torch.full((2,), 8.0))
     assert f(torch.ones(2) * 2).equal(torch.full((2,), 11.0))
+
+
+def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    program = specialize(step)
+    for _ in range(2):
+        program(torch.ones(4, 3))
+    text = str(program.program)
+    assert "model_weight = args" in text and "model_bias = args" in text
+    assert "optimizer_state_optimizer_param_groups_0_params_1__exp_avg:" in text
+    assert "lifted" not in text and "containing" not in text

@@ -165,7 +165,7 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("what", cases())
-def test_what_changes_is_seen(what: str) -> None:
+def test_changes_are_seen(what: str) -> None:
     f, others, change = cases()[what]
     replaced = os.path.basename, nn.ReLU.forward
     g = specialize(f)
@@ -261,7 +261,7 @@ class TestClassesOfTensors:
             assert g(ONES).equal(ONES * 3) and g(marked).equal(ONES * 2)
         assert g.cache_info().programs == 2
 
-    def test_a_parameter_is_a_tensor_to_who_does_not_ask(self) -> None:
+    def test_a_parameter_is_a_tensor_without_a_guard(self) -> None:
         g: Any = specialize(lambda x: x * 2 if isinstance(x, list | tuple) else x * 3)
         for x in (ONES, nn.Parameter(torch.ones(2), requires_grad=False)):
             assert g(x).equal(ONES * 3)
@@ -285,7 +285,7 @@ class TestClassesOfTensors:
     ],
     ids=["keys", "comprehension", "operator"],
 )
-def test_tensors_that_are_told_apart(f: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_tensors_that_are_distinguished(f: Callable[[Tensor, Tensor], Tensor]) -> None:
     x, y = torch.ones(2), torch.ones(2)
     g = specialize(f)
     for _ in range(2):

@@ -24,15 +24,15 @@ from tsfunc.program.closure.read_guards import (
     NoMember,
     NotOneOf,
     OwnTensor,
+    ReadCondition,
     ReadGuard,
     ReadGuards,
-    ReadHolds,
     ReadNumber,
     ReadTensor,
     ResultIs,
     SameContents,
     SameObject,
-    SamePlace,
+    SameObjectAs,
     TypeOf,
 )
 
@@ -64,7 +64,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((KeysAre(FIRST, ["a", 1]),), [[{"a": 0, 1: 0}]], [[{1: 0, "a": 0}], [{"a": 0, 1.0: 0}]]),
     ((LengthIs(FIRST, 2),), [[[1, 2]]], [[[1]], [3]]),
     ((LengthIs(FIRST, 1, 2),), [[deque([1], 2)]], [[deque([1], 3)], [deque([1])]]),
-    ((SamePlace(FIRST, SECOND),), [[HOLDER, HOLDER]], [[HOLDER, OTHER]]),
+    ((SameObjectAs(FIRST, SECOND),), [[HOLDER, HOLDER]], [[HOLDER, OTHER]]),
     ((Distinct((FIRST, SECOND)),), [[HOLDER, OTHER]], [[HOLDER, HOLDER]]),
     ((NotOneOf(FIRST, (HOLDER,)),), [[OTHER]], [[HOLDER]]),
     ((Missing(FIRST, "other"),), [[HOLDER]], [[type("T", (), {"other": 1})()]]),
@@ -72,7 +72,10 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((OwnTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
     ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
-        (ReadNumber(FIRST, "number_0", int, lambda k: k < 9), ReadHolds("number_0 > 2", "k > 2")),
+        (
+            ReadNumber(FIRST, "number_0", int, lambda k: k < 9),
+            ReadCondition("number_0 > 2", "k > 2"),
+        ),
         [[3], [8]], [[2], [9], [3.0]],
     ),
     ((ResultIs(len, (FIRST,), 2),), [["ab"]], [["a"], [3]]),
@@ -85,7 +88,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_guard_accepts_what_was_read(number: int) -> None:
+def test_a_guard_accepts_the_values_that_were_read(number: int) -> None:
     guards, accepted, refused = CASES[number]
     answers = ReadGuards(list(guards)).function(now())
     for args in accepted:

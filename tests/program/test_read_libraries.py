@@ -85,7 +85,7 @@ def cases() -> dict[str, Case]:
 
 
 @pytest.mark.parametrize("what", cases())
-def test_what_changes_is_seen(what: str) -> None:
+def test_changes_are_seen(what: str) -> None:
     f, change, undo = cases()[what]
     specialize(torch.sin)(ONES)  # the first trace loads modules, which set variables
     before = f(ONES)
@@ -123,7 +123,7 @@ CHANGING: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGING)
-def test_what_may_change_by_itself_is_told_of(what: str) -> None:
+def test_functions_that_may_change_give_a_warning(what: str) -> None:
     with pytest.warns(ReadOnceWarning, match=f"{what} may give something else") as told:
         specialize(CHANGING[what])(ONES)
     assert told[0].filename == __file__

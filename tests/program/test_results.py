@@ -71,7 +71,7 @@ class TestFromOutside:
             box = Box(torch.full((1,), float(n)))
             assert f(box) is box and box.x.item() == 2 * n
 
-    def test_what_is_reached_from_an_argument(self) -> None:
+    def test_tensors_reached_from_an_argument(self) -> None:
         f = specialize(lambda box: [box.x, box.x.x + 1])
         for n in (1, 2):
             inner = Box(torch.full((1,), float(n)))
@@ -135,7 +135,7 @@ def _slots(x: Tensor) -> Slots:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_what_is_made_of_traced_values_is_made_anew(name: str) -> None:
+def test_objects_made_of_traced_values_are_made_at_every_call(name: str) -> None:
     make, contents = MADE[name]
     f = specialize(make)
     found = [f(torch.full((2,), n)) for n in (1.0, 2.0)]
@@ -146,7 +146,7 @@ def test_what_is_made_of_traced_values_is_made_anew(name: str) -> None:
         torch.testing.assert_close(contents(made), contents(expected))
 
 
-def test_constants_stay_what_they_are() -> None:
+def test_constants_are_unchanged() -> None:
     settings = Settings("s")
     f = specialize(lambda x: (x, settings, Settings("made"), {1, 2}, range(3), Box))
     for _ in range(2):
@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_run_later_is_refused(name: str) -> None:
+def test_results_that_would_run_later_are_refused(name: str) -> None:
     make, problem = REFUSED[name]
     with pytest.raises(TypeCheckError, match=problem):
         specialize(make)(torch.ones(1))

@@ -74,7 +74,7 @@ def _by_text(x: Tensor, k: float) -> Tensor:
     ids=["isinstance", "type", "str", "key", "format"],
 )
 @pytest.mark.parametrize("values", [[1, 2, 3, 7, 12], [0.25, 0.5, 2.0, 0.75, 1.0]])
-def test_what_a_symbol_would_change_is_never_shared(func: Any, values: list[Any]) -> None:
+def test_values_that_a_symbol_would_change_are_never_shared(func: Any, values: list[Any]) -> None:
     s, caught = called(func, [(X, k) for k in values])
     assert s.cache_info().programs == len(values)
     assert [warning.category for warning in caught] == [RetraceWarning]

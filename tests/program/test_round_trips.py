@@ -110,7 +110,7 @@ def test_calls(case: Any) -> None:
         alike(outcome(loaded, *call), outcome(f, *call))
 
 
-def test_what_is_printed_and_known(case: Any) -> None:
+def test_printed_and_known_values(case: Any) -> None:
     f, loaded, _, _, folder = case
     if not loaded.state:  # which has another name in a file
         assert str(loaded.program) == str(f.program)
@@ -157,7 +157,7 @@ def test_under_transforms(case: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "cond"])
-def test_a_derivative_draws_what_the_call_has_drawn(kind: str, tmp_path: Path) -> None:
+def test_a_derivative_draws_the_numbers_of_the_call(kind: str, tmp_path: Path) -> None:
     """Also where it is traced again: else value and slope would be of two functions."""
     drop: Callable[..., Tensor] = {
         "checkpoint": checkpoint(torch.nn.functional.dropout),

@@ -117,7 +117,7 @@ def test_rows_of_a_packed_sequence_are_none_of_the_steps() -> None:
         torch.testing.assert_close(program(*args), f(*args))
 
 
-def test_a_file_checks_what_its_program_relies_on(tmp_path: Path) -> None:
+def test_a_file_checks_the_facts_of_its_program(tmp_path: Path) -> None:
     program = tsfunc.specialize(head)
     program(torch.arange(5.0), torch.tensor(3))
     program.save(tmp_path / "f.tsf")
@@ -151,7 +151,7 @@ def test_numbers_among_the_results_of_an_operator() -> None:
     assert program.cache_info().programs == 1
 
 
-def test_what_is_called_for_its_error_stays() -> None:
+def test_operators_called_for_their_errors_stay() -> None:
     def positive(x: Tensor) -> Tensor:
         torch._assert_async((x > 0).all(), "expected positive numbers")
         return x.log()
@@ -162,7 +162,7 @@ def test_what_is_called_for_its_error_stays() -> None:
         program(-torch.ones(3))
 
 
-def test_what_a_function_does_to_the_grad_mode_is_undone() -> None:
+def test_a_change_of_the_grad_mode_is_undone() -> None:
     def quiet(x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)
         return x * 2
@@ -220,7 +220,7 @@ CHOICES: list[Callable[[Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("f", CHOICES, ids=["lambda", "list", "dict", "filter"])
-def test_a_choice_in_an_expression_is_told_in_the_users_words(f: Callable[[Tensor], Any]) -> None:
+def test_an_error_about_a_choice_uses_the_users_names(f: Callable[[Tensor], Any]) -> None:
     with pytest.raises(DataDependentError) as caught:
         tsfunc.specialize(f)(torch.full((2,), 2.0))
     said = str(caught.value)
@@ -230,7 +230,7 @@ def test_a_choice_in_an_expression_is_told_in_the_users_words(f: Callable[[Tenso
 
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("least", [2, 4])
-def test_a_failed_check_says_what_the_function_says(least: int, fresh: bool) -> None:
+def test_a_failed_check_has_the_message_of_the_function(least: int, fresh: bool) -> None:
     def checked(x: Tensor) -> Tensor:
         k = x.nonzero().shape[0]
         torch._check(k >= least, lambda: f"expected {least} nonzeros, got {k}")

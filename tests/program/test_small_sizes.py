@@ -66,7 +66,7 @@ def test_one_program_for_multiples() -> None:
     assert g.cache_info().programs == 1
 
 
-def test_one_program_whatever_a_number_is() -> None:
+def test_one_program_for_any_number() -> None:
     def scaled(x: Tensor, k: int, rate: float) -> Tensor:
         return x.sum(1) * rate + max(k, 0) * rate
 
@@ -98,7 +98,7 @@ def masked(x: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("f", [squeezed, told_apart, broadcast, masked])
-def test_what_treats_them_apart_is_right(f: Callable[..., Any]) -> None:
+def test_a_function_of_separate_examples_is_correct(f: Callable[..., Any]) -> None:
     g = specialize(f, {"x": Meta([Dim("b", one_of=SIZES), "t"]), "y": Meta(["t", "b"])})
     for b, t in product(SIZES, SIZES):
         x, y = torch.randn(b, t), torch.randn(t, b)

@@ -31,7 +31,7 @@ CHANGED: dict[str, tuple[Callable[[Any], float], Any, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("described", [None, {"x": Meta(["n"])}], ids=["", "named"])
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_changes_in_place(name: str, described: Any) -> None:
+def test_values_that_change_in_place(name: str, described: Any) -> None:
     read, value, change = CHANGED[name]
     f = specialize(lambda x, value: x * read(value), described)
     assert f(X, value).item() == read(value)
@@ -51,7 +51,7 @@ EQUAL: dict[str, tuple[Callable[[Any], float], list[Any], int]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_what_is_equal_has_one_program(name: str) -> None:
+def test_equal_values_have_one_program(name: str) -> None:
     read, values, programs = EQUAL[name]
     f = specialize(lambda x, value: x * read(value))
     for value in values:

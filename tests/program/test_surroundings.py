@@ -128,7 +128,7 @@ READS: dict[str, tuple[Callable[[Tensor], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_what_was_read_is_guarded(what: str) -> None:
+def test_read_values_are_guarded(what: str) -> None:
     if what == "the environment as bytes":
         os.environ["SURROUNDINGS"] = "a"
     f, change = READS[what]
@@ -239,7 +239,7 @@ def test_numbers_in_a_tuple_that_is_an_attribute_become_inputs(cls: type[_Scaled
 
 
 @pytest.mark.parametrize("what", showing())
-def test_what_objects_show_is_guarded(what: str) -> None:
+def test_viewed_contents_are_guarded(what: str) -> None:
     f, change = showing()[what]
     g = specialize(f)
     for _ in range(2):
@@ -440,7 +440,7 @@ CHANGING: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGING)
-def test_what_changes_by_itself_is_told_of(what: str) -> None:
+def test_functions_with_changing_results_give_a_warning(what: str) -> None:
     f = functools.partial(CHANGING[what])
     with pytest.warns(ReadOnceWarning, match=f"{what} may give something else") as told:
         specialize(f)(ONES)

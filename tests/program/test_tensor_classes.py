@@ -162,3 +162,63 @@ def test_members_of_results_of_unknown_class_are_refused() -> None:
             specialize(lambda y, f=f: f(y * x))(torch.ones(2))
     program = specialize(lambda x: torch.sin(x + 1) * x.sin())
     assert plain(program(x)).equal(plain(torch.sin(x + 1) * x.sin()))
+
+
+CALLS: list[tuple[Any, Any]] = []  # the functions that the handler got, and their results
+
+
+class Logged(torch.Tensor):
+    """A class whose handler has another result for each function."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        if not isinstance(out, Tensor | tuple) or isinstance(out, torch.Size):
+            return out  # a question about a tensor, which guards ask too
+        CALLS.append(func)
+        if isinstance(out, tuple) or not out.is_floating_point() or out is args[0]:
+            return out
+        return (out + len(str(func)) % 7).as_subclass(cls)
+
+
+ROWS = torch.tensor([1, 0, 1])
+WEIGHT = torch.randn(2, 2)
+IDENTITY: dict[str, Any] = {
+    "method": lambda x: x.mul(2),
+    "function": lambda x: torch.mul(x, 2),
+    "operator": lambda x: x * 2,
+    "reflected": lambda x: 3 - x,
+    "both": lambda x: x.mul(2) + torch.mul(x, 2),
+    "no effect": lambda x: (x * 1).to(torch.float64),
+    "unused": lambda x: (x.sin(), x.cos())[1],
+    "keywords": lambda x: torch.add(x, x, alpha=3),
+    "functional": lambda x: torch.nn.functional.softmax(x, dim=-1),
+    "plain weight": lambda x: torch.nn.functional.linear(x, WEIGHT),
+    "list": lambda x: torch.cat([x, x.abs()], dim=1),
+    "several results": lambda x: x.max(1).values,
+    "index": lambda x: x[ROWS],
+    "property": lambda x: x.mT,
+    "in place": lambda x: x.clone().add_(2),
+    "order": lambda x: x.where(x > 0, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_a_handler_gets_the_function_that_was_called(name: str) -> None:
+    f = IDENTITY[name]
+    x: Any = torch.randn(2, 2, dtype=torch.float64).as_subclass(Logged)
+    if name == "plain weight":
+        x = x.float()
+    program = specialize(f)
+    program(x)
+    for _ in range(2):
+        CALLS.clear()
+        expected = f(x)
+        wanted = list(CALLS)
+        CALLS.clear()
+        found = program(x)
+        assert wanted == CALLS and len(wanted) > 0
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.testing.assert_close(plain(found), plain(expected))
+    assert program.cache_info().programs == 1

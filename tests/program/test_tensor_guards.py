@@ -150,7 +150,7 @@ def test_a_file_has_the_questions(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", [leaf, lambda: torch.ones(3)])
-def test_what_is_computed_has_autograds_answers(tensor: Callable[[], Tensor]) -> None:
+def test_computed_values_have_the_properties_of_autograd(tensor: Callable[[], Tensor]) -> None:
     weight = torch.ones(3, requires_grad=True)
 
     def f(x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ def test_leaves_that_the_function_makes() -> None:
     torch.testing.assert_close(specialize(f)(torch.ones(3)), torch.full((3,), 3.0))
 
 
-def test_a_function_that_asks_nothing_has_one_program() -> None:
+def test_a_function_that_reads_no_property_has_one_program() -> None:
     f = specialize(lambda x: x * 2)
     for x in (leaf(), leaf() * 1, nn.Parameter(torch.ones(3))):
         f(x)
@@ -267,7 +267,7 @@ def hooked() -> Tensor:
         (_tags, leaf, "x.tag is assigned; .*assign it after the call"),
     ],
 )  # fmt: skip
-def test_what_has_no_answer_is_refused(f: Any, x: Callable[[], Tensor], message: str) -> None:
+def test_unknown_properties_are_refused(f: Any, x: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(TypeCheckError, match=message):
         specialize(f)(x())
 
@@ -353,7 +353,7 @@ def test_files_tell_one_tensor_from_two(tmp_path: Path) -> None:
             loaded(*other)
 
 
-def test_comparing_with_what_is_no_tensor_makes_no_difference() -> None:
+def test_comparisons_with_non_tensors_add_no_guard() -> None:
     def f(x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
         return x * y if mask is None and x.dtype is torch.float32 else x
 

@@ -160,6 +160,20 @@ def test_an_optimizer(name: str, foreach: bool, set_to_none: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "ASGD"])
+def test_an_optimizer_with_a_backend(name: str) -> None:
+    """The numbers that Adam and others compute of tensors are inputs of compiled code."""
+    cls, options = OPTIMIZERS[name]
+    trials = [Trial(lambda model: cls(model.parameters(), **options)) for _ in range(2)]
+    compiled: Step = tsfunc.specialize(plain(trials[1]), backend="aot_eager")
+    steps = [plain(trials[0]), compiled]
+    for _ in range(3):
+        x, y = torch.randn(6, 4), torch.randn(6, 2)
+        wanted, found = [step(x, y).detach() for step in steps]
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+    assert_same(trials[1].state(), trials[0].state())
+
+
 def test_a_branch_by_a_count_of_steps() -> None:
     """Adaptive steps begin with the sixth."""
     check(plain, lambda: Trial(lambda model: O.RAdam(model.parameters())), steps=8,

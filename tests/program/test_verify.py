@@ -187,7 +187,7 @@ def test_a_pass_that_breaks_a_graph_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("setting, asked", [("1", True), ("0", False), ("", False)])
-def test_the_environment_asks_for_it(
+def test_an_environment_variable_enables_it(
     setting: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TSFUNC_VERIFY", setting)

@@ -99,7 +99,7 @@ def test_state_that_a_body_assigns_is_refused(kind: str) -> None:
     assert module.total.equal(torch.zeros(2))
 
 
-def test_what_a_body_lets_out_is_refused() -> None:
+def test_values_that_escape_a_body_are_refused() -> None:
     def f(x: Tensor) -> Any:
         kept = []
 

@@ -48,7 +48,9 @@ class TestShapeDependent:
     def f(self, x: Tensor) -> Tensor:
         return x.sin() if x.shape[0] > 4 else x.cos()
 
-    def test_the_course_is_that_of_the_call_and_what_it_asks_must_be_promised(self) -> None:
+    def test_the_branches_are_those_of_the_call_and_their_conditions_must_be_guaranteed(
+        self,
+    ) -> None:
         f = specialize(self.f, {"x": Meta([Dim("n", min=5)])})
         for n in (5, 9):
             torch.testing.assert_close(f(torch.ones(n)), torch.ones(n).sin())
@@ -75,7 +77,7 @@ class TestShapeDependent:
             assert g(x)[:-1] == f(x)[:-1] and g(x)[-1].equal(f(x)[-1])
         assert g.cache_info().programs == 1
 
-    def test_without_guards_no_promise_is_needed(self) -> None:
+    def test_without_guards_no_guarantee_is_needed(self) -> None:
         f = specialize(lambda x: x.sin().sum(0), {"x": Meta(["n", "m"])})
         for n, m in ((2, 3), (5, 7)):
             x = torch.randn(n, m)
@@ -130,7 +132,7 @@ class TestDataDependentSizes:
             return x.sin()
         return x.cos()
 
-    def test_an_if_over_such_a_size_is_an_error(self) -> None:
+    def test_an_if_over_a_size_of_data_is_an_error(self) -> None:
         with pytest.raises(DataDependentError) as caught:
             specialize(self.old)(torch.ones(3))
         text = str(caught.value)
@@ -145,7 +147,7 @@ class TestDataDependentSizes:
         with pytest.raises(FailedCheckError, match=rf"does not hold.*{__file__}:\d+, in new"):
             f(torch.zeros(3))
 
-    def test_a_failed_check_is_what_torch_raises_too(self) -> None:
+    def test_a_failed_check_raises_the_error_of_torch(self) -> None:
         with pytest.raises(RuntimeError):
             self.new(torch.zeros(3))
         assert issubclass(FailedCheckError, RuntimeError)
@@ -196,7 +198,7 @@ class TestDataDependentSizes:
         for x in (torch.tensor([1, 2, 2, 3]), torch.tensor([1, 1, 1, 1])):
             torch.testing.assert_close(g(x), f(x))
 
-    def test_what_operators_ask_of_such_sizes_is_asserted_with_the_users_line(self) -> None:
+    def test_checks_of_operators_on_sizes_of_data_name_the_users_line(self) -> None:
         def f(x: Tensor, y: Tensor) -> Tensor:
             return x[x > 0] + y[y > 0]
 

@@ -55,7 +55,7 @@ class TestReads:
         module.eval()
         assert f(x).equal(x)
 
-    def test_what_is_not_initialized(self) -> None:
+    def test_uninitialized_values(self) -> None:
         class M(nn.Module):
             def forward(self, x: Tensor) -> Any:
                 return x * self.missing  # type: ignore[operator]
@@ -81,7 +81,7 @@ class TestStaticUpdates:
         source = f.program.source
         assert "5.0" in source and "add(" in source and "scale = " not in source.split("add(")[0]
 
-    def test_an_update_of_what_was_read_takes_effect_after_each_call(self) -> None:
+    def test_an_update_of_a_read_value_takes_effect_after_each_call(self) -> None:
         class M(Counting):
             def forward(self, x: Tensor) -> Tensor:
                 self.steps += 1

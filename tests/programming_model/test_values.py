@@ -24,7 +24,7 @@ class AddSeven(nn.Module):
 
 
 class TestStaticValues:
-    def test_a_static_value_is_a_constant_and_what_is_computed_of_it_is_folded(self) -> None:
+    def test_a_static_value_is_a_constant_and_its_uses_are_folded(self) -> None:
         f = specialize(AddSeven(), {"x": Meta([1]), "y": 3})
         x = torch.randn(1)
         torch.testing.assert_close(f(x, 3), x + 10)
@@ -36,7 +36,7 @@ class TestStaticValues:
         with pytest.raises(DescriptorViolation, match="y: expected the value 3"):
             f(torch.randn(1), 4)
 
-    def test_without_a_promise_another_value_is_another_program(self) -> None:
+    def test_without_a_guarantee_another_value_is_another_program(self) -> None:
         f = specialize(AddSeven())
         for y in (3, 4, 3, 3.0, True):
             torch.testing.assert_close(f(torch.ones(1), y), torch.ones(1) + y + 7)

@@ -56,7 +56,7 @@ class TestWhatIsKept:
         f(torch.ones(3))
         assert rage.events()[-1].facts["reason"] == "x.shape[0]: 3, was 2"
 
-    def test_what_was_refused(self, recorder: EventRecorder) -> None:
+    def test_refused_calls(self, recorder: EventRecorder) -> None:
         with pytest.raises(errors.DataDependentError):
             tsfunc.vmap(lambda x: x.nonzero())(torch.ones(3))
         (event,) = rage.events()
@@ -64,7 +64,7 @@ class TestWhatIsKept:
         assert event.facts["type"] == "DataDependentError"
         assert "aten::nonzero" in str(event.facts["message"])
 
-    def test_what_failed_in_a_trace_by_itself(self, recorder: EventRecorder) -> None:
+    def test_functions_that_failed_in_a_trace(self, recorder: EventRecorder) -> None:
         with pytest.raises(RuntimeError):
             tsfunc.specialize(lambda x: x @ x)(torch.ones(2, 3))
         (event,) = rage.events()

@@ -17,7 +17,7 @@ from tsfunc.errors import ReadOnceWarning
 from tsfunc.testing import check_compose, check_grads, check_specialize, check_vmap, laws
 
 
-def test_what_keeps_the_laws() -> None:
+def test_functions_that_keep_the_laws() -> None:
     x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
     check_vmap(lambda x, y: {"a": x * y, "b": x.sum()}, x, y, in_dims=(0, None))
     check_vmap(torch.sort, x, in_dims=1)

@@ -69,7 +69,7 @@ def test_a_failure_names_its_seed_and_can_be_repeated(tmp_path: Path) -> None:
         ("--tsfunc-strict", "test_retrace", "k varies, and each value is traced again"),
     ],
 )
-def test_an_option_fails_what_it_looks_for(
+def test_an_option_fails_the_tests_that_it_selects(
     tmp_path: Path, option: str, failed: str, message: str
 ) -> None:
     assert outcomes(run(tmp_path, "-k", "not seed")) == dict.fromkeys(

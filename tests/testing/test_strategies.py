@@ -22,7 +22,7 @@ FEW = settings(
 
 @SOME
 @given(strategies.tensors(strategies.DTYPES, min_rank=1, max_rank=2, max_size=3, low=-1, high=1))
-def test_tensors_are_as_asked(x: Tensor) -> None:
+def test_drawn_tensors_have_the_requested_properties(x: Tensor) -> None:
     assert 1 <= x.dim() <= 2 and all(1 <= size <= 3 for size in x.shape)
     assert x.dtype in strategies.DTYPES
     wide = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
@@ -54,7 +54,7 @@ def test_pytrees_have_the_leaves(tree: Any) -> None:
 
 @FEW
 @given(st.data())
-def test_what_a_description_describes_is_taken(data: st.DataObject) -> None:
+def test_arguments_that_fit_a_description_are_accepted(data: st.DataObject) -> None:
     descriptor = data.draw(strategies.descriptors(max_rank=2))
     assert isinstance(descriptor, MetaTensorType)
     x = data.draw(strategies.described(descriptor))

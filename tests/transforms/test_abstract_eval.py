@@ -44,7 +44,7 @@ def described(tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_types_of_what_comes_out(name: str) -> None:
+def test_the_types_of_results(name: str) -> None:
     func, args = FUNCTIONS[name]
     want = described(func(*args))
     assert eval_shape(func, *args) == want
@@ -128,7 +128,7 @@ def test_descriptions_that_leave_something_open_are_refused() -> None:
         make_graph(torch.sin)(Meta([None], dtype=torch.float32))
 
 
-def test_functions_whose_course_depends_on_data_are_refused() -> None:
+def test_functions_with_data_dependent_control_flow_are_refused() -> None:
     with pytest.raises(DataDependentError, match=r"eval_shape\(.*a traced tensor was used"):
         eval_shape(lambda x: x if x.sum() > 0 else -x, X)
     with pytest.raises(DataDependentError, match=r"make_graph"):

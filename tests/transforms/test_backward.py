@@ -82,7 +82,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("transform", [vmap, lambda f: specialize(vmap(f))], ids=["", "traced"])
 @pytest.mark.parametrize("f", REFUSED.values(), ids=REFUSED)
-def test_what_outlives_the_function_gets_no_gradient(f: Any, transform: Any) -> None:
+def test_tensors_that_outlive_the_function_get_no_gradient(f: Any, transform: Any) -> None:
     with pytest.raises(RuntimeError, match=r"backward\(\) was called inside of .*outlive it"):
         transform(f)(WEIGHTS)
     assert PARAMETER.grad is None
@@ -101,7 +101,7 @@ def test_nor_does_an_argument_that_is_recorded_outside() -> None:
     torch.testing.assert_close(vmap(f)(x.detach(), WEIGHTS), x.detach())
 
 
-def test_a_leaf_that_a_factory_function_makes_is_told_how_to_be_made() -> None:
+def test_the_error_for_a_factory_leaf_shows_how_to_make_it() -> None:
     def trained(y: Tensor, made: Any) -> Any:
         weight = made(y)
         ((weight - y) ** 2).sum().backward()
@@ -123,7 +123,7 @@ DERIVATIVES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
-def test_it_is_refused_for_what_a_transform_differentiates(derivative: Any) -> None:
+def test_it_is_refused_for_a_tensor_that_a_transform_differentiates(derivative: Any) -> None:
     layer = torch.nn.Linear(3, 1)
 
     def f(x: Tensor) -> Tensor:

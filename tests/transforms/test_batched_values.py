@@ -62,7 +62,7 @@ ANSWERS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_what_it_answers(name: str) -> None:
+def test_its_properties(name: str) -> None:
     seen = []
 
     def func(x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_what_it_gives(name: str) -> None:
+def test_its_results(name: str) -> None:
     func = RESULTS[name]
     same(vmap(func)(X), loop(func, 3)(X))
     same(vmap(vmap(func))(torch.stack([X, X + 1])), loop(loop(func, 3), 2)(torch.stack([X, X + 1])))

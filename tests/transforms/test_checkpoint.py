@@ -152,7 +152,7 @@ class Counting(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("policy", "sines", "dots"), [("nothing", 2, 2), ("dots", 2, 0), ("everything", 1, 0)]
 )
-def test_policies_say_what_is_computed_again(policy: str, sines: int, dots: int) -> None:
+def test_policies_choose_the_recomputed_results(policy: str, sines: int, dots: int) -> None:
     """``dots`` counts the products beyond those without a checkpoint."""
     x = X.clone().requires_grad_()
     a = torch.eye(3, dtype=torch.float64)
@@ -280,7 +280,7 @@ def test_the_memory_of_a_loop(policy: Any, most: Callable[[int], float], nesting
             assert found >= 2 * steps
 
 
-def test_modules_and_what_they_hold() -> None:
+def test_modules_and_their_contents() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh()).double()
     module(X).sum().backward()
     want = [p.grad for p in module.parameters()]

@@ -88,7 +88,7 @@ def test_chunks_grow_while_they_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [1, GROWTH, GROWTH**2, GROWTH**3, GROWTH**4, 319]
 
 
-def test_what_was_measured_is_used_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_are_used_for_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, memory = MemoryModel(), Pretended(100, 10, 0)
     chunks_of(monkeypatch, model, memory, 1000, 200)
     assert (model.fixed, model.each, model.held) == (100, 10, 0)
@@ -120,7 +120,7 @@ def test_a_budget_that_is_too_small_warns_once(monkeypatch: pytest.MonkeyPatch) 
     assert "memory_budget=" in str(seen[0].message)
 
 
-def test_results_that_do_not_fit_twice_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_too_large_for_two_copies_give_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     model = MemoryModel()
     model.observe(1, 10, 10)
     assert model.largest(200, 10) == 8

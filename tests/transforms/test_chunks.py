@@ -94,7 +94,7 @@ def test_results_are_part_of_the_budget() -> None:
     assert counted.peak <= budget
 
 
-def test_what_a_backward_pass_needs_is_part_of_the_budget() -> None:
+def test_the_memory_of_a_backward_pass_is_part_of_the_budget() -> None:
     weight = torch.ones(256, requires_grad=True)
     with LiveBytes() as counted, warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -84,7 +84,7 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("wrapped", [lambda f: f, specialize], ids=["eager", "specialize"])
-def test_what_each_example_is_given(name: str, wrapped: Any) -> None:
+def test_the_input_of_each_example(name: str, wrapped: Any) -> None:
     ours, whole = CASES[name]
     torch.testing.assert_close(wrapped(over(ours))(SQUARE), whole(SQUARE))
 
@@ -179,7 +179,7 @@ def test_an_unbound_name_is_an_error_that_lists_the_bound_ones() -> None:
         specialize(lambda x: tsfunc.axis_size("i"))(X)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_values_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="each destination must be an example's number"):
         over(lambda x: tsfunc.ppermute(x, "i", [(0, 1), (2, 1)]))(X)
     with pytest.raises(ValueError, match="each source must be an example's number"):

@@ -109,7 +109,7 @@ def test_a_specialized_function_inside(name: str) -> None:
                 same(grad, expected)
 
 
-def test_gradients_reach_what_a_specialized_function_closes_over() -> None:
+def test_gradients_reach_tensors_closed_over_by_a_specialized_function() -> None:
     compiled = torch.compile(lambda x: SPECIALIZED["a function"](x).sum(), backend="aot_eager")
     compiled(torch.zeros(2, 4)).backward()
     assert WEIGHT.grad is not None
@@ -122,7 +122,7 @@ def test_descriptors_hold_inside_too() -> None:
         compiled(torch.ones(3, 5))
 
 
-def test_what_is_frozen_stays_frozen_inside() -> None:
+def test_frozen_values_stay_frozen_inside() -> None:
     scale = 2.0
     frozen = tsfunc.specialize(lambda x: x * scale, closure="freeze")
     frozen(X)
@@ -209,7 +209,7 @@ def test_other_transforms_break_the_graph(name: str) -> None:
         torch.compile(func, backend="eager", fullgraph=True)(W, X)
 
 
-def test_one_graph_of_what_transforms_leave() -> None:
+def test_one_graph_of_the_operators_below_transforms() -> None:
     """The way out that the refusal names."""
     inner = SPECIALIZED["of a transform"]
     inner(X)

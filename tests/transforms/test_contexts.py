@@ -94,7 +94,7 @@ def _exactly(func: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_autocast_casts_what_it_has_on_its_list(name: str) -> None:
+def test_autocast_casts_the_operators_on_its_list(name: str) -> None:
     """And not what rules call in its place."""
     func, shapes = LISTED[name]
     args = [torch.linspace(-1, 1, 3 * math.prod(s)).view(3, *s).sin() for s in shapes]
@@ -368,7 +368,7 @@ def test_hooks_and_closed_over_parameters(hooks: str) -> None:
     same(gradient(HOOKS[hooks]), gradient(lambda f: f))
 
 
-def test_hooks_are_asked() -> None:
+def test_hooks_are_called() -> None:
     packed: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[[Tensor], Any]]] = {
 @pytest.mark.parametrize(
     "f", [slope_by_vjp, slope_by_residual, slope_by_jvp, slope_by_method, slope_by_partial]
 )
-def test_gradients_depend_on_what_their_rules_close_over(f: Any, transform: str) -> None:
+def test_gradients_depend_on_tensors_closed_over_by_rules(f: Any, transform: str) -> None:
     one = TRANSFORMS[transform](f)
     plain = transform.replace("specialize", "plain")
     plain = {"grad(plain)": "grad", "plain(grad)": "grad"}.get(plain, plain)
@@ -103,7 +103,7 @@ def test_gradients_depend_on_what_their_rules_close_over(f: Any, transform: str)
 
 
 @pytest.mark.parametrize("f", [slope_by_vjp, slope_by_jvp])
-def test_gradients_through_vmap_depend_on_what_rules_close_over(f: Any) -> None:
+def test_gradients_through_vmap_depend_on_tensors_closed_over_by_rules(f: Any) -> None:
     found = grad(lambda x: vmap(f)(x).sum())(X)
     torch.testing.assert_close(found, -2 * X.sin())
     torch.testing.assert_close(_pushed(vmap(f))(X), -2 * X.sin())
@@ -125,7 +125,7 @@ def with_jvp(x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("rule", [with_vjp, with_jvp])
-def test_a_result_that_depends_on_what_is_closed_over_can_not_be_differentiated_by_it(
+def test_a_result_can_not_be_differentiated_by_a_closed_over_tensor(
     rule: Any,
 ) -> None:
     def f(x: Tensor) -> Any:
@@ -152,7 +152,7 @@ def test_a_result_that_depends_on_what_is_closed_over_can_not_be_differentiated_
     torch.testing.assert_close(vmap(lambda x: rule(x)(ONE))(X), X)
 
 
-def test_parameters_that_nobody_of_ours_differentiates_by() -> None:
+def test_parameters_that_no_transform_differentiates_by() -> None:
     weight = torch.ones((), dtype=torch.float64, requires_grad=True)
     f = with_vjp(weight)
     f(ONE).backward()  # the function's own derivative: no rule is asked
@@ -222,7 +222,7 @@ def test_a_result_that_is_the_same_for_all_examples_has_the_derivative_of_the_ru
         assert found.tolist() == [1.0] * 3
 
 
-def test_closure_convert_makes_arguments_of_what_is_closed_over() -> None:
+def test_closure_convert_makes_arguments_of_closed_over_tensors() -> None:
     def doubled_slope(f: Any, x: Tensor) -> Any:
         """Differentiable by what f closes over, with twice its derivatives."""
         converted, closed = closure_convert(f, x)
@@ -278,7 +278,7 @@ def test_rules_see_the_examples_that_take_a_branch() -> None:
     assert vmap(f)(torch.tensor([2.0, -1.0, 3.0])).tolist() == [2.0, -1.0, 3.0]
 
 
-def test_a_batching_rule_closes_over_what_is_differentiated_outside() -> None:
+def test_a_batching_rule_closes_over_a_tensor_differentiated_outside() -> None:
     def f(z: Tensor) -> Any:
         scaled = custom_vmap(lambda x: x * z)
         scaled.def_vmap(lambda size, batched, x: (x * z, True))

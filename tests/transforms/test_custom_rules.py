@@ -276,7 +276,7 @@ def test_arguments_that_are_not_differentiated_by_name() -> None:
         custom_vjp(lambda x: x, nondiff_argnames=["n"])
 
 
-def test_where_nobody_differentiates_the_function_itself_runs() -> None:
+def test_without_differentiation_the_function_itself_runs() -> None:
     ran: list[str] = []
 
     def fwd(x: Tensor) -> Any:
@@ -407,7 +407,7 @@ def _halved(axis_size: int, in_batched: Any, x: torch.Tensor) -> Any:
     return x.sin() / 2, in_batched[0]
 
 
-def test_a_batching_rule_is_asked_where_only_a_tangent_differs() -> None:
+def test_a_batching_rule_runs_if_only_a_tangent_is_batched() -> None:
     x, tangents = torch.tensor(0.7), torch.tensor([1.0, 2.0])
 
     def pushed(x: torch.Tensor, t: torch.Tensor) -> Any:
@@ -456,7 +456,7 @@ def test_functions_that_need_data_are_not_compared_with_their_batching_rules() -
     assert vmap(f)(torch.tensor([1.0, -2.0])).tolist() == [1, 2]
 
 
-def test_a_function_may_return_another_structure_by_what_it_closes_over() -> None:
+def test_the_structure_of_a_result_may_depend_on_a_closed_over_value() -> None:
     several = False
 
     def result(x: torch.Tensor) -> Any:

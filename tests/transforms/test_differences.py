@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Api], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_torch_func_refuses(name: str) -> None:
+def test_calls_that_torch_func_refuses(name: str) -> None:
     build, want = CASES[name]
     assert all(word in PAGE for word in name.split(" or "))
     with pytest.raises((RuntimeError, ValueError)):

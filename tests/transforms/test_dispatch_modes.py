@@ -39,7 +39,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("func", FUNCTIONS, ids=range(len(FUNCTIONS)))
-def test_gradients_to_what_a_function_closes_over(func: Callable[[Tensor, Tensor], Any]) -> None:
+def test_gradients_to_closed_over_tensors(func: Callable[[Tensor, Tensor], Any]) -> None:
     w = torch.arange(4.0).cos().requires_grad_()
     want = vmap(lambda x: func(x, w))(X)
     with Passing():  # type: ignore[no-untyped-call]

@@ -134,7 +134,7 @@ def test_out_of_a_jvp_in_a_jvp() -> None:
         kept[0] + 1
 
 
-def test_what_escapes_an_exception() -> None:
+def test_values_that_escape_in_an_exception() -> None:
     kept = []
 
     def fails(x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_what_escapes_an_exception() -> None:
         kept[0] + 1
 
 
-def test_what_grad_leaves_is_a_tensor() -> None:
+def test_the_result_of_grad_is_a_tensor() -> None:
     """The outermost grad has no tracers: what is kept of it is an ordinary tensor."""
     kept = []
     tsfunc.grad(lambda x: kept.append(x * 2) or (x * 2).sum())(X)  # type: ignore[func-returns-value]

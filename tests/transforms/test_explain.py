@@ -110,7 +110,7 @@ def test_a_decomposition_in_python_has_its_source() -> None:
             assert "decompositions" in use.source
 
 
-def test_what_is_not_batched_runs_once() -> None:
+def test_unbatched_calls_run_once() -> None:
     def g(x: Tensor, w: Tensor) -> Tensor:
         return x + w.cos().sin()
 
@@ -173,7 +173,7 @@ def test_calls_that_meet_no_transform() -> None:
     assert only(report, "torch.Tensor.exp").transform == ""
 
 
-def test_a_random_function_is_told_once() -> None:
+def test_a_warning_about_a_random_function_is_issued_once() -> None:
     report = explain(vmap(lambda x: x + torch.randn(4), randomness="different"), X)
     assert [use.operator for use in report.uses] == ["aten::randn", "aten::add.Tensor"]
 
@@ -297,6 +297,6 @@ def test_reports_in_a_terminal_and_in_a_notebook() -> None:
     assert html.count("<tr") == 1 + len(report.uses)
 
 
-def test_it_is_another_thing_than_the_dispatchers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_differs_from_the_dispatchers(capsys: pytest.CaptureFixture[str]) -> None:
     assert not isinstance(dispatch.explain(torch.sin, X), CallReport)
     assert "CPU" in capsys.readouterr().out

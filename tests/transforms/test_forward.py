@@ -101,7 +101,7 @@ class Squared(torch.autograd.Function):
         return 2 * x * g  # type: ignore[no-any-return]
 
 
-def test_a_tangent_by_the_pullback_has_the_graph_of_what_is_outside_alone() -> None:
+def test_a_tangent_by_the_pullback_has_only_the_outer_graph() -> None:
     def f(x: Tensor) -> Tensor:
         out: Tensor = Squared.apply(x)  # type: ignore[no-untyped-call]
         return out

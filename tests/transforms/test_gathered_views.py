@@ -238,7 +238,7 @@ def test_any_program_of_views_and_writes(
 
 @settings(max_examples=80, deadline=None)
 @given(steps=st.lists(STEP, min_size=2, max_size=6))
-def test_derivatives_of_any_such_program(steps: list[tuple[int, int, int, int]]) -> None:
+def test_derivatives_of_drawn_programs(steps: list[tuple[int, int, int, int]]) -> None:
     program = Program(steps)
 
     def scalar(y: Tensor, i: Tensor, p: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ def test_solvers_of_plain_tensors_may_look_at_data() -> None:
         vmap(root)(a)
 
 
-def test_the_tangents_equation_is_solved_as_told() -> None:
+def test_the_tangent_equation_uses_the_given_solver() -> None:
     calls = []
 
     def tangent_solve(g: Function, y: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def test_the_tangents_equation_is_solved_as_told() -> None:
     same(vmap(grad(sqrt))(SIDES[0].abs()), 0.5 / SIDES[0].abs().sqrt())
 
 
-def test_what_the_guess_and_the_solver_use_has_no_derivative() -> None:
+def test_tensors_of_the_guess_and_the_solver_have_no_derivative() -> None:
     a = torch.tensor(2.0, dtype=F64, requires_grad=True)
 
     def f(guess: Tensor, used: Tensor) -> Any:

@@ -210,7 +210,7 @@ def test_inside_of_contexts_that_stay() -> None:
             assert observed() == before, at
 
 
-def test_an_error_of_the_function_restores_what_it_has_left_behind() -> None:
+def test_an_error_of_the_function_restores_the_state() -> None:
     def leaves(x: Tensor) -> Tensor:
         torch.set_grad_enabled(False)
         raise ZeroDivisionError

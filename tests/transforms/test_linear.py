@@ -154,7 +154,7 @@ def test_functions_that_are_not_linear_are_refused(func: Callable[[Tensor], Tens
         vmap(lambda x: linear_transpose(func, x)(x)[0])(XS)
 
 
-def test_what_can_not_be_transposed_is_refused() -> None:
+def test_functions_that_can_not_be_transposed_are_refused() -> None:
     with pytest.raises(ValueError, match="does not map zeros to zeros"):
         linear_transpose(lambda x: x + 1, X)
     with pytest.raises(ValueError, match="expected tensors or MetaTensorTypes as primals, got int"):

@@ -91,7 +91,7 @@ class TestLower:
             ({"x": Meta(["n-9"], dtype=F32), "y": Meta(["n"], dtype=F32)}, "negative"),
         ],
     )
-    def test_what_is_left_open(self, described: Any, message: str) -> None:
+    def test_open_dims(self, described: Any, message: str) -> None:
         with pytest.raises(DescriptorError, match=message):
             specialize(lambda x, y=None: x).lower(described)
 
@@ -107,7 +107,7 @@ class TestLower:
 
 
 class TestDescriptors:
-    def test_they_are_what_the_program_was_made_for(self) -> None:
+    def test_they_describe_the_call_of_the_program(self) -> None:
         f = specialize(apply, {"x": Meta([Dim("n", min=2, max=9), 3])})
         args = arguments(4, 2)
         f(*args, scale=3.0)
@@ -150,7 +150,7 @@ class State:
 
 
 class TestGuards:
-    def test_they_say_what_a_program_takes_for_granted(self) -> None:
+    def test_guards_state_the_assumptions_of_a_program(self) -> None:
         f = specialize(Model(), {"x": Meta([Dim("n", max=9), 3])})
         f(torch.ones(4, 3), State())
         guards = f.guards

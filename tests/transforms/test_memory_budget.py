@@ -28,7 +28,7 @@ def free(root: Path) -> int:
 MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemFree: 7 kB\nMemAvailable: {8 * GIB // 1024} kB\n"
 
 
-def test_what_the_kernel_says(tmp_path: Path) -> None:
+def test_the_description_of_the_kernel(tmp_path: Path) -> None:
     write(tmp_path, {"proc/meminfo": MEMINFO})
     assert free(tmp_path) == 8 * GIB
 
@@ -87,7 +87,7 @@ def test_other_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         free(tmp_path)
 
 
-def test_by_default_half_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_is_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_bytes(torch.device("cpu")) > 0
     monkeypatch.setattr(memory_budget, "free_bytes", lambda device: 1001)
     assert default_budget(torch.device("cpu")) == 500

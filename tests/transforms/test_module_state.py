@@ -143,7 +143,7 @@ def test_several_steps_and_nested() -> None:
     same(program(params, buffers, x[0]), inner(params, buffers, x[0]))
 
 
-def test_statistics_of_what_is_not_batched_stay_so() -> None:
+def test_statistics_of_unbatched_inputs_stay_unbatched() -> None:
     """If only later parameters are mapped over, all examples share the norm's state."""
     norm = nn.BatchNorm1d(4).double()
     x, weights = examples(6, 4)[0], examples(4)
@@ -242,7 +242,7 @@ class TestAssignedBuffers:
             vmap(fails)(torch.ones(3, 2))
         assert model.count.equal(torch.zeros(()))
 
-    def test_modules_of_the_functions_own_may_have_what_it_assigns(self) -> None:
+    def test_modules_made_inside_may_hold_assigned_tensors(self) -> None:
         def own(x: Tensor) -> Tensor:
             model = Counting()
             model(x)
@@ -251,7 +251,7 @@ class TestAssignedBuffers:
         x = examples(2).float()
         same(vmap(own)(x), x.sum(1))
 
-    def test_what_is_put_back_is_no_update(self) -> None:
+    def test_restored_values_are_not_updates(self) -> None:
         model, x = Counting(), examples(2).float()
 
         def borrowed(x: Tensor) -> Tensor:

@@ -177,6 +177,14 @@ def test_errors() -> None:
         optimizer.step(start(), {"w": torch.ones(3, 2)}, optimizer.init(start()))
     with pytest.raises(TypeError, match=r"functional_optimizer\(SGD, lr=0.1\).*got rate"):
         optimizer.step(start(), start(), optimizer.init(start()), rate=0.1)
+    momentum = functional_optimizer(O.SGD, lr=0.1, momentum=0.9)
+    params = {"w": torch.ones(3)}
+    with pytest.raises(TypeError, match=r"None for grads\['w'\], got dict.*params, grads, state"):
+        momentum.step(params, momentum.init(params), params)
+    with pytest.raises(TypeError, match=r"for state\['w'\], got Tensor"):
+        momentum.step(params, params, params)
+    with pytest.raises(ValueError, match=r"grads\['w'\] of shape \(3,\).*got \(2,\)"):
+        momentum.step(params, {"w": torch.ones(2)}, momentum.init(params))
 
 
 def test_the_bridge_finds_the_states_of_all_optimizers() -> None:

@@ -90,7 +90,7 @@ def test_reductions_are_right_for_each_length(lengths: list[int], width: int) ->
     same_examples(outer, [x[:, None] * 2 for x in examples])
 
 
-def test_beside_tensors_and_what_is_not_mapped() -> None:
+def test_beside_tensors_and_unmapped_inputs() -> None:
     examples, scales, shift = examples_of([2, 4, 2], 3), torch.randn(3), torch.randn(5, 3)
 
     def func(batch: Any, scale: Tensor, *, shift: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def test_gradients_of_sizes_that_follow_from_the_data() -> None:
     same(got, torch.where(x > 0, 2 * x, 0.0))
 
 
-def test_what_no_nested_tensor_can_be_is_a_list() -> None:
+def test_results_that_do_not_fit_a_nested_tensor_are_a_list() -> None:
     x = torch.tensor([2, 1, 3])
     square = lambda n: torch.ones(int(n), int(n))  # noqa: E731
     assert [e.shape[0] for e in split(square)(x)] == [2, 1, 3]

@@ -110,7 +110,7 @@ def test_each_level_may_refuse() -> None:
             vmap(vmap(lambda x: torch.rand(()), randomness=inner), randomness=outer)(X)
 
 
-def test_what_draws_nothing_is_allowed() -> None:
+def test_functions_that_draw_nothing_are_allowed() -> None:
     same(vmap(lambda x: nnf.dropout(x, training=False))(X), X)
     same(vmap(lambda x: torch.zeros(6) + x)(X), X)
 
@@ -135,7 +135,7 @@ def test_in_place_on_one_from_outside() -> None:
 
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
-def test_drawn_into_what_is_made_inside(randomness: str) -> None:
+def test_draws_into_tensors_made_inside(randomness: str) -> None:
     """It becomes the batch's, with all that shares its memory."""
 
     def drawn(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +171,7 @@ def test_views_that_autograd_refuses_to_read_do_not_matter() -> None:
 
 
 @pytest.mark.parametrize("randomness", ["different", "split"])
-def test_functions_of_torch_that_draw_into_what_they_make(randomness: str) -> None:
+def test_functions_of_torch_that_draw_into_new_tensors(randomness: str) -> None:
     normal = torch.distributions.Normal(torch.zeros(6), 1.0)
     assert vmap(lambda x: normal.sample(), randomness=randomness)(X).unique().numel() == 30
     moved = vmap(lambda x: torch.distributions.Laplace(x, 1.0).rsample(), randomness=randomness)

@@ -481,7 +481,7 @@ def test_an_inner_vmap_draws_in_a_branch_of_the_outer(outer: str, inner: str) ->
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("func", [halve, coins])
-def test_checkpoints_draw_again_what_each_example_drew(func: Func, nested: bool) -> None:
+def test_checkpoints_draw_the_same_numbers_for_each_example(func: Func, nested: bool) -> None:
     """Also what all drew together before some ran by themselves."""
 
     def total(x: Tensor) -> Tensor:

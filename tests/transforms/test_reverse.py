@@ -134,7 +134,7 @@ def test_names_and_docs_are_kept() -> None:
         assert transform(scalar).__name__ == "scalar"
 
 
-def test_what_requires_grad_afterwards() -> None:
+def test_results_that_require_grad() -> None:
     """Only what somebody outside differentiates."""
     leaf = W.clone().requires_grad_()
     for T in (tsfunc, torch.func):
@@ -166,7 +166,7 @@ def test_the_grad_mode_of_the_pull_decides() -> None:
         same(torch.autograd.grad(g.sum(), leaf)[0], -W.sin() * W)
 
 
-def test_the_pull_is_told_what_of_the_graph_to_keep() -> None:
+def test_the_pullback_has_options_for_its_graph() -> None:
     """By position or name, as torch.func's."""
     x = X.clone().requires_grad_()
     _, pull = tsfunc.vjp(torch.sin, x)
@@ -327,7 +327,7 @@ def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -
         call()
 
 
-def test_what_is_differentiated_outside_of_a_trace_alone_has_no_gradient_inside() -> None:
+def test_tensors_differentiated_only_outside_a_trace_have_no_gradient_inside() -> None:
     """The inner gradient is that of what depends on the outer variable alone: zero."""
     f = tsfunc.specialize(lambda x: tsfunc.grad(lambda z: x.sin().sum())(x) + x)
     x = torch.tensor([0.3, -1.0])

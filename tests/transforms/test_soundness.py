@@ -122,7 +122,7 @@ READS: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", READS)
-def test_what_was_read_is_guarded(what: str) -> None:
+def test_read_values_are_guarded(what: str) -> None:
     if what == "the environment":
         os.environ["SOUNDNESS"] = "1"
     f, change = READS[what]
@@ -328,7 +328,7 @@ class TestClosure:
         f = specialize(lambda x, by: x * by * SCALE, closure="freeze")
         assert f(ONES, 2.0).equal(ONES * 4) and f(ONES, 3.0).equal(ONES * 6)
 
-    def test_freeze_refuses_to_write_into_what_it_burns_in(self) -> None:
+    def test_freeze_refuses_writes_into_its_constants(self) -> None:
         w = torch.ones(2)
         with pytest.raises(ClosureError, match=r'closure="freeze".*writes into'):
             specialize(lambda x: w[0].add_(x[0]), closure="freeze")(ONES)
@@ -439,7 +439,7 @@ class TestUpdates:
             del config.calls
         assert Counter.total == 3
 
-    def test_what_is_only_counted_is_changed_by_the_trace(self) -> None:
+    def test_counters_are_changed_by_the_trace_only(self) -> None:
         traces, seen, by_name = 0, [], {"f": 0}
 
         def f(x: Tensor) -> Tensor:
@@ -485,7 +485,7 @@ class TestUpdates:
         for n in (3, 5, 1):
             assert g(torch.ones(n)).equal(torch.full((n,), float(n))) and state["rows"] == n
 
-    def test_what_can_not_be_made_anew(self) -> None:
+    def test_objects_that_can_not_be_made_again(self) -> None:
         state: dict[str, Any] = {"made": None}
 
         def f(x: Tensor) -> Tensor:

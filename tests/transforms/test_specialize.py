@@ -58,7 +58,7 @@ def test_a_function_may_be_called_as_an_operator_is() -> None:
     torch.testing.assert_close(s(torch.ones(2)), torch.full((2,), 2.0))
 
 
-def test_functions_written_in_c_do_not_say_what_they_take() -> None:
+def test_functions_written_in_c_have_no_signature() -> None:
     x = torch.randn(3)
     torch.testing.assert_close(specialize(torch.sin)(x), x.sin())
     torch.testing.assert_close(specialize(torch.add)(x, 1, alpha=3), x + 3)
@@ -90,7 +90,7 @@ class TestProgramsAreFunctions:
             torch.testing.assert_close(f(x), layer(x))
         assert f.cache_info().programs == 1
 
-    def test_a_size_that_takes_another_course_has_its_own_program(self) -> None:
+    def test_a_size_with_another_control_flow_has_its_own_program(self) -> None:
         def course(x: Tensor) -> Tensor:
             return x + 1 if x.shape[0] == 1 else x - 1
 
@@ -151,7 +151,7 @@ class TestProgramsAreFunctions:
         torch.testing.assert_close(specialize(f)(a), f(b))
         torch.testing.assert_close(a, b)
 
-    def test_equal_reads_around_a_write_are_kept_apart(self) -> None:
+    def test_equal_reads_around_a_write_are_not_merged(self) -> None:
         def f(x: Tensor) -> Tensor:
             before = x.sin()
             x.add_(1)
@@ -199,7 +199,7 @@ class TestProgramsAreFunctions:
 
 
 class TestWhatItReads:
-    def test_tensors_from_outside_are_read_anew(self) -> None:
+    def test_tensors_from_outside_are_read_at_every_call(self) -> None:
         w = torch.ones(3)
         f = specialize(lambda x: x * (w * 2))
         assert f(torch.ones(3)).equal(torch.full((3,), 2.0))
@@ -309,8 +309,8 @@ class TestContracts:
         attribute=st.sampled_from(["dtype", "shape", "rank", "requires_grad"]),
         n=st.integers(2, 5),
     )
-    def test_a_call_that_breaks_one_promise_is_refused(self, attribute: str, n: int) -> None:
-        promised: dict[str, Any] = {
+    def test_a_call_that_breaks_one_guarantee_is_refused(self, attribute: str, n: int) -> None:
+        guaranteed: dict[str, Any] = {
             "dtype": torch.float32,
             "shape": [n, 4],
             "rank": 2,
@@ -322,7 +322,7 @@ class TestContracts:
             "rank": torch.randn(4),
             "requires_grad": torch.randn(n, 4, requires_grad=True),
         }
-        f = specialize(lambda x: x * 2, {"x": Meta(**{attribute: promised[attribute]})})
+        f = specialize(lambda x: x * 2, {"x": Meta(**{attribute: guaranteed[attribute]})})
         f(torch.randn(n, 4))
         with pytest.raises(DescriptorViolation, match="x"):
             f(broken[attribute])
@@ -361,7 +361,7 @@ class TestContracts:
         with pytest.raises(DescriptorViolation, match="each of its 2 sets"):
             f(torch.ones(2, 2, 2))
 
-    def test_a_course_that_depends_on_a_named_size(self) -> None:
+    def test_control_flow_that_depends_on_a_named_size(self) -> None:
         def f(x: Tensor) -> Tensor:
             return x * 2 if x.shape[0] > 3 else x
 

@@ -164,7 +164,7 @@ def test_none_is_a_concrete_type() -> None:
     assert s(X).equal(X) and s(X, None).equal(X) and s(X, 3).equal(-X)
 
 
-def test_a_descriptor_says_what_the_annotation_does_not() -> None:
+def test_a_descriptor_refines_the_annotation() -> None:
     s = specialize(add, {"x": MetaTensorType(["n"]), "y": MetaTensorType(["n"])})
     assert s(X, X).equal(2 * X)
     assert specialize(keyed, {"x": {"a": Tensor}})({"a": X}, X).equal(2 * X)
@@ -236,7 +236,7 @@ def test_attributes_of_type_any() -> None:
     assert y.equal(X + 1) and scale == 2.0
 
 
-def test_what_takes_whatever_comes_is_not_asked_for_types() -> None:
+def test_functions_of_any_arguments_need_no_types() -> None:
     def f(*args: Any, **kwargs: Any) -> Any:
         return args[0] + kwargs["y"]
 

@@ -113,7 +113,7 @@ def test_one_program_serves_all_sizes(descriptors: dict[str, Any], shapes: list[
     assert s.cache_info().programs == 1
 
 
-def test_what_every_size_is_a_multiple_of_is_known_to_the_trace() -> None:
+def test_the_trace_knows_the_multiple_of_a_size() -> None:
     def halves(x: Tensor) -> Tensor:
         n = x.shape[0]
         return x[: n // 2] if n % 2 == 0 else x
@@ -123,7 +123,7 @@ def test_what_every_size_is_a_multiple_of_is_known_to_the_trace() -> None:
     assert s.cache_info().programs == 1
 
 
-def test_equal_sizes_of_two_names_stay_apart() -> None:
+def test_equal_sizes_of_two_names_stay_distinct() -> None:
     s = specialize(lambda x, y: x.sum() + y.sum(), {"x": Meta(["n"]), "y": Meta(["m"])})
     assert s(torch.ones(3), torch.ones(3)) == 6
     assert s(torch.ones(3), torch.ones(4)) == 7 and s.cache_info().programs == 1

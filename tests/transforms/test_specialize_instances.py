@@ -166,7 +166,7 @@ class TestArguments:
         torch.testing.assert_close(f(scale, x)[0], scale(x))
         assert len(calls) == 2
 
-    def test_what_is_not_reached_for_plays_no_part(self) -> None:
+    def test_attributes_that_are_not_read_do_not_matter(self) -> None:
         f, calls = traces(apply)
         x = torch.randn(3)
         f(Scale(torch.randn(3)), x)
@@ -425,7 +425,7 @@ class TestAttributes:
         assert one.doubled is one.doubled  # outside it is kept, and then it is an attribute
         assert f(one).equal(torch.full((2,), 4.0)) and len(calls) == 2
 
-    def test_who_reads_the_dict_reads_all(self) -> None:
+    def test_a_read_of_the_dict_guards_all_attributes(self) -> None:
         f, calls = traces(lambda h: sum(v for v in vars(h).values() if isinstance(v, Tensor)))
         for value in (torch.ones(2), torch.zeros(2)):
             assert f(Holder(value)).equal(value)
@@ -435,7 +435,7 @@ class TestAttributes:
         assert len(calls) == 2
 
     @pytest.mark.parametrize("declared", ["float", "Optional[Tensor]", "Meta(['n', 2])"])
-    def test_what_the_class_declares_is_checked(self, declared: str) -> None:
+    def test_declarations_of_the_class_are_checked(self, declared: str) -> None:
         scope: dict[str, Any] = {"Optional": Optional, "Tensor": Tensor, "Meta": Meta}
         scope["__name__"] = __name__
         exec(f"class Declared:\n    value: {declared}\n", scope)
@@ -465,7 +465,7 @@ class TestAttributes:
         assert f"  {place}: expected " in text
         assert holder.value is good or holder.value == good  # a number is made anew
 
-    def test_what_changes_by_being_read(self) -> None:
+    def test_values_that_change_when_they_are_read(self) -> None:
         for value in (iter([1]), (i for i in range(3))):
             with pytest.raises(TypeCheckError, match=r"Holder\.value is read at .*test_specialize"):
                 specialize(lambda h, x: (list(h.value), x))(Holder(value), torch.ones(1))
@@ -475,7 +475,7 @@ class TestAttributes:
 
 class TestAssignment:
     @pytest.mark.parametrize("own", [True, False], ids=["self", "argument"])
-    def test_what_a_module_may_not_is_undone_and_refused(self, own: bool) -> None:
+    def test_forbidden_assignments_to_a_module_are_undone_and_refused(self, own: bool) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -513,7 +513,7 @@ class TestAssignment:
             g(holder, torch.ones(1))
         assert one.value == [1, torch.tensor([2.0]), torch.tensor([2.0])] and len(other.value) == 2
 
-    def test_what_is_put_back_by_the_function_itself(self) -> None:
+    def test_values_restored_by_the_function(self) -> None:
         def silent(net: nn.Module, x: Tensor) -> Tensor:
             training = net.training
             net.eval()
@@ -543,7 +543,7 @@ class TestAssignment:
 class TestOwn:
     """The function's own objects: its module, what it closes over, globals."""
 
-    def test_attributes_of_what_is_closed_over(self) -> None:
+    def test_attributes_of_closed_over_objects(self) -> None:
         scale = Scale(torch.ones(3))
         f, calls = traces(lambda x: scale(x))
         x = torch.randn(3)

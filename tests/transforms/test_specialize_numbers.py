@@ -105,7 +105,7 @@ def test_the_number_is_an_input_of_the_program() -> None:
     assert s.program.descriptors["k"] is int
 
 
-def test_what_was_asked_of_a_number_is_among_the_guards() -> None:
+def test_conditions_on_a_number_are_among_the_guards() -> None:
     s = specialize(lambda x, k: x[:k] if k < x.shape[0] // 2 else x, {"x": META, "k": int})
     x = torch.randn(9)
     assert s(x, 2).equal(x[:2]) and s(x, 3).equal(x[:3]) and s(x, 8).equal(x)

@@ -89,7 +89,7 @@ def test_the_keys_of_a_dict_are_part_of_the_key() -> None:
     assert f.cache_info().programs == 2
 
 
-def test_what_is_optional_has_a_program_for_each_case() -> None:
+def test_optional_arguments_have_a_program_for_each_case() -> None:
     def shift(x: Tensor, by: Any) -> Tensor:
         return x if by is None else x + by
 

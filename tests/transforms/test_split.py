@@ -273,7 +273,7 @@ def test_the_largest_group_goes_on() -> None:
     assert sizes == [3, 2]
 
 
-def test_what_all_agree_on_is_not_split() -> None:
+def test_equal_values_do_not_split_a_batch() -> None:
     calls = []
 
     def func(x: Tensor) -> Tensor:
@@ -612,7 +612,7 @@ def by_loops(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("func", [by_branches, by_loops])
-def test_values_asked_for_in_branches_and_loops(func: Callable[[Tensor], Tensor]) -> None:
+def test_values_read_in_branches_and_loops(func: Callable[[Tensor], Tensor]) -> None:
     want = loop(func, 6)(X)
     same(split(func)(X), want)
     same(split(split(func))(X.view(2, 3, 4)), want.view(2, 3, 4))
@@ -648,7 +648,7 @@ def test_large_batches() -> None:
 
 
 @pytest.mark.parametrize("outer", [False, True])
-def test_a_batch_that_comes_apart_goes_on_example_by_example(outer: bool) -> None:
+def test_a_batch_that_keeps_splitting_continues_example_by_example(outer: bool) -> None:
     """No example is run more often for the others' many ends than it need be."""
     steps: list[int] = []
 
@@ -671,7 +671,7 @@ def test_a_batch_that_comes_apart_goes_on_example_by_example(outer: bool) -> Non
     same(got, torch.stack([func(*row) for row in zip(x, counts, strict=True)]))
 
 
-def test_rare_branches_do_not_take_a_batch_apart() -> None:
+def test_rare_branches_do_not_split_a_batch() -> None:
     runs: list[int] = []
 
     def func(x: Tensor) -> Tensor:

@@ -61,9 +61,7 @@ def test_a_jvp_rule_sees_which_tangents_are_zero(run: Any, compiled: bool) -> No
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("run", [run_plain, run_in_vmap])
-def test_a_vjp_rule_sees_who_is_perturbed_and_which_results_are_unused(
-    run: Any, compiled: bool
-) -> None:
+def test_a_vjp_rule_sees_perturbed_inputs_and_unused_results(run: Any, compiled: bool) -> None:
     seen: list[Any] = []
     f = custom_vjp(lambda a, b: (a, a * b))
 
@@ -96,7 +94,7 @@ def test_rules_may_return_symbolic_zeros() -> None:
         grad(g, (0, 1))(A, A)
 
 
-def test_the_rule_goes_by_what_is_perturbed() -> None:
+def test_the_rule_depends_on_the_perturbed_inputs() -> None:
     product = custom_jvp(lambda x, y: x * y)
 
     def rule(primals: Any, tangents: Any) -> Any:

@@ -157,7 +157,7 @@ def test_torch_func_differentiates_programs(f: Callable[[Tensor], Any], known: b
 @pytest.mark.parametrize(
     ("f", "what"), [(PROGRAMS["a loop"], "while_loop"), (PROGRAMS["a choice"], "cond")]
 )
-def test_torch_func_runs_no_examples_apart(run: Any, f: Any, what: str) -> None:
+def test_torch_func_does_not_split_examples(run: Any, f: Any, what: str) -> None:
     match = f"{what}: the choice differs from example to example of torch.func.vmap.* Use tsfunc"
     for transform in (lambda f: f, theirs.grad):
         with pytest.raises(DataDependentError, match=match):

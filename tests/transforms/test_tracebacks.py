@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tsfunc
 from tsfunc import (
@@ -107,7 +109,7 @@ def test_a_refusal_shows_the_users_call_alone(call: str) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
-def test_a_note_says_what_ran() -> None:
+def test_a_note_names_the_rule_that_ran() -> None:
     error = raised(lambda: vmap(grad(wrong), (0, None))(X, W))
     (note,) = vars(error)["__notes__"]
     first, second = note.splitlines()
@@ -130,6 +132,62 @@ def test_an_error_of_a_program_is_at_the_users_line() -> None:
     assert not [frame for frame in found if "<tsfunc" in frame.filename]
     assert (found[-1].filename, found[-1].name) == (__file__, "model")
     assert found[-1].line is not None and found[-1].line.startswith("return table(doubled)")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor's import
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_error_of_a_compiled_program_is_at_the_users_line(backend: str) -> None:
+    table = torch.nn.Embedding(5, 3)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1, momentum=0.9)
+    calls = torch.zeros(())
+
+    def step(i: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        calls.add_(1)
+        loss: torch.Tensor = F.dropout(table(i)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    program = specialize(step, backend=backend)
+    for _ in range(2):
+        program(torch.tensor([1, 2]))
+    before, weight = torch.get_rng_state(), table.weight.detach().clone()
+    error = raised(lambda: program(torch.tensor([1, 9])))
+    assert (type(error), str(error)) == (IndexError, "index out of range in self")
+    found = frames(error)
+    assert {frame.filename for frame in found} == {__file__}
+    assert str(found[-1].line).startswith("loss: torch.Tensor")
+    assert len("".join(traceback.format_exception(error)).splitlines()) <= 25
+    assert table.weight.equal(weight), "the program that looks for the line writes nothing"
+    if backend == "aot_eager":  # inductor has drawn before its kernel meets the index
+        assert torch.get_rng_state().equal(before)
+
+
+def test_shapes_that_torch_joins_with_x_have_the_users_names() -> None:
+    pool = specialize(lambda x: F.max_pool2d(x, 4), {"x": MetaTensorType([1, "h", "w"])})
+    error = raised(lambda: pool(torch.ones(1, 2, 3)))
+    assert "(1xhxw)" in str(error), error
+
+
+LOGGED = """
+import torch, tsfunc
+from tsfunc import MetaTensorType
+
+w = torch.ones(2, 3)
+for transform in (tsfunc.sparse_jacobian, tsfunc.specialize):
+    try:
+        transform(lambda x: (x @ w).sum())(torch.ones(4))
+    except RuntimeError as error:
+        assert "shape" in str(error) or "dim" in str(error)
+"""
+
+
+def test_torch_logs_no_traceback_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED], capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_wrong_arguments_show_the_call_alone() -> None:

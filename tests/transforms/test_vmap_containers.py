@@ -144,7 +144,7 @@ def test_none_is_an_input_that_is_left_out() -> None:
 # Outputs that are no tensors.
 
 
-def test_what_is_no_tensor_is_returned_once() -> None:
+def test_non_tensors_are_returned_once() -> None:
     settings = object()
     got = vmap(lambda x: (x, 3, 2.5, None, "a", True, x.shape, x.dtype, settings, len))(X)
     same(got[0], X)

@@ -230,7 +230,7 @@ def test_a_loop_over_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::tsfunc.errors.SlowFallbackWarning")
-def test_an_operator_that_gives_what_it_writes_to_another_size() -> None:
+def test_an_operator_that_resizes_its_written_argument() -> None:
     """As torch lets this one do with a tensor without dims, which a batch has no room for."""
     with pytest.raises(RuntimeError, match=r"aten::addbmm_ gives what it writes to another size"):
         vmap(lambda x: x.sum().addbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5)))(X)

@@ -142,7 +142,7 @@ def test_made_outside_of_the_derivative_and_written_in_it() -> None:
     same(vmap(lambda x: func(tsfunc.grad, x))(X), want)
 
 
-def test_what_is_differentiated_and_not_batched_is_written() -> None:
+def test_differentiated_unbatched_tensors_are_written() -> None:
     """The tensor becomes one of the level's, on which autograd is recorded, without a copy."""
 
     def by_weight(grad: Any, x: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def test_what_is_differentiated_and_not_batched_is_written() -> None:
     same(pushed(tsfunc.jvp, W), pushed(torch.func.jvp, W))
 
 
-def test_gradients_reach_what_it_was_made_of() -> None:
+def test_gradients_reach_the_source_tensors() -> None:
     weight = W.clone().requires_grad_()
 
     def func(x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_views_without_the_tensor_that_they_are_of() -> None:
     same(vmap(func)(X), loop(func, 3)(X))
 
 
-def test_a_graph_keeps_what_it_saved() -> None:
+def test_a_graph_keeps_its_saved_values() -> None:
     weight = W.clone().requires_grad_()
 
     def func(x: Tensor) -> Tensor:
@@ -487,7 +487,7 @@ def test_a_tensor_that_a_program_reads_is_from_outside() -> None:
         tsfunc.specialize(vmap(lambda x: weight.add_(x)))(X)
 
 
-def test_operators_that_write_into_what_they_make() -> None:
+def test_operators_that_write_into_new_tensors() -> None:
     same(vmap(lambda x: torch.vander(x, 3))(X), torch.stack([torch.vander(x, 3) for x in X]))
 
     def diagonal(x: Tensor) -> Tensor:

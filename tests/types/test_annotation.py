@@ -201,7 +201,7 @@ def test_errors_say_where() -> None:
         from_annotation(Wrong)
 
 
-def test_an_error_is_what_callers_of_typing_catch() -> None:
+def test_an_error_has_the_class_that_callers_of_typing_catch() -> None:
     for kind in (TypeError, ValueError, DescriptorError):
         with pytest.raises(kind):
             from_annotation(3)

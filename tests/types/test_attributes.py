@@ -134,7 +134,7 @@ def test_methods(type_: TSType, name: str, found: str) -> None:
         (parse("torch.device"), "shape", r"torch\.device, which has no 'shape'"),
     ],
 )
-def test_what_is_not_there(type_: TSType, name: str, message: str) -> None:
+def test_missing_values(type_: TSType, name: str, message: str) -> None:
     with pytest.raises(TypeCheckError, match=message):
         attribute_type(type_, name, of="x")
 

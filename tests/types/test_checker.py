@@ -114,7 +114,7 @@ class TestLaws:
 
     @given(st.data())
     @settings(max_examples=50)
-    def test_what_has_a_narrower_type_fits(self, data: st.DataObject) -> None:
+    def test_values_of_a_narrower_type_fit(self, data: st.DataObject) -> None:
         value, type_ = data.draw(values(data.draw(TYPES))), data.draw(TYPES)
         if is_subtype(of_value(value, describe=True), type_):
             assert check(value, type_) == []
@@ -153,7 +153,7 @@ class TestEveryMismatch:
         mismatch = check([1], list[str])[0]
         assert (mismatch.path, mismatch.expected, mismatch.got) == ("x[0]", "str", "1 (int)")
 
-    def test_what_is_no_type(self) -> None:
+    def test_values_that_are_not_types(self) -> None:
         with pytest.raises(AnnotationError, match="3 is not a type of the language"):
             check(3, 3)
 
@@ -209,7 +209,7 @@ def test_values_and_types(value: object, type_: str, fits: bool) -> None:
 
 
 class TestTensors:
-    def test_what_came_is_shown_as_it_was_asked_for(self) -> None:
+    def test_an_error_shows_the_argument_in_the_form_of_the_descriptor(self) -> None:
         x = torch.ones(2, 3)
         dtype = "x.dtype: expected torch.float64, got torch.float32"
         assert lines(x, "f64[2, 3]") == lines(x, "Optional[f64[...]]") == [dtype]
@@ -286,7 +286,7 @@ class TestInterfaces:
     class Step(Protocol):
         def step(self, x: Tensor, n: int = 1, *, scale: float) -> Tensor: ...
 
-    def test_what_has_the_methods_fits(self) -> None:
+    def test_objects_with_the_methods_fit(self) -> None:
         class Loose:
             def step(self, x, n=3, *, scale, more=None): ...  # type: ignore[no-untyped-def]
 
@@ -306,14 +306,14 @@ class TestInterfaces:
             "def step(self, x, n, *, scale) -> int: ...",
         ],
     )
-    def test_what_lacks_one_does_not(self, method: str) -> None:
+    def test_objects_without_the_method_do_not_fit(self, method: str) -> None:
         scope: dict[str, Any] = {"__name__": __name__}
         exec(f"class Made:\n    {method}\n", scope)
         (line,) = lines(scope["Made"](), self.Step)
         assert line.startswith("x.step: expected a method step(self, x: 'Tensor', n: 'int' = 1, *")
         assert line.endswith(" of Made" if "step(" in method else "got none in Made")
 
-    def test_what_inherits_only_the_abstract_method_does_not(self) -> None:
+    def test_classes_that_inherit_only_the_abstract_method_do_not_fit(self) -> None:
         class Nothing(self.Step):  # type: ignore[misc, name-defined]
             ...
 
@@ -321,14 +321,14 @@ class TestInterfaces:
 
 
 class TestFutures:
-    def test_what_a_future_holds(self) -> None:
+    def test_the_value_of_a_future(self) -> None:
         future: Any = torch.futures.Future()
         assert check(future, "Future[int]") == []
         future.set_result("a")
         assert lines(future, "Future[int]") == ["x.value(): expected int, got 'a' (str)"]
         assert lines(3, "Future[int]") == ["x: expected Future[int], got 3 (int)"]
 
-    def test_what_raised(self) -> None:
+    def test_the_error_that_was_raised(self) -> None:
         future: Any = torch.futures.Future()
         future.set_exception(ValueError("no"))
         assert lines(future, "Future[int]") == [

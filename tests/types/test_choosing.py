@@ -15,7 +15,7 @@ from tsfunc import Descriptors, Dim, specialize
 from tsfunc import MetaTensorType as Meta
 from tsfunc.errors import DescriptorError
 from tsfunc.types import Value
-from tsfunc.types.exclusion import exclude_each_other
+from tsfunc.types.disjoint import are_disjoint
 
 F32, F64 = Meta(torch.float32), Meta(torch.float64)
 LISTS = (List[F32], List[F64])  # type: ignore[valid-type]  # noqa: UP006
@@ -130,7 +130,7 @@ def test_whichever_program_was_there_before(order: tuple[tuple[int, int], ...]) 
     assert s.cache_info().programs == 3 and s.cache_info().hits == 3
 
 
-def test_bounds_tell_programs_apart() -> None:
+def test_bounds_distinguish_programs() -> None:
     s = specialize(
         lambda x, k: x * k,
         [
@@ -153,5 +153,5 @@ def test_no_call_keeps_sets_that_exclude_each_other(
     empty = any(
         len(each) == 0 for each in example.values() if isinstance(each, list | dict | tuple)
     )
-    if exclude_each_other(one, other) and not empty and "[]" not in str(example):
+    if are_disjoint(one, other) and not empty and "[]" not in str(example):
         assert not (keeps(one, example) and keeps(other, example))

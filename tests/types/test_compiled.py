@@ -258,7 +258,7 @@ def test_an_alternative_that_fails_binds_nothing() -> None:
     assert found.leaves[("x",)] == MetaTensorType(["m", 3])
 
 
-def test_the_alternative_is_the_one_that_fits_what_is_bound() -> None:
+def test_the_alternative_fits_the_bound_names() -> None:
     either = MetaTensorType(["n", "a"]) | MetaTensorType(["b", "n"])
     contract = compiled(params=MetaTensorType(["n"]), x=either)
     assert contract.check({"params": torch.ones(3), "x": X}).sizes == {"n": 3, "b": 2}
@@ -272,7 +272,7 @@ def test_the_alternative_is_the_one_that_fits_what_is_bound() -> None:
 # --- accepted
 
 
-def test_defaults_stand_in_for_what_is_missing() -> None:
+def test_defaults_replace_missing_arguments() -> None:
     assert compiled(y=None, rest=(), train=False).check({}) == Bindings({}, {})
     assert violations({"x": int, "train": True}, {}) == [
         "x: expected an argument, which its descriptor describes, got none",
@@ -282,13 +282,13 @@ def test_defaults_stand_in_for_what_is_missing() -> None:
     assert keywords.check({}) == Bindings({}, {})
 
 
-def test_what_has_no_descriptor_is_open() -> None:
+def test_parameters_without_a_descriptor_are_open() -> None:
     assert compiled().check({"x": object()}) == Bindings({}, {})
     assert compiled(x=Any, y=[Any]).check({"x": 3, "y": [4]}) == Bindings({}, {})
     assert compiled(x=Union[Any, int]).check({"x": "a"}) == Bindings({}, {})  # noqa: UP007
 
 
-def test_bindings_say_what_each_dim_is() -> None:
+def test_bindings_have_the_form_of_each_dim() -> None:
     contract = compiled(x=[MetaTensorType(["n", 3, "n+1", None]), MetaTensorType(float)])
     x = [torch.ones(2, 3, 3, 9), torch.ones(4, dtype=torch.float64)]
     found = contract.check({"x": x})
@@ -490,7 +490,7 @@ def test_a_name_that_no_dim_is_alone_is_solved_for() -> None:
         ),
     ],
 )
-def test_what_solves_for_no_size(
+def test_expressions_that_solve_for_no_size(
     descriptors: dict[str, Any], shapes: dict[str, Any], lines: list[str]
 ) -> None:
     arguments = {name: torch.ones(shape) for name, shape in shapes.items()}

@@ -34,7 +34,7 @@ def test_annotations_are_types() -> None:
 def test_a_symbol_keeps_its_type_where_control_flow_joins() -> None:
     with pytest.raises(TypeCheckError, match=r"cond: its branches return.*\n  yes: int\n  no: str"):
         join_branches({"yes": of_value(1), "no": of_value("a")})
-    with pytest.raises(TypeCheckError, match=r"the carry changes:\n.*first turn: int\n.*: float\n"):
+    with pytest.raises(TypeCheckError, match=r"the carry changes:\n.*first step: int\n.*: float\n"):
         check_carry(of_value(1), of_value(1.0))
 
 

@@ -34,7 +34,7 @@ class TestBranches:
             ("Tuple[int, Any]", "Tuple[None, int]", "Tuple[Optional[int], Any]"),
         ],
     )
-    def test_what_they_have_in_common(self, one: str, other: str, joined: str) -> None:
+    def test_their_common_type(self, one: str, other: str, joined: str) -> None:
         assert join_branches({"yes": parse(one), "no": parse(other)}) == parse(joined)
 
     @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ class TestBranches:
             ),
         ],
     )
-    def test_what_has_nothing_in_common(self, types_: list[str], places: list[str]) -> None:
+    def test_types_without_a_common_type(self, types_: list[str], places: list[str]) -> None:
         branches: dict[str, TSType] = {f"branch {i}": parse(t) for i, t in enumerate(types_)}
         with pytest.raises(TypeCheckError) as caught:
             join_branches(branches, where="switch")
@@ -104,7 +104,7 @@ class TestCarry:
             ("Tuple[int, Tensor]", "namedtuple(a: int, b: Tensor)"),
         ],
     )
-    def test_what_may_come_back(self, before: str, after: str) -> None:
+    def test_values_that_may_be_returned(self, before: str, after: str) -> None:
         assert check_carry(parse(before), parse(after)) == parse(before)
 
     @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ class TestCarry:
             ("Dict[str, f32[3]]", "Dict[str, f32[4]]", "\nAt [...] f32[3] has become f32[4]. "),
         ],
     )
-    def test_what_may_not(self, before: str, after: str, place: str) -> None:
+    def test_values_that_may_not_be_returned(self, before: str, after: str, place: str) -> None:
         with pytest.raises(TypeCheckError) as caught:
             check_carry(parse(before), parse(after), where="scan", name="carry")
         text = str(caught.value)
         assert text.startswith(
-            f"scan: the type of carry changes:\n  before the first turn: {before}\n"
-            f"  after a turn: {after}\n"
+            f"scan: the type of carry changes:\n  before the first step: {before}\n"
+            f"  after a step: {after}\n"
         )
         assert place in text and text.endswith("was given, in type, shape and dtype.")
 

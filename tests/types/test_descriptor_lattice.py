@@ -187,7 +187,7 @@ class TestLaws:
             ("[n, k] strides[k, 1]", "[3, 5] strides[5, 1]", "[n, k] strides[k, 1]"),
         ],
     )
-    def test_what_is_kept_of_sizes(self, one: str, other: str, joined: str) -> None:
+    def test_facts_kept_about_sizes(self, one: str, other: str, joined: str) -> None:
         a, b = (MetaTensorType.parse(f"f32{text}") for text in (one, other))
         assert str(a.join(b)) == f"f32{joined}" and a.join(b) == b.join(a)
 
@@ -238,14 +238,14 @@ def keeps(d: Descriptors, example: dict[str, Any]) -> bool:
 
 class TestExamples:
     @given(st.lists(examples, min_size=1, max_size=3))
-    def test_what_is_inferred_is_true_of_all(self, several: list[dict[str, Any]]) -> None:
+    def test_inferred_descriptors_fit_all_examples(self, several: list[dict[str, Any]]) -> None:
         d = infer_descriptors(*several)
         assert all(keeps(d, each) for each in several)
         for each in several:
             assert d.widen(each) == d
 
     @given(examples, st.lists(examples, min_size=1, max_size=2))
-    def test_the_order_says_what_calls_are_kept(
+    def test_the_order_determines_which_calls_are_kept(
         self, example: dict[str, Any], several: list[dict[str, Any]]
     ) -> None:
         d = infer_descriptors(*several)

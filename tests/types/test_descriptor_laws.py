@@ -73,8 +73,8 @@ def metas(draw: st.DrawFn) -> MetaTensorType:
     )
 
 
-def promise(tensor: torch.Tensor, attributes: set[str]) -> MetaTensorType:
-    """Return the attributes of a tensor that a descriptor may promise."""
+def guarantee(tensor: torch.Tensor, attributes: set[str]) -> MetaTensorType:
+    """Return the attributes of a tensor that a descriptor may guarantee."""
     full = MetaTensorType.of(tensor)
     return MetaTensorType(**{name: getattr(full, name) for name in attributes})
 
@@ -93,19 +93,19 @@ def test_different_descriptors_read_differently(one: MetaTensorType, other: Meta
 
 
 @given(tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
-def test_what_is_true_of_a_tensor_accepts_it(tensor: torch.Tensor, attributes: set[str]) -> None:
-    meta = promise(tensor, attributes)
+def test_the_metadata_of_a_tensor_accepts_it(tensor: torch.Tensor, attributes: set[str]) -> None:
+    meta = guarantee(tensor, attributes)
     assert check(meta, tensor) == Bindings({}, {("x",): meta})
     assert accepts(MetaTensorType(rank=tensor.dim()), tensor)
 
 
 @given(tensors(), tensors(), st.sets(st.sampled_from(ATTRIBUTES)))
-def test_another_tensor_is_refused_for_what_differs(
+def test_another_tensor_is_refused_with_the_difference(
     tensor: torch.Tensor, other: torch.Tensor, attributes: set[str]
 ) -> None:
     mine, theirs = MetaTensorType.of(tensor), MetaTensorType.of(other)
     differing = {name for name in attributes if getattr(mine, name) != getattr(theirs, name)}
-    meta = promise(tensor, attributes)
+    meta = guarantee(tensor, attributes)
     assert accepts(meta, other) == (not differing)
     if differing:
         with pytest.raises(DescriptorViolation) as caught:
@@ -183,7 +183,7 @@ def test_a_tree_of_another_structure_is_refused(
     one: tuple[Any, Any], other: tuple[Any, Any]
 ) -> None:
     assume(optree.tree_structure(one[1]) != optree.tree_structure(other[1]))
-    # A named tuple is a tuple: where a plain one is promised, it may come.
+    # A named tuple is a tuple: where a plain one is guaranteed, it may come.
     assume(not _has_pair(other[1]))
     assert not accepts(one[0], other[1])
 
@@ -194,7 +194,7 @@ def _has_pair(value: Any) -> bool:
 
 
 @given(tensors() | st.none() | st.integers(0, 3), st.lists(metas(), min_size=1, max_size=3))
-def test_one_of_accepts_what_an_alternative_accepts(value: Any, written: list[Any]) -> None:
+def test_a_union_accepts_the_values_of_its_alternatives(value: Any, written: list[Any]) -> None:
     plain = [MetaTensorType(m.dtype, requires_grad=m.requires_grad) for m in written]
     union = plain[0] | int
     for meta in plain[1:]:

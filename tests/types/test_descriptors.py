@@ -223,7 +223,7 @@ def test_str_reads_back(written: object, text: str) -> None:
         (str(Value(torch.ones(2))), "is not a valid descriptor"),
     ],
 )
-def test_what_is_no_descriptor(text: str, message: str) -> None:
+def test_values_that_are_not_descriptors(text: str, message: str) -> None:
     with pytest.raises(AnnotationError, match=message):
         parse_descriptor(text)
 

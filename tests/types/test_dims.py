@@ -182,7 +182,7 @@ def test_bounds_have_one_form() -> None:
 
 
 @given(dims(), dims(), st.integers(0, 7))
-def test_hull_admits_what_either_admits(one: Dim, other: Dim, size: int) -> None:
+def test_hull_admits_the_sizes_of_both(one: Dim, other: Dim, size: int) -> None:
     assert one.hull(other).admits_all(one) and one.hull(other).admits_all(other)
     assert one.hull(other).admits(size) or not (one.admits(size) or other.admits(size))
     assert not one.admits_all(other) or one.hull(other) == one
@@ -198,7 +198,7 @@ def test_bounds_of_a_size_are_those_that_it_keeps(dim: Dim, size: int) -> None:
 
 
 @given(dims(), dims(), st.integers(0, 7))
-def test_meet_admits_what_both_admit(one: Dim, other: Dim, size: int) -> None:
+def test_meet_admits_the_common_sizes(one: Dim, other: Dim, size: int) -> None:
     both = one.admits(size) and other.admits(size)
     try:
         assert one.meet(other).admits(size) == both
@@ -207,7 +207,7 @@ def test_meet_admits_what_both_admit(one: Dim, other: Dim, size: int) -> None:
 
 
 @given(expressions, st.fixed_dictionaries({name: st.integers(0, 9) for name in NAMES}))
-def test_an_expression_is_what_python_makes_of_it(text: str, sizes: dict[str, int]) -> None:
+def test_an_expression_equals_its_evaluation_by_python(text: str, sizes: dict[str, int]) -> None:
     expression = DimExpr(text)
     assert set(expression.names) == {name for name in NAMES if name in text}
     try:
@@ -286,7 +286,7 @@ def test_an_expression_has_one_spelling(text: str) -> None:
 
 
 @given(dims() | st.integers(0, 9) | st.none() | expressions.filter(lambda t: not t.isdigit()))
-def test_what_is_spelled_is_read_back(spec: object) -> None:
+def test_the_text_of_a_value_is_read_back(spec: object) -> None:
     try:
         form = parse_dim(spec)
     except DescriptorError:

@@ -68,13 +68,13 @@ def test_keys_of_a_dict(key: TSType) -> None:
 
 
 @pytest.mark.parametrize("key", [NONE, TSList(INT), TSOptional(INT)])
-def test_what_can_be_no_key(key: TSType) -> None:
+def test_values_that_can_not_be_keys(key: TSType) -> None:
     with pytest.raises(AnnotationError, match="the keys of a dict are str, int, float, bool, Ten"):
         TSDict(key, INT)
 
 
 @pytest.mark.parametrize("element", [NONE, ANY, TSOptional(INT)])
-def test_what_is_optional_already(element: TSType) -> None:
+def test_types_that_are_optional_already(element: TSType) -> None:
     assert optional(element) is element
     with pytest.raises(AnnotationError, match=r"Optional\[.*\] is .*: write that"):
         TSOptional(element)

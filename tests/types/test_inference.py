@@ -119,7 +119,7 @@ def test_the_inferred_type_accepts_the_value(value: Any, describe: bool) -> None
 
 
 class TestFutures:
-    def test_what_they_hold(self) -> None:
+    def test_their_contents(self) -> None:
         future: Any = torch.futures.Future()
         assert str(of_value(future)) == "Future[Any]"
         future.set_result([1])

@@ -304,7 +304,7 @@ class TestModules:
         assert join(self.ONE, other) == TSCustomClass(torch.nn.Module)
 
 
-def test_nominal_types_of_one_name_are_told_apart() -> None:
+def test_nominal_types_of_one_name_are_distinguished() -> None:
     def make() -> type:
         class Local: ...
 

@@ -24,7 +24,7 @@ def test_both_orders_of_the_proposal() -> None:
 
 
 @pytest.mark.parametrize("python_type", [float, int, bool, complex])
-def test_python_dtypes_mean_what_they_mean_to_torch(python_type: Any) -> None:
+def test_python_dtypes_have_the_meaning_of_torch(python_type: Any) -> None:
     assert MetaTensorType(dtype=python_type).dtype == torch.zeros(1, dtype=python_type).dtype
 
 

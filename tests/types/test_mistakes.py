@@ -132,5 +132,5 @@ def test_a_wrong_descriptor_is_refused_where_it_is_written(
         {"x": Meta([Dim("n", max=3), "m", "m - n"])},
     ],
 )
-def test_what_looks_like_it_is_none(right: dict[str, Any]) -> None:
+def test_lookalikes_are_refused(right: dict[str, Any]) -> None:
     specialize(f, right)

@@ -33,13 +33,13 @@ def both(d: Mapping[str, object], call: dict[str, Any]) -> tuple[Any, Any]:
 
 @given(described, examples)
 @settings(max_examples=200)
-def test_what_is_taken_is_right(d: Descriptors, call: dict[str, Any]) -> None:
+def test_accepted_values_are_valid(d: Descriptors, call: dict[str, Any]) -> None:
     quick, whole = both(d, call)
     assert quick is None or quick == whole
 
 
 @given(st.lists(examples, min_size=1, max_size=2))
-def test_what_is_right_is_taken(several: list[dict[str, Any]]) -> None:
+def test_valid_values_are_accepted(several: list[dict[str, Any]]) -> None:
     d = infer_descriptors(*several)
     for call in several:
         quick, whole = both(d, call)
@@ -77,7 +77,7 @@ def test_cases(d: Any, call: dict[str, Any], sizes: dict[str, int] | None) -> No
     assert compile_descriptors(d, inspect.signature(f))._quick is not None
 
 
-def test_what_each_leaf_is_can_be_asked_for_later() -> None:
+def test_the_metadata_of_each_leaf_can_be_read_later() -> None:
     contract = compile_descriptors({"x": [ROWS]}, inspect.signature(f))
     found = contract.check({"x": [torch.ones(3, 4)]})
     assert found.leaves == {("x", 0): ROWS} and found.dims(("x", 0)) == ROWS.dims

@@ -132,7 +132,7 @@ def test_one_function_described_by_two_callers() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_what_does_not_match_is_refused(on: bool) -> None:
+def test_values_that_do_not_match_are_refused(on: bool) -> None:
     # torch.jit.trace would answer the second call with the branch of the first.
     specialized = specialize(MyModel())
     assert specialized(torch.ones(2), True).equal(torch.full((2,), 2.0))

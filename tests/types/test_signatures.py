@@ -94,7 +94,7 @@ class TestRules:
             "Any",
         ]
 
-    def test_what_it_returns(self) -> None:
+    def test_its_return_value(self) -> None:
         def f() -> "Optional[Model]": ...  # noqa: UP037, UP045
 
         assert signature(f).returns == parse("Optional[Model]", {"Model": Model})
@@ -160,7 +160,7 @@ class TestCallables:
     def test_a_class_is_its_constructor(self) -> None:
         assert shown(Batch).endswith(f"(x: tensor[n, 8], scale: float = 1.0) -> {__name__}.Batch")
 
-    def test_a_partial_lacks_what_it_has_been_given(self) -> None:
+    def test_a_partial_lacks_its_bound_parameters(self) -> None:
         def f(x: int, y: str, z: Tensor) -> None: ...
 
         assert shown(functools.partial(f, 3)) == "f(y: str, z: Tensor) -> None"
@@ -172,7 +172,7 @@ class TestCallables:
         assert shown(wrapper) == "static(x: Tensor, n: int) -> int"
         assert shown(Callee()) == "__call__(x: int) -> None"
 
-    def test_what_has_no_signature(self) -> None:
+    def test_callables_without_a_signature(self) -> None:
         with pytest.raises(AnnotationError, match="has no signature"):
             signature(torch.sin)
 
@@ -242,7 +242,7 @@ class TestParameterBinding:
         ]
 
 
-def test_a_plain_class_is_told_by_isinstance() -> None:
+def test_a_plain_class_is_checked_by_isinstance() -> None:
     def f(x: Base): ...  # type: ignore[no-untyped-def]
 
     assert signature(f).check(Base()) == [] and len(signature(f).check(3)) == 1

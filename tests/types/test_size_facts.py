@@ -26,7 +26,7 @@ NAMES = {"n": "size_n", "m": "size_m"}
     ],
 )
 @given(n=st.integers(2, 50), m=st.integers(2, 50))
-def test_it_means_what_it_says(text: str, n: int, m: int) -> None:
+def test_it_has_the_documented_meaning(text: str, n: int, m: int) -> None:
     code = fact_code(text, NAMES)
     here = eval(text, {"math": math, "n": n, "m": m})
     assert eval(code, {"math": math, "size_n": n, "size_m": m}) == here

@@ -142,7 +142,7 @@ def test_other_spellings(text: str, normal: str) -> None:
         (3, r"parse\(text\): expected a str, got 3"),
     ],
 )
-def test_what_is_no_type(text: Any, message: str) -> None:
+def test_values_that_are_not_types(text: Any, message: str) -> None:
     with pytest.raises(AnnotationError, match=message):
         parse(text)
 
@@ -176,7 +176,7 @@ def test_a_description_of_a_tensor_reads_back(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["int", "torch.nn.Parameter", "List[f32[n]]"])
-def test_what_describes_no_tensor(text: str) -> None:
+def test_descriptors_of_non_tensors(text: str) -> None:
     with pytest.raises(
         AnnotationError, match=r"not describe a tensor; write for example f32\[n, 64"
     ):

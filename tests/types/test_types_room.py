@@ -22,7 +22,7 @@ LOWER = ("tsfunc", "tsfunc.errors", "tsfunc.tracebacks")  # `from tsfunc import 
 ALLOWED = {"optree", "torch", *sys.stdlib_module_names}
 
 
-def test_all_is_what_is_there() -> None:
+def test_all_equals_the_public_names() -> None:
     own = {
         name
         for name in dir(tsfunc.types)

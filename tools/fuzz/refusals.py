@@ -24,7 +24,7 @@ REFUSALS = (
     ),
     Refusal(
         "DescriptorViolation", "", "docs/descriptors.md",
-        "a later call has other sizes than a descriptor promises",
+        "a later call has other sizes than a descriptor guarantees",
     ),
     Refusal(
         "DataDependentError", "", "docs/soundness.md",

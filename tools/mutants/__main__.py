@@ -49,7 +49,7 @@ TESTS = (
     "tests/program/test_ca*.py",
     "tests/program/test_checks.py",
     "tests/program/test_layouts_of_calls.py",
-    "tests/program/test_promises.py",
+    "tests/program/test_guarantees.py",
     "tests/program/test_read_*.py",
     "tests/program/test_retraces.py",
     "tests/program/test_s*.py",

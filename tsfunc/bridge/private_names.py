@@ -126,11 +126,21 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+def _sharding_state() -> Any:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    state = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_state").FSDPState()
+    modules, device = (torch.nn.Identity(),), torch.device("cpu")
+    state.init(modules, device, fsdp.MixedPrecisionPolicy(), True)
+    return state
+
+
 # Makes a value of each class whose attributes are in the list.
 _HOLDERS: dict[str, Callable[[], Any]] = {
     "CustomOpDef": lambda: torch.library.custom_op("tsfunc_doctor::identity", mutates_args=())(
         _identity
     ),
+    "FSDPModule": lambda: importlib.import_module("torch.distributed.fsdp").FSDPModule,
+    "FSDPState": lambda: _sharding_state(),
     "Module": lambda: torch.nn.Identity(),
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "OpOverload": lambda: torch.ops.aten.sin.default,
@@ -750,6 +760,23 @@ def _process_groups() -> None:
 )
 def _stores() -> None:
     _expect(isinstance(torch.distributed.distributed_c10d._world.pg_map, dict), "a dict of groups")
+
+
+@_entry(
+    "Modules with sharded parameters",
+    """FSDPModule._get_fsdp_state FSDPState._mp_policy Module._forward_hooks
+    Module._forward_pre_hooks""",
+    use="A functional call gathers the parameters of the call, in place of the module's hooks.",
+    stand_in="A refusal of modules that fully_shard was applied to.",
+    risk=Risk.MEDIUM,
+)
+def _sharded_modules() -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    state = _sharding_state()
+    _expect(state._mp_policy == fsdp.MixedPrecisionPolicy(), "the policy")
+    for hooks in (state._modules[0]._forward_pre_hooks, state._modules[0]._forward_hooks):
+        owners = [getattr(hook, "__self__", None) for hook in hooks.values()]
+        _expect(owners == [state], "one hook of the state")
 
 
 @_entry(

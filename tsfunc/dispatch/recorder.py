@@ -13,7 +13,7 @@ from tsfunc.tracebacks import Location
 
 
 @dataclass(frozen=True)
-class Use:
+class KernelUse:
     """One way in which the calls of an operator from one line were served.
 
     Attributes:
@@ -43,7 +43,7 @@ class Use:
 
 
 @dataclass
-class Count:
+class UseCount:
     """The number of calls of a use, their total time, and the number of the first call."""
 
     times: int
@@ -79,7 +79,7 @@ class _RunningCalls(threading.local):
     """The calls that run on a thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.calls: list[Use] = []
+        self.calls: list[KernelUse] = []
 
 
 class Recorder:
@@ -98,7 +98,7 @@ class Recorder:
 
     def __init__(self, location: Callable[[], tuple[Location, bool]]) -> None:
         self.location = location
-        self.uses: dict[Use, Count] = {}
+        self.uses: dict[KernelUse, UseCount] = {}
         self.started = 0
         self.exchanges: dict[tuple[str, str], tuple[int, int]] = {}
         self._running = _RunningCalls()
@@ -123,7 +123,7 @@ class Recorder:
         name = name_of_rule(kernel)
         location, backward = self.location()
         within = self._within(depth)
-        use = Use(
+        use = KernelUse(
             op.name, location, backward, key.name, level.name, depth, entry.kind, name, entry.site,
             within,
         )  # fmt: skip
@@ -135,7 +135,7 @@ class Recorder:
 
         return recorded
 
-    def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
+    def run(self, use: KernelUse, call: Callable[[], Any], *, alone: bool = False) -> Any:
         """Make a call and record it, together with the notes of its kernel.
 
         A call that returns NotImplemented is not recorded. With ``alone=True``, a call that makes
@@ -158,15 +158,15 @@ class Recorder:
             if served and (not alone or self.started == first + 1):
                 self._count(use, seconds, first)
 
-    def _count(self, use: Use, seconds: float, first: int) -> None:
+    def _count(self, use: KernelUse, seconds: float, first: int) -> None:
         with self._lock:
-            count = self.uses.setdefault(use, Count(0, 0.0, first))
+            count = self.uses.setdefault(use, UseCount(0, 0.0, first))
             count.times += 1
             count.seconds += seconds
             count.first = min(count.first, first)
 
     @property
-    def running(self) -> Sequence[Use]:
+    def running(self) -> Sequence[KernelUse]:
         """The calls that run on this thread, the innermost last."""
         return self._running.calls
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tsfunc.dispatch.recorder import Recorder, Use, name_of_rule
+from tsfunc.dispatch.recorder import KernelUse, Recorder, name_of_rule
 from tsfunc.dispatch.state import Level, tls, using
 
 
@@ -43,7 +43,7 @@ def run_as(
     code = getattr(rule_in_code, "__code__", None)
     source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     location, backward = recorder.location()
-    use = Use(
+    use = KernelUse(
         operator, location, backward, level.key.name, level.name, level.depth, how,
         name_of_rule(rule_in_code), source,
     )  # fmt: skip

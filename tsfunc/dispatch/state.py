@@ -335,8 +335,8 @@ class Level:
     """An active transform: one more level of a key, inside the levels active at its creation.
 
     As a context manager the level becomes the innermost level of this thread; when the block ends,
-    ``alive`` becomes False for good. With ``modal=True`` the level's key is in the include set of
-    the block, so that calls without any of the level's values reach its kernels too.
+    ``alive`` becomes False, and stays so. With ``modal=True`` the level's key is in the include set
+    of the block, so that calls without any of the level's values reach its kernels too.
 
     Attributes:
         autograd: nonzero while a transform records derivatives on the level's values.

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     align_batch_dim,
-    batched_front,
-    front,
+    at_least_one_dim,
+    batch_to_front,
+    expand_to_front,
     logical_rank,
-    one_at_least,
     refuse_inplace,
     unit_dims,
 )
-from tsfunc.ops.dynamic import nonzeros, refuse_dynamic
+from tsfunc.ops.dynamic import nonzeros, refuse_dynamic_size
 from tsfunc.ops.refusal import require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
@@ -69,7 +69,7 @@ def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
     lined_up = [
         index
         if index is None or dim is None
-        else unit_dims(front(index, dim), 1, rank + 1 - index.dim())
+        else unit_dims(batch_to_front(index, dim), 1, rank + 1 - index.dim())
         for index, dim in zip(indices, dims, strict=True)
     ]
     adjacent = not where or where[-1] - where[0] + 1 == len(where)
@@ -91,12 +91,12 @@ def index(
     x, indices = args
     if dims[1] is not None and _batched_mask(indices, dims[1]):
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
-        indices, named = _places_of_masks(op, level, indices, dims[1], instead)
+        indices, named = _mask_positions(op, level, indices, dims[1], instead)
         dims = [dims[0], named]
     position = lookup(indices, dims[1])
     if dims[0] is None:
         return op(x, position.indices), position.first if position.adjacent else 0
-    x = front(x, dims[0])
+    x = batch_to_front(x, dims[0])
     if not position.batched:
         return op(x, [None, *position.indices]), 0 if position.adjacent else position.rank
     out = op(x, _every_example(position, x))
@@ -107,14 +107,14 @@ def index(
     return out, 0
 
 
-def _places_of_masks(
+def _mask_positions(
     op: Any, level: RuleLevel, indices: Sequence[Any], dims: Sequence[Any], instead: str
 ) -> tuple[list[Any], list[Any]]:
     """Replace each batched mask by integer indices; all examples must have equally many."""
     if level.splitter is None:
-        refuse_dynamic(op, instead)
+        refuse_dynamic_size(op, instead)
     masks = [
-        front(index, dim)
+        batch_to_front(index, dim)
         for index, dim in zip(indices, dims, strict=True)
         if _is_mask(index) and dim is not None
     ]
@@ -143,7 +143,7 @@ def _values(indices: Lookup, v: Tensor, at: int | None, rank: int) -> Tensor:
         return align_batch_dim(v, at, rank if indices.adjacent else rank - indices.rank)
     if not (indices.adjacent and indices.first):
         return align_batch_dim(v, at, rank)
-    v = v.unsqueeze(0) if at is None else front(v, at)
+    v = v.unsqueeze(0) if at is None else batch_to_front(v, at)
     v = unit_dims(v, 1, rank + 1 - v.dim())
     lead = tuple(range(1, indices.first + 1))
     return v.movedim(lead, tuple(d + indices.rank for d in lead))
@@ -177,7 +177,7 @@ def _masked_values(
     over = mask.dim() - 1
     right = x.dim() - 1 - first - over
     rank = logical_rank(values, at)
-    values = values.unsqueeze(0) if at is None else front(values, at)
+    values = values.unsqueeze(0) if at is None else batch_to_front(values, at)
     if rank > right:
         along = values.dim() - 1 - right  # the dim of the mask's True elements
         if values.shape[along] == 1:
@@ -197,7 +197,7 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
         f"shape mismatch: there are {count} values to be put at the positions of a mask that has "
         f"another number of positions, for some example of a vmap",
     )
-    values = one_at_least(values.movedim(along, 1), 1)
+    values = at_least_one_dim(values.movedim(along, 1), 1)
     order = unit_dims((mask.flatten(1).cumsum(1) - 1).clamp(min=0), 2, values.dim() - 2)
     size = max(order.shape[0], values.shape[0])
     order = order.expand(size, -1, *values.shape[2:])
@@ -220,12 +220,12 @@ def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) 
     if first is None:
         if _batched_mask(indices, index_dims):
             instead = "Use torch.where(mask, values, x), with values of the shape of x,"
-            indices, named = _places_of_masks(op, level, indices, index_dims, instead)
+            indices, named = _mask_positions(op, level, indices, index_dims, instead)
             args, dims = [args[0], indices, *args[2:]], [dims[0], named, *dims[2:]]
         out = _write(op, x, dims, args)
         return None if inplace else out
     mask, at = indices[first].bool(), index_dims[first]
-    mask = mask.unsqueeze(0) if at is None else front(mask, at)
+    mask = mask.unsqueeze(0) if at is None else batch_to_front(mask, at)
     mask, values = _masked_values(x, first, mask, values, dims[2])
     if len(args) > 3 and args[3]:
         values = values + x
@@ -241,7 +241,7 @@ def index_put(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into a copy for each example."""
-    return _put(op, level, batched_front(args[0], dims[0], level.batch_size), dims, args), 0
+    return _put(op, level, expand_to_front(args[0], dims[0], level.batch_size), dims, args), 0
 
 
 @row("aten::index_put_", "aten::_index_put_impl_")
@@ -251,5 +251,5 @@ def index_put_inplace(
     """Write through a view that has the batch dim first."""
     if dims[0] is None:
         refuse_inplace(op)
-    _put(op, level, front(args[0], dims[0]), dims, args)
+    _put(op, level, batch_to_front(args[0], dims[0]), dims, args)
     return args[0], dims[0]

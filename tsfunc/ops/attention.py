@@ -8,16 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, filled, front, logical_rank, unit_dims, wrap
+from tsfunc.ops.dims import (
+    batch_to_front,
+    expand_to_front,
+    logical_rank,
+    unit_dims,
+    with_defaults,
+    wrap_dim,
+)
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.random import check_randomness
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _samples(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return (samples, heads, ...) for a logical shape of (N, heads, ...)."""
-    return batched_front(x, at, size).flatten(0, 1)
+    return expand_to_front(x, at, size).flatten(0, 1)
 
 
 def _split(x: Tensor, size: int) -> Tensor:
@@ -38,7 +45,7 @@ def _mask(mask: Tensor | None, at: int | None, size: int, n: Any, rank: int) -> 
         if mask.dim() < 4 or mask.shape[0] == 1:
             return mask
         return mask.expand(size, n, *mask.shape[1:]).flatten(0, 1)
-    mask = front(mask, at)
+    mask = batch_to_front(mask, at)
     if rank < 4:
         return unit_dims(mask, 1, 4 - mask.dim())
     mask = unit_dims(mask, 1, 5 - mask.dim())
@@ -71,7 +78,7 @@ def attention(
         return NotImplemented
     if mask is not None and logical_rank(mask, m) > rank:
         return NotImplemented
-    q, k, v = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    q, k, v = (expand_to_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
     if rank == 2:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     n = q.shape[1]
@@ -201,20 +208,20 @@ def masked_softmax(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Expand the two shorter kinds of masks to one value per element."""
-    x, mask, dim, kind = filled(args[:4], None, None, None, FULL_MASK)
+    x, mask, dim, kind = with_defaults(args[:4], None, None, None, FULL_MASK)
     rank = logical_rank(x, dims[0])
     fits = 2 if kind in (SOURCE_MASK, PADDING_MASK) else rank
     if logical_rank(mask, dims[1]) != fits or mask.dtype is not torch.bool:
-        return refused(op, dims, args, kwargs)
-    x = batched_front(x, dims[0], level.batch_size)
-    mask = batched_front(mask, dims[1], level.batch_size)
+        return raise_as_one_example(op, dims, args, kwargs)
+    x = expand_to_front(x, dims[0], level.batch_size)
+    mask = expand_to_front(mask, dims[1], level.batch_size)
     if kind == SOURCE_MASK:  # one value per pair of positions
         mask = unit_dims(mask, 1, rank - 2)
     elif kind == PADDING_MASK:  # one value per sequence and position
         mask = unit_dims(mask, 2, rank - 2)
     if rank == 0:  # a scalar is a row of one element
         return op(x.unsqueeze(1), mask.unsqueeze(1), 1, FULL_MASK).squeeze(1), 0
-    last = rank - 1 if dim is None else wrap(dim, rank)
+    last = rank - 1 if dim is None else wrap_dim(dim, rank)
     return op(x, mask.expand(x.shape), last + 1, FULL_MASK), 0
 
 
@@ -224,9 +231,9 @@ def masked_softmax_backward(
 ) -> Any:
     """The mask has one value per element; torch returns a row of one element for a scalar."""
     size, rank = level.batch_size, logical_rank(args[0], dims[0])
-    grad, out, mask = (batched_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
+    grad, out, mask = (expand_to_front(x, d, size) for x, d in zip(args[:3], dims[:3], strict=True))
     if rank == 0:
         return op(grad.unsqueeze(1), out.unsqueeze(1), mask.unsqueeze(1), 1), 0
     dim = args[3] if len(args) > 3 else None
     mask = mask.expand(out.shape)
-    return op(grad, out, mask, (rank - 1 if dim is None else wrap(dim, rank)) + 1), 0
+    return op(grad, out, mask, (rank - 1 if dim is None else wrap_dim(dim, rank)) + 1), 0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import widened
+from tsfunc.ops.dims import in_accumulation_dtype
 
 
 class _Attention:
@@ -37,7 +37,7 @@ class _Attention:
         self.given = query, key, value
         self.scale = query.shape[-1] ** -0.5 if scale is None else scale
         self.query, self.key, self.value = (
-            widened(query),
+            in_accumulation_dtype(query),
             self._repeated(key),
             self._repeated(value),
         )
@@ -55,14 +55,14 @@ class _Attention:
     def _repeated(self, x: Tensor) -> Tensor:
         """Return a head of keys or values for each head of queries, of which several share one."""
         shared = self.given[0].shape[-3] // x.shape[-3]
-        return widened(x if shared == 1 else x.repeat_interleave(shared, -3))
+        return in_accumulation_dtype(x if shared == 1 else x.repeat_interleave(shared, -3))
 
     def result(self) -> Tensor:
         return (self.weights @ self.value).to(self.given[0].dtype)
 
     def pulled_back(self, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the gradients by the queries, keys, values and scores."""
-        grad = widened(grad)
+        grad = in_accumulation_dtype(grad)
         pulled = grad @ self.value.mT
         scores = self.weights * (pulled - (self.weights * pulled).sum(-1, keepdim=True))
         gradients = scores @ self.key, scores.mT @ self.query, self.weights.mT @ grad
@@ -92,7 +92,7 @@ def _summed_to(x: Tensor, heads: int) -> Tensor:
 
 def _no_sums(query: Tensor) -> Tensor:
     """Return a placeholder of the log-sum-exp, which only a fused backward operator reads."""
-    return query.new_zeros(query.shape[:-1], dtype=widened(query).dtype)
+    return query.new_zeros(query.shape[:-1], dtype=in_accumulation_dtype(query).dtype)
 
 
 def _state(query: Tensor, count: int) -> tuple[Tensor, ...]:

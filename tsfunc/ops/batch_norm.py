@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import NoExamples, align, batched_at, batched_front, front
+from tsfunc.ops.dims import NoExamples, align, batch_to_front, expand_at, expand_to_front
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
@@ -23,12 +23,12 @@ def _refuse_update() -> None:
 
 def _channels(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return the tensor as (N, batch * C, ...)."""
-    return batched_at(x, at, size, 1).flatten(1, 2)
+    return expand_at(x, at, size, 1).flatten(1, 2)
 
 
 def _flat(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
     """Return one value for each channel of each example."""
-    return None if x is None else batched_front(x, at, size).flatten()
+    return None if x is None else expand_to_front(x, at, size).flatten()
 
 
 def _split(x: Tensor, size: int) -> tuple[Tensor, int | None]:
@@ -74,7 +74,9 @@ def _normalize(
         (out, to), n = (out, None), len(stats)
         for value, d, apply in ((weight, p, Tensor.mul), (bias, q, Tensor.add)):
             if value is not None:
-                column = front(value, d).reshape(*front(value, d).shape, *[1] * right)
+                column = batch_to_front(value, d).reshape(
+                    *batch_to_front(value, d).shape, *[1] * right
+                )
                 if to is None and d is None:
                     out = apply(out, column)
                 else:
@@ -82,7 +84,7 @@ def _normalize(
                     out = apply(out, column)
         return (out, *stats), (to, *[None] * n)
     if not training and p is None and q is None and m is None and v is None:
-        return _results(call(front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
+        return _results(call(batch_to_front(x, at).flatten(0, 1), weight, bias, mean, var), size, 0)
     updated = training and mean is not None and momentum != 0 and mean.numel() != 0
     if updated and at is not None and (m is None or v is None):
         _refuse_update()
@@ -95,7 +97,7 @@ def _normalize(
         for running, d, new in ((mean, m, flat[2]), (var, v, flat[3])):
             assert new is not None
             rows = new.view(size, -1)  # the rows of unbatched statistics are all equal
-            front(running, d).copy_(rows[0] if d is None else rows)
+            batch_to_front(running, d).copy_(rows[0] if d is None else rows)
     return _results(results, size, 1)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front
+from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
 def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
     """Return the tensor with the batch and N as one dim, before the ``core`` sample dims."""
-    x = batched_front(x, at, size)
+    x = expand_to_front(x, at, size)
     if x.dim() > core + 1:
         x = x.flatten(0, x.dim() - 1 - core)
     # Some kernels assume contiguous index tensors.
@@ -97,7 +97,7 @@ def fractional(core: int) -> Rule:
         x, kernel, output, samples = args
         size = level.batch_size
         has_n = x.dim() - (dims[0] is not None) > core
-        samples = batched_front(samples, dims[3], size).flatten(0, 1)
+        samples = expand_to_front(samples, dims[3], size).flatten(0, 1)
         return unfold(op(fold(x, dims[0], size, core), kernel, output, samples), size, has_n), 0
 
     return checked(rule)
@@ -160,7 +160,7 @@ def grid_sampler(
         grid = grid.movedim(dims[1], 1)
         out = op(x, grid.flatten(1, 2), *rest)
         return out.unflatten(2, grid.shape[1:3]), 2
-    x, grid = (batched_front(args[i], dims[i], size).flatten(0, 1) for i in (0, 1))
+    x, grid = (expand_to_front(args[i], dims[i], size).flatten(0, 1) for i in (0, 1))
     return unfold(op(x, grid, *rest), size, True), 0
 
 
@@ -171,7 +171,7 @@ def grid_sampler_backward(
     """Fold the batch into N."""
     size = level.batch_size
     pairs = zip(args[:3], dims[:3], strict=True)
-    tensors = [batched_front(v, d, size).flatten(0, 1) for v, d in pairs]
+    tensors = [expand_to_front(v, d, size).flatten(0, 1) for v, d in pairs]
     return unfold(op(*tensors, *args[3:]), size, True), 0
 
 
@@ -183,5 +183,5 @@ def affine_grid_generator(
     """The shape of the result is an argument."""
     theta, (n, *shape), align = args
     size = level.batch_size
-    theta = batched_front(theta, dims[0], size).flatten(0, 1)
+    theta = expand_to_front(theta, dims[0], size).flatten(0, 1)
     return unfold(op(theta, [n * size, *shape], align), size, True), 0

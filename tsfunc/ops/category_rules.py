@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.catalogue.classify import dim_arguments
-from tsfunc.ops.dims import front
+from tsfunc.ops.dims import batch_to_front
 from tsfunc.ops.identity import same_shape
 from tsfunc.ops.registry import Category, Dims, Rule, RuleLevel
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
@@ -45,7 +45,7 @@ def batch_first(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch an operator on one tensor whose leading dims are a batch."""
-    return op(front(args[0], dims[0]), *args[1:], **kwargs), 0
+    return op(batch_to_front(args[0], dims[0]), *args[1:], **kwargs), 0
 
 
 _MOST = 1000  # the maximum number of confirmed calls in the cache

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import front, logical_rank, wrap
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.dims import batch_to_front, logical_rank, wrap_dim
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _SINGLE = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
@@ -70,7 +70,7 @@ def along_first_dim(
 ) -> Any:
     """Collectives that concatenate or split the first dim: the batch dim goes behind it."""
     if not logical_rank(args[0], dims[0]):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     x, at = _along_first_dim(args[0], dims[0])
     return op(x, *args[1:], **kwargs), at
 
@@ -92,7 +92,7 @@ def all_along_first_dim(
 ) -> Any:
     """Collectives along the first dim of several tensors, some of which can be unbatched."""
     if not all(map(logical_rank, args[0], dims[0])):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     moved = [_along_first_dim(x, at) for x, at in zip(args[0], dims[0], strict=True)]
     return op([x for x, _ in moved], *args[1:], **kwargs), tuple(at for _, at in moved)
 
@@ -104,8 +104,8 @@ def shard_dim_alltoall(
     """Change the dim along which a DTensor is sharded."""
     x, gather_dim, shard_dim, *group = args
     rank = logical_rank(x, dims[0])
-    gather, shard = wrap(gather_dim, rank) + 1, wrap(shard_dim, rank) + 1
-    return op(front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
+    gather, shard = wrap_dim(gather_dim, rank) + 1, wrap_dim(shard_dim, rank) + 1
+    return op(batch_to_front(x, dims[0]).contiguous(), gather, shard, *group, **kwargs), 0
 
 
 # The kinds of exchange along a mesh axis whose integer arguments are dims.
@@ -120,7 +120,7 @@ def exchange(
     x, kind, ints, *rest = args
     if kind in _OF_DIMS:
         ints = [number + 1 for number in ints]
-    return op(front(x, dims[0]), kind, ints, *rest, **kwargs), 0
+    return op(batch_to_front(x, dims[0]), kind, ints, *rest, **kwargs), 0
 
 
 # For these operators and linear reductions the operator maps tangents as it maps primals.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front
+from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 BY_ROWS = frozenset({torch.sparse_csr, torch.sparse_bsr})
@@ -79,13 +79,13 @@ def batch_of(x: Tensor, at: int | None, size: int) -> Tensor:
     return of_members(compressed, plain, values, (size, *x.shape), x.layout)
 
 
-def taken(x: Tensor, positions: Tensor) -> Tensor:
+def select_examples(x: Tensor, positions: Tensor) -> Tensor:
     """Return some of the examples."""
     compressed, plain, values = (part.index_select(0, positions) for part in members(x))
     return of_members(compressed, plain, values, (len(positions), *x.shape[1:]), x.layout)
 
 
-def put_together(batches: Sequence[Tensor]) -> Tensor:
+def concatenate(batches: Sequence[Tensor]) -> Tensor:
     """Concatenate batches whose examples store the same number of elements."""
     parts = [torch.cat(part) for part in zip(*map(members, batches), strict=True)]
     compressed, plain, values = parts
@@ -101,7 +101,7 @@ def _lines(x: Tensor, plain: Tensor, values: Tensor) -> int:
     return size // values.shape[plain.dim() + by_rows] if elements >= 2 else size
 
 
-def _following(compressed: Tensor, stored: int) -> Tensor:
+def _consecutive_indices(compressed: Tensor, stored: int) -> Tensor:
     """Return the compressed indices of matrices that follow each other."""
     ends = compressed[:, 1:] + stored * torch.arange(
         len(compressed), device=compressed.device, dtype=compressed.dtype
@@ -115,7 +115,7 @@ def diagonal(x: Tensor) -> Tensor:
     count = compressed.shape[0]
     first = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
     return of_members(
-        _following(compressed, plain.shape[1]),
+        _consecutive_indices(compressed, plain.shape[1]),
         (plain + first * _lines(x, plain, values)).flatten(),
         values.flatten(0, 1),
         (count * x.shape[1], count * x.shape[2]),
@@ -123,11 +123,11 @@ def diagonal(x: Tensor) -> Tensor:
     )
 
 
-def below_each_other(x: Tensor) -> Tensor:
+def stacked_rows(x: Tensor) -> Tensor:
     """Return one matrix of a batch of matrices stacked vertically; the layout compresses rows."""
     compressed, plain, values = members(x)
     return of_members(
-        _following(compressed, plain.shape[1]),
+        _consecutive_indices(compressed, plain.shape[1]),
         plain.flatten(),
         values.flatten(0, 1),
         (x.shape[0] * x.shape[1], x.shape[2]),
@@ -135,7 +135,7 @@ def below_each_other(x: Tensor) -> Tensor:
     )
 
 
-def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
+def as_one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
     """Return one matrix in place of the batch, and the other factor, for a single product."""
     if x.dim() != 3:
         raise NotImplementedError(
@@ -143,8 +143,8 @@ def one_matrix(x: Tensor, y: Tensor, q: int | None) -> tuple[Tensor, Tensor]:
             f"Call to_dense() first."
         )
     if q is None and x.layout in BY_ROWS:
-        return below_each_other(x), y
-    return diagonal(x), batched_front(y, q, x.shape[0]).flatten(0, 1)
+        return stacked_rows(x), y
+    return diagonal(x), expand_to_front(y, q, x.shape[0]).flatten(0, 1)
 
 
 @row(
@@ -165,7 +165,7 @@ def sparse_compressed_tensor(
 ) -> Any:
     """Members with batch dims make a tensor with batch dims."""
     parts = [
-        batched_front(part, dim, level.batch_size).contiguous()
+        expand_to_front(part, dim, level.batch_size).contiguous()
         for part, dim in zip(args[:3], dims[:3], strict=True)
     ]
     return op(*parts, [level.batch_size, *args[3]], *args[4:], **kwargs), 0
@@ -177,11 +177,11 @@ def sparse_sampled_addmm(
 ) -> Any:
     """The kernel requires the same batch size of all arguments."""
     size = level.batch_size
-    x, y = (batched_front(arg, dim, size) for arg, dim in zip(args[1:], dims[1:], strict=True))
+    x, y = (expand_to_front(arg, dim, size) for arg, dim in zip(args[1:], dims[1:], strict=True))
     return op(batch_of(args[0], dims[0], size), x, y, **kwargs), 0
 
 
-def stacked(results: Sequence[Tensor]) -> Tensor:
+def stack_examples(results: Sequence[Tensor]) -> Tensor:
     """Stack sparse tensors of the same compressed layout, shape and number of elements."""
     parts = [torch.stack(part) for part in zip(*map(members, results), strict=True)]
     compressed, plain, values = parts

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tsfunc.ops.dims import batched_at, logical_rank
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.dims import expand_at, logical_rank
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -50,7 +50,7 @@ def einsum(
     positions = dims[1]
     if "." in equation:
         tensors = [
-            x if at is None else batched_at(x, at, level.batch_size, 0)
+            x if at is None else expand_at(x, at, level.batch_size, 0)
             for x, at in zip(tensors, positions, strict=True)
         ]
         positions = [None if at is None else 0 for at in positions]
@@ -58,8 +58,8 @@ def einsum(
         tensors, positions, equation.partition("->")[0].split(","), strict=False
     ):
         if "." not in term and logical_rank(x, at) != sum(map(str.isalpha, term)):
-            return refused(op, (None, dims[1]), args, kwargs)
+            return raise_as_one_example(op, (None, dims[1]), args, kwargs)
     physical = _with_batch(equation, tuple(positions))
     if physical is None:
-        return refused(op, (None, dims[1]), args, kwargs)
+        return raise_as_one_example(op, (None, dims[1]), args, kwargs)
     return op(physical, tensors, **kwargs), 0

@@ -18,8 +18,15 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.batched import fold, unfold
-from tsfunc.ops.dims import align, batched_front, filled, front, logical_rank, logical_shape
-from tsfunc.ops.refusal import checked, refused
+from tsfunc.ops.dims import (
+    align,
+    batch_to_front,
+    expand_to_front,
+    logical_rank,
+    logical_shape,
+    with_defaults,
+)
+from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -82,7 +89,7 @@ def convolution(
     transposed = rest[3]
     size = level.batch_size
     if bias is not None and bias.dtype != x.dtype:  # a separate sum would promote the bias
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if q is None:
         if p is None:
             return _with_bias(op(x, weight, None, *rest, groups), None, bias, r)
@@ -97,7 +104,7 @@ def convolution(
         out = op(x, weight, None, *rest, groups)
         return _with_bias(*_unfold_grouped(out, 1, size, groups), bias, r)
     if bias is not None:
-        bias = batched_front(bias, r, size).flatten()
+        bias = expand_to_front(bias, r, size).flatten()
     out = op(_fold(x, p, 1), _fold(weight, q, 0), bias, *rest, groups * size)
     return _unfold(out, 1, size)
 
@@ -203,12 +210,12 @@ def _plain(
     return out
 
 
-def _amounts(value: Any, spatial: int) -> list[Any]:
+def _per_spatial_dim(value: Any, spatial: int) -> list[Any]:
     """Return one number per spatial dim; a list of one number applies to all dims."""
     return [*value] * spatial if len(value) == 1 else [*value]
 
 
-def whole(spatial: int) -> Rule:
+def convolution_rule(spatial: int) -> Rule:
     """Return the rule of ``conv1d``, ``conv2d`` or ``conv3d``, with or without a dim N.
 
     The padding is a list of numbers or a string.
@@ -217,30 +224,30 @@ def whole(spatial: int) -> Rule:
     def rule(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        x, weight, bias, stride, padding, dilation, groups = filled(
+        x, weight, bias, stride, padding, dilation, groups = with_defaults(
             args, None, None, None, [1], [0], [1], 1
         )
-        p, q, r = filled(dims[:3], None, None, None)
+        p, q, r = with_defaults(dims[:3], None, None, None)
         rank = logical_rank(x, p)
         if rank not in (spatial + 1, spatial + 2):
-            return refused(op, dims, args, kwargs)
+            return raise_as_one_example(op, dims, args, kwargs)
         if q is None and r is None:  # fold the batch into N
             out = op(fold(x, p, level.batch_size, spatial + 1), *args[1:], **kwargs)
             return unfold(out, level.batch_size, rank == spatial + 2), 0
         if rank == spatial + 1:
-            x, p = (x.unsqueeze(0), None) if p is None else (front(x, p).unsqueeze(1), 0)
-        stride, dilation = _amounts(stride, spatial), _amounts(dilation, spatial)
+            x, p = (x.unsqueeze(0), None) if p is None else (batch_to_front(x, p).unsqueeze(1), 0)
+        stride, dilation = _per_spatial_dim(stride, spatial), _per_spatial_dim(dilation, spatial)
         if isinstance(padding, str):
             if padding == "same" and any(step != 1 for step in stride):
-                return refused(op, dims, args, kwargs)
+                return raise_as_one_example(op, dims, args, kwargs)
             x, p, padding = _padded(x, p, padding, logical_shape(weight, q)[2:], dilation)
-        padding = _amounts(padding, spatial)
+        padding = _per_spatial_dim(padding, spatial)
         rest = (stride, padding, dilation, False, [0] * spatial, groups)
         result = convolution(_plain, level, (p, q, r), (x, weight, bias, *rest), kwargs)
         if result is NotImplemented:
             return result
         out, at = result
-        return (out, at) if rank == spatial + 2 else (front(out, at).squeeze(1), 0)
+        return (out, at) if rank == spatial + 2 else (batch_to_front(out, at).squeeze(1), 0)
 
     return rule
 
@@ -255,8 +262,8 @@ def _padded(
     if all(total % 2 == 0 for total in totals):
         return x, at, [total // 2 for total in totals]
     pad = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
-    return torch.constant_pad_nd(front(x, at), pad), None if at is None else 0, [0]
+    return torch.constant_pad_nd(batch_to_front(x, at), pad), None if at is None else 0, [0]
 
 
 for _rank in (1, 2, 3):
-    rows(whole(_rank), f"aten::conv{_rank}d", f"aten::conv{_rank}d.padding")
+    rows(convolution_rule(_rank), f"aten::conv{_rank}d", f"aten::conv{_rank}d.padding")

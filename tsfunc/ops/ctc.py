@@ -7,18 +7,18 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_at, batched_front
+from tsfunc.ops.dims import expand_at, expand_to_front
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
 def _sequences(level: RuleLevel, x: Tensor, at: int | None, dim: int) -> Tensor:
     """Fold the batch into the dim of sequences."""
-    return batched_at(x, at, level.batch_size, dim).flatten(dim, dim + 1)
+    return expand_at(x, at, level.batch_size, dim).flatten(dim, dim + 1)
 
 
 def _lengths(level: RuleLevel, lengths: Any, at: int | None) -> Any:
     if isinstance(lengths, Tensor):
-        return batched_front(lengths, at, level.batch_size).reshape(-1)
+        return expand_to_front(lengths, at, level.batch_size).reshape(-1)
     return list(lengths) * level.batch_size
 
 

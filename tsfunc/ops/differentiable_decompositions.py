@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops import attention_decompositions, differentiable_linalg, differentiable_norms
-from tsfunc.ops.dims import widened
+from tsfunc.ops.dims import in_accumulation_dtype
 
 
 def layer_norm(
@@ -24,7 +24,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::native_layer_norm``."""
     dims = list(range(-len(shape), 0))
-    wide = widened(x)
+    wide = in_accumulation_dtype(x)
     mean = wide.mean(dims, keepdim=True)
     scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
     out = (wide - mean) * scale
@@ -38,7 +38,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::native_batch_norm`` in training, without the update of running statistics."""
-    wide = widened(x)
+    wide = in_accumulation_dtype(x)
     dims = [d for d in range(x.dim()) if d != 1]
     mean, var = wide.mean(dims), wide.var(dims, correction=0)
     scale = (var + eps).rsqrt()
@@ -66,7 +66,7 @@ def softmax(x: Tensor, dim: int, to_float: bool) -> Any:
     """``aten::_softmax``; ``to_float`` takes half precision to single precision."""
     if not x.numel():
         return NotImplemented
-    weights = _below_maximum(widened(x), dim)[0].exp()
+    weights = _below_maximum(in_accumulation_dtype(x), dim)[0].exp()
     out = weights / weights.sum(dim, keepdim=True)
     return out if to_float else out.to(x.dtype)
 
@@ -83,7 +83,7 @@ def log_softmax(x: Tensor, dim: int, to_float: bool) -> Any:
     """``aten::_log_softmax``."""
     if not x.numel():
         return NotImplemented
-    below = _below_maximum(widened(x), dim)[0]
+    below = _below_maximum(in_accumulation_dtype(x), dim)[0]
     out = below - below.exp().sum(dim, keepdim=True).log()
     return out if to_float else out.to(x.dtype)
 
@@ -92,7 +92,7 @@ def logsumexp(x: Tensor, dims: list[int], keepdim: bool = False) -> Any:
     """``aten::logsumexp``."""
     if not x.numel():
         return NotImplemented
-    below, most = _below_maximum(widened(x), dims)
+    below, most = _below_maximum(in_accumulation_dtype(x), dims)
     out = below.exp().sum(dims, keepdim=True).log() + most
     return (out if keepdim else out.squeeze(dims)).to(x.dtype)
 
@@ -123,7 +123,7 @@ def glu_backward(grad: Tensor, x: Tensor, dim: int) -> Tensor:
     return torch.cat((grad * gate, by_gate), dim)
 
 
-def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def _prefix_combine(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Combine all prefixes by doubling: each step combines twice as many elements."""
     if not x.dim():
         return x.clone()
@@ -138,12 +138,12 @@ def _scanned(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -
 def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """``aten::cumprod``."""
     x = x.to(dtype) if dtype is not None else x
-    return _scanned(x, dim, torch.mul)
+    return _prefix_combine(x, dim, torch.mul)
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Tensor:
     """``aten::logcumsumexp``."""
-    return _scanned(x, dim, torch.logaddexp)
+    return _prefix_combine(x, dim, torch.logaddexp)
 
 
 def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
@@ -167,7 +167,9 @@ def batch_norm_no_stats(x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
     return native_batch_norm(x, weight, bias, None, None, *rest)
 
 
-def _pulled_back(x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]) -> Tensor:
+def _normalization_grad(
+    x: Tensor, grad: Tensor, mean: Tensor, scale: Tensor, dims: list[int]
+) -> Tensor:
     """Return the gradient of ``(x - mean) * scale`` by ``x``, with statistics over ``dims``."""
     centered = (x - mean) * scale
     along = (grad * centered).mean(dims, keepdim=True)
@@ -196,7 +198,11 @@ def layer_norm_backward(
     mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """``aten::native_layer_norm_backward`` with statistics recomputed from the input."""
-    dims, wide, cotangent = list(range(-len(shape), 0)), widened(x), widened(grad)
+    dims, wide, cotangent = (
+        list(range(-len(shape), 0)),
+        in_accumulation_dtype(x),
+        in_accumulation_dtype(grad),
+    )
     mean = wide.mean(dims, keepdim=True)
     var = wide.var(dims, correction=0, keepdim=True)
     # The saved scale determines eps, which has no derivative.
@@ -206,7 +212,9 @@ def layer_norm_backward(
     pulled = cotangent if weight is None else cotangent * weight
     scaled = cotangent * (wide - mean) * scale
     return (
-        _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype).contiguous() if mask[0] else None,
+        _normalization_grad(wide, pulled, mean, scale, dims).to(x.dtype).contiguous()
+        if mask[0]
+        else None,
         _summed(scaled, outer).to(x.dtype) if mask[1] and weight is not None else None,
         _summed(cotangent, outer).to(x.dtype) if mask[2] and bias is not None else None,
     )
@@ -231,13 +239,17 @@ def batch_norm_backward(
     """``aten::native_batch_norm_backward`` with statistics recomputed from the input."""
     if not training:
         return NotImplemented
-    dims, wide, cotangent = [d for d in range(x.dim()) if d != 1], widened(x), widened(grad)
+    dims, wide, cotangent = (
+        [d for d in range(x.dim()) if d != 1],
+        in_accumulation_dtype(x),
+        in_accumulation_dtype(grad),
+    )
     mean = wide.mean(dims, keepdim=True)
     scale = (wide.var(dims, correction=0, keepdim=True) + eps).rsqrt()
     pulled = cotangent
     if weight is not None:
         pulled = cotangent * weight.reshape(-1, *[1] * (x.dim() - 2))
-    by_x = _pulled_back(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None
+    by_x = _normalization_grad(wide, pulled, mean, scale, dims).to(x.dtype) if mask[0] else None
     return (
         None if by_x is None else _in_layout_of(x, by_x),
         (cotangent * (wide - mean) * scale).sum(dims).to(x.dtype) if mask[1] else None,
@@ -275,7 +287,7 @@ def group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``aten::native_group_norm``."""
-    wide = widened(x).reshape(n, groups, c // groups, size)
+    wide = in_accumulation_dtype(x).reshape(n, groups, c // groups, size)
     mean = wide.mean([-2, -1], keepdim=True)
     scale = (wide.var([-2, -1], correction=0, keepdim=True) + eps).rsqrt()
     out = ((wide - mean) * scale).reshape(n, c, size)
@@ -299,7 +311,10 @@ def group_norm_backward(
 ) -> tuple[Tensor | None, ...]:
     """``aten::native_group_norm_backward`` with statistics recomputed from the input."""
     shape, dims = (n, groups, c // groups, size), [-2, -1]
-    wide, cotangent = widened(x).reshape(shape), widened(grad).reshape(shape)
+    wide, cotangent = (
+        in_accumulation_dtype(x).reshape(shape),
+        in_accumulation_dtype(grad).reshape(shape),
+    )
     mean = wide.mean(dims, keepdim=True)
     var = wide.var(dims, correction=0, keepdim=True)
     # The saved scale determines eps, which has no derivative.
@@ -310,7 +325,9 @@ def group_norm_backward(
         pulled = cotangent * weight.reshape(1, groups, c // groups, 1)
     scaled = cotangent * (wide - mean) * scale
     return (
-        _in_layout_of(x, _pulled_back(wide, pulled, mean, scale, dims).reshape(x.shape)).to(x.dtype)
+        _in_layout_of(x, _normalization_grad(wide, pulled, mean, scale, dims).reshape(x.shape)).to(
+            x.dtype
+        )
         if mask[0]
         else None,
         scaled.sum([0, 3]).reshape(c).to(x.dtype) if mask[1] else None,
@@ -323,8 +340,8 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     # torch takes a negative eps as no eps.
     margin, elsewhere = (0.0, math.nan) if eps is None or eps < 0 else (eps, 0.0)
     outside = (x < margin) | (x > 1 - margin)
-    probability = torch.where(outside, 0.5, widened(x))
-    pulled = widened(grad) / (probability * (1 - probability))
+    probability = torch.where(outside, 0.5, in_accumulation_dtype(x))
+    pulled = in_accumulation_dtype(grad) / (probability * (1 - probability))
     return torch.where(outside, elsewhere, pulled).to(x.dtype)
 
 

@@ -24,7 +24,7 @@ def _diagonal(factors: Tensor) -> Tensor:
     return factors.diagonal(dim1=-2, dim2=-1)
 
 
-def _swapped_with_last(position: Tensor, size: int) -> Tensor:
+def _swap_with_last(position: Tensor, size: int) -> Tensor:
     """Return the permutation that swaps a position with the last one."""
     positions = torch.arange(size, device=position.device)
     position = position.unsqueeze(-1)
@@ -51,8 +51,8 @@ def linalg_det(a: Tensor) -> Any:
     position = inverse.abs().flatten(-2).argmax(-1)
     row, column = position % size, position // size
 
-    rows = _swapped_with_last(row, size).unsqueeze(-1).expand(a.shape)
-    columns = _swapped_with_last(column, size).unsqueeze(-2).expand(a.shape)
+    rows = _swap_with_last(row, size).unsqueeze(-1).expand(a.shape)
+    columns = _swap_with_last(column, size).unsqueeze(-2).expand(a.shape)
     moved = a.gather(-2, rows).gather(-1, columns)
     swaps = (row != size - 1).to(torch.long) + (column != size - 1).to(torch.long)
     det = moved[..., -1, -1]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import widened
+from tsfunc.ops.dims import in_accumulation_dtype
 
 
-def _guarded(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+def _zero_safe(x: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
     """Return ``f(x)`` where ``x`` is not zero, and elsewhere zero with the derivative zero."""
     zero = x == 0
     return torch.where(zero, 0.0, f(torch.where(zero, 1.0, x)))
@@ -38,12 +38,12 @@ def vector_norm(
     power = 2.0 if ord is None else float(ord)
     if power == 0:
         return NotImplemented  # counts elements
-    wide = widened(x if dtype is None else x.to(dtype))
+    wide = in_accumulation_dtype(x if dtype is None else x.to(dtype))
     dims = [dim] if isinstance(dim, int) else list(dim or ())
     dims = dims or list(range(x.dim()))
     if power == 2:
         squares = (wide * wide.conj()).real if wide.is_complex() else wide * wide
-        out = _guarded(squares.sum(dims, keepdim), torch.sqrt)
+        out = _zero_safe(squares.sum(dims, keepdim), torch.sqrt)
     elif math.isinf(power):
         if not x.numel():
             return NotImplemented
@@ -52,8 +52,8 @@ def vector_norm(
     elif power == 1:
         out = wide.abs().sum(dims, keepdim)
     elif power > 0:
-        powers = _guarded(wide.abs(), lambda a: a.pow(power))
-        out = _guarded(powers.sum(dims, keepdim), lambda a: a.pow(1 / power))
+        powers = _zero_safe(wide.abs(), lambda a: a.pow(power))
+        out = _zero_safe(powers.sum(dims, keepdim), lambda a: a.pow(1 / power))
     else:
         out = wide.abs().pow(power).sum(dims, keepdim).pow(1 / power)
     real = (x.dtype if dtype is None else dtype).to_real()
@@ -69,7 +69,7 @@ def std(
 ) -> Tensor:
     """``aten::std``."""
     var: Tensor = torch.ops.aten.var.correction(x, dim, correction=correction, keepdim=keepdim)
-    return _guarded(var, torch.sqrt)
+    return _zero_safe(var, torch.sqrt)
 
 
 def std_mean(
@@ -81,7 +81,7 @@ def std_mean(
 ) -> tuple[Tensor, Tensor]:
     """``aten::std_mean``."""
     var, mean = torch.ops.aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
-    return _guarded(var, torch.sqrt), mean
+    return _zero_safe(var, torch.sqrt), mean
 
 
 def sgn(x: Tensor) -> Any:
@@ -114,12 +114,12 @@ def cosine_embedding_loss(
 
 def renorm(x: Tensor, p: float, dim: int, maxnorm: float) -> Any:
     """``aten::renorm``."""
-    norm = vector_norm(widened(x), p, _other_dims(x, dim), True)
+    norm = vector_norm(in_accumulation_dtype(x), p, _other_dims(x, dim), True)
     if norm is NotImplemented:
         return norm
     longer = norm > maxnorm
     factor = torch.where(longer, maxnorm / (torch.where(longer, norm, 1.0) + 1e-7), 1.0)
-    return (widened(x) * factor).to(x.dtype)
+    return (in_accumulation_dtype(x) * factor).to(x.dtype)
 
 
 def _differences(x: Tensor, y: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ def _directions(differences: Tensor, p: float) -> Tensor:
     if math.isinf(p):
         return torch.where(differences.abs() == norm, differences.sgn(), 0.0)
     if p == 2:
-        return differences * _guarded(norm, torch.reciprocal)
-    powers = _guarded(differences.abs(), lambda a: a.pow(p - 1))
-    return differences.sgn() * powers * _guarded(norm, lambda a: a.pow(1 - p))
+        return differences * _zero_safe(norm, torch.reciprocal)
+    powers = _zero_safe(differences.abs(), lambda a: a.pow(p - 1))
+    return differences.sgn() * powers * _zero_safe(norm, lambda a: a.pow(1 - p))
 
 
 def cdist_backward(grad: Tensor, x: Tensor, y: Tensor, p: float, distances: Tensor) -> Tensor:
@@ -178,8 +178,8 @@ def weight_norm_backward(
         by_v, by_g = weight_norm_backward(grad, v, g, norms, 0)
         return by_v.squeeze(-1), by_g.squeeze(-1)
     dims = _other_dims(v, dim)
-    norm = vector_norm(widened(v), 2, dims, True)
-    unit = widened(v) / norm
+    norm = vector_norm(in_accumulation_dtype(v), 2, dims, True)
+    unit = in_accumulation_dtype(v) / norm
     along = (grad * unit).sum(dims, keepdim=True)
     return ((g / norm) * (grad - unit * along)).to(v.dtype), along.to(g.dtype)
 

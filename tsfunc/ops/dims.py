@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-def filled(given: Sequence[Any], *defaults: Any) -> list[Any]:
+def with_defaults(given: Sequence[Any], *defaults: Any) -> list[Any]:
     """Return the positional arguments, followed by the defaults of the missing ones."""
     return [*given, *defaults[len(given) :]]
 
@@ -29,7 +29,7 @@ def logical_shape(x: Tensor, at: int | None) -> list[Any]:
     return [size for dim, size in enumerate(x.shape) if dim != at]
 
 
-def wrap(dim: int, rank: int) -> int:
+def wrap_dim(dim: int, rank: int) -> int:
     """Return a dim counted from the front. A tensor without dims accepts 0 and -1, as in torch."""
     span = rank or 1
     if not -span <= dim < span:
@@ -42,7 +42,7 @@ def wrap(dim: int, rank: int) -> int:
 
 def physical_dim(dim: int, rank: int, at: int) -> int:
     """Return the physical dim of a logical dim, for logical rank ``rank`` and batch dim ``at``."""
-    dim = wrap(dim, rank)
+    dim = wrap_dim(dim, rank)
     return dim if dim < at else dim + 1
 
 
@@ -54,7 +54,7 @@ def physical_dims(dims: Sequence[int], rank: int, at: int) -> list[int]:
 def check_dims_of_scalar(dims: Sequence[int]) -> None:
     """Raise torch's error if the dims are out of range for a scalar, or repeated."""
     for dim in dims:
-        wrap(dim, 0)
+        wrap_dim(dim, 0)
     if len(dims) > 1:
         raise RuntimeError("dim 0 appears multiple times in the list of dims")
 
@@ -64,17 +64,17 @@ def every_dim(rank: int, at: int) -> list[int]:
     return [dim for dim in range(rank + 1) if dim != at]
 
 
-def front(x: Tensor, at: int | None) -> Tensor:
+def batch_to_front(x: Tensor, at: int | None) -> Tensor:
     """Return the tensor with its batch dim first; an unbatched tensor is returned unchanged."""
     return x.movedim(at, 0) if at else x
 
 
-def batched_front(x: Tensor, at: int | None, size: int) -> Tensor:
+def expand_to_front(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return the tensor with a batch dim first; an unbatched tensor is expanded, with stride 0."""
-    return x.expand(size, *x.shape) if at is None else front(x, at)
+    return x.expand(size, *x.shape) if at is None else batch_to_front(x, at)
 
 
-def one_at_least(x: Tensor, dim: int) -> Tensor:
+def at_least_one_dim(x: Tensor, dim: int) -> Tensor:
     """Return the tensor with an entry of zeros along a dim that is empty, or may be in a trace."""
     size = x.shape[dim]
     if isinstance(size, int) and size:
@@ -82,12 +82,12 @@ def one_at_least(x: Tensor, dim: int) -> Tensor:
     return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
 
 
-def lines(x: Tensor) -> Tensor:
+def flatten_logical(x: Tensor) -> Tensor:
     """Return the tensor with all logical dims flattened into dim 1; its batch dim is first."""
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
-def batched_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
+def expand_at(x: Tensor, at: int | None, size: int, to: int) -> Tensor:
     """Return the tensor with its batch dim at ``to``; an unbatched tensor is expanded."""
     if at is None:
         shape = list(x.shape)
@@ -116,7 +116,7 @@ def align_batch_dim(x: Tensor, at: int | None, right: int) -> Tensor:
         return x
     if rank >= right:
         return x.movedim(at, rank - right)
-    return unit_dims(front(x, at), 1, right - rank)
+    return unit_dims(batch_to_front(x, at), 1, right - rank)
 
 
 def align(
@@ -155,7 +155,7 @@ def align(
 
 
 @lru_cache(maxsize=1024)
-def promote_below(high: torch.dtype, low: torch.dtype) -> torch.dtype:
+def promote_scalar_dtype(high: torch.dtype, low: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor with dims combined with a scalar tensor.
 
     The dtype of the scalar tensor counts only if its kind is higher.
@@ -192,7 +192,7 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
                 scalars = scalars or at is not None
     if not scalars or narrow is None:
         return args
-    target = narrow if wide is None else promote_below(wide, narrow)
+    target = narrow if wide is None else promote_scalar_dtype(wide, narrow)
     return [
         arg.to(device=arg.device if device is None else device, dtype=target)
         if at is not None and arg.dim() == 1
@@ -201,7 +201,7 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
     ]
 
 
-def widened(x: torch.Tensor) -> torch.Tensor:
+def in_accumulation_dtype(x: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the dtype in which kernels of half precision accumulate."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 

@@ -27,7 +27,7 @@ Words = Philox | Attempts
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 
 
-def working(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which numbers of a dtype are computed."""
     return torch.float64 if dtype is torch.float64 or not dtype.is_floating_point else torch.float32
 
@@ -47,15 +47,15 @@ def _pairs(draw: Words, count: Any) -> tuple[Tensor, Tensor]:
     return words[..., :count], words[..., count:]
 
 
-def below(draw: Words, count: Any, chance: Any) -> Tensor:
+def bernoulli(draw: Words, count: Any, chance: Any) -> Tensor:
     """Return True with a probability, one number or one for each element. To 32 bits."""
     drawn: Tensor = (draw.words(count).to(torch.float64) + 0.5) * 2.0**-32 < chance
     return drawn
 
 
-def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
+def open_uniform(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Return numbers in (0, 1), in the dtype in which numbers of ``dtype`` are computed."""
-    if working(dtype) is torch.float64:
+    if compute_dtype(dtype) is torch.float64:
         return 1.0 - uniform(draw, count, torch.float64)
     # All 32 bits are used, because logarithms need small numbers.
     return (draw.words(count).to(torch.float32) + 0.5) * 2.0**-32
@@ -64,26 +64,26 @@ def positive(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
 def normal(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Return standard normal numbers, two for each pair of uniform numbers (Box and Muller)."""
     half = (count + 1) // 2
-    radius = (-2 * positive(draw, half, dtype).log()).sqrt()
-    angle = 2 * math.pi * positive(draw, half, dtype)
+    radius = (-2 * open_uniform(draw, half, dtype).log()).sqrt()
+    angle = 2 * math.pi * open_uniform(draw, half, dtype)
     both = torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
     return both.narrow(-1, 0, count)
 
 
 def exponential(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Return exponential numbers of rate 1, never 0: multinomial divides its weights by them."""
-    least = torch.finfo(working(dtype)).eps / 2
-    return (-positive(draw, count, dtype).log()).clamp_min(least)
+    least = torch.finfo(compute_dtype(dtype)).eps / 2
+    return (-open_uniform(draw, count, dtype).log()).clamp_min(least)
 
 
 def cauchy(draw: Words, count: Any, dtype: torch.dtype) -> Tensor:
     """Return Cauchy numbers of median 0 and scale 1."""
-    return (math.pi * (positive(draw, count, dtype) - 0.5)).tan()
+    return (math.pi * (open_uniform(draw, count, dtype) - 0.5)).tan()
 
 
 def geometric(draw: Philox, count: Any, chance: float) -> Tensor:
     """Return the numbers of trials up to the first success."""
-    tries = positive(draw, count, torch.float64).log() / math.log1p(-chance)
+    tries = open_uniform(draw, count, torch.float64).log() / math.log1p(-chance)
     return tries.ceil().clamp_min(1.0)
 
 
@@ -109,7 +109,7 @@ def permutation(draw: Philox, count: Any) -> Tensor:
     return integers(draw, count, -(1 << 63), 1 << 64).argsort(dim=1, stable=True)
 
 
-def _settled(done: Tensor) -> bool:
+def _all_done(done: Tensor) -> bool:
     """True if all attempts have ended. False if the values cannot be read."""
     return type(done) is Tensor and bool(done.all())
 
@@ -130,12 +130,12 @@ def _first_accepted(
         here = accepted.any(0)
         out = torch.where(here & ~done, proposals.gather(0, position).squeeze(0), out)
         done = done | here
-        if _settled(done):
+        if _all_done(done):
             break
     return out
 
 
-def _arrivals(draw: Philox, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
+def _count_arrivals(draw: Philox, gaps: Callable[[Words], Tensor], room: Tensor) -> Tensor:
     """Return how many successive gaps fit into ``room``, which holds at most 10 on average.
 
     The number of gaps per step does not depend on the batch, and so the rounding of sums does not.
@@ -145,7 +145,7 @@ def _arrivals(draw: Philox, gaps: Callable[[Words], Tensor], room: Tensor) -> Te
         ends = end + gaps(draw.attempts(2, first, _AT_A_TIME)).cumsum(0)
         fits = ends <= room
         number, end = number + fits.sum(0), ends[-1]
-        if _settled(~fits[-1]):
+        if _all_done(~fits[-1]):
             break
     return number
 
@@ -157,14 +157,14 @@ def gamma(draw: Philox, shape: Tensor) -> Tensor:
     """
     count = shape.shape[1]
     small = shape < 1
-    boost = positive(draw, count, torch.float64) ** torch.where(small, 1 / shape, 0.0)
+    boost = open_uniform(draw, count, torch.float64) ** torch.where(small, 1 / shape, 0.0)
     d = torch.where(small, shape + 1, shape) - 1 / 3 + 0 * boost
     c = 1 / (9 * d).sqrt()
 
     def propose(words: Words) -> tuple[Tensor, Tensor]:
         x = normal(words, count, torch.float64)
         v = (1 + c * x) ** 3
-        u = positive(words, count, torch.float64)
+        u = open_uniform(words, count, torch.float64)
         fits = u.log() < 0.5 * x * x + d - d * v + d * v.clamp_min(1e-300).log()
         return d * v, (v > 0) & fits
 
@@ -182,10 +182,10 @@ def poisson(draw: Philox, rate: Tensor) -> Tensor:
     blank = torch.zeros_like(draw.examples, dtype=torch.float64).view(-1, 1)
     room = torch.where(few, rate, 0.0) + blank
     mean = torch.where(few, 10.0, rate) + blank
-    if _settled(~few):
+    if _all_done(~few):
         return _poisson_of_many(draw, mean)
-    small = _arrivals(draw, lambda words: exponential(words, count, torch.float64), room)
-    return small if _settled(few) else torch.where(few, small, _poisson_of_many(draw, mean))
+    small = _count_arrivals(draw, lambda words: exponential(words, count, torch.float64), room)
+    return small if _all_done(few) else torch.where(few, small, _poisson_of_many(draw, mean))
 
 
 def _poisson_of_many(draw: Philox, mean: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def _poisson_of_many(draw: Philox, mean: Tensor) -> Tensor:
 
     def propose(words: Words) -> tuple[Tensor, Tensor]:
         u = uniform(words, count, torch.float64) - 0.5
-        v = positive(words, count, torch.float64)
+        v = open_uniform(words, count, torch.float64)
         us = 0.5 - u.abs()
         k = ((2 * a / us + b) * u + mean + 0.43).floor()
         weight = (v * inverse_alpha / (a / (us * us) + b)).log()
@@ -223,13 +223,13 @@ def binomial(draw: Philox, trials: Tensor, chance: Tensor) -> Tensor:
     never = torch.where(p > 0, p, 0.5)
 
     def gaps(words: Words) -> Tensor:
-        tries = (positive(words, count, torch.float64).log() / torch.log1p(-never)).ceil()
+        tries = (open_uniform(words, count, torch.float64).log() / torch.log1p(-never)).ceil()
         return torch.where(p > 0, tries.clamp_min(1.0), math.inf)
 
     number = n
-    if not _settled(~few):
-        number = _arrivals(draw, gaps, torch.where(few, n, 0.0))
-    if not _settled(few):
+    if not _all_done(~few):
+        number = _count_arrivals(draw, gaps, torch.where(few, n, 0.0))
+    if not _all_done(few):
         many = _binomial_of_many(draw, torch.where(few, 20.0, n), torch.where(few, 0.5, p))
         number = torch.where(few, number, many)
     return torch.where(chance > 0.5, n - number, number)
@@ -249,7 +249,7 @@ def _binomial_of_many(draw: Philox, n: Tensor, p: Tensor) -> Tensor:
 
     def propose(words: Words) -> tuple[Tensor, Tensor]:
         u = uniform(words, count, torch.float64) - 0.5
-        v = positive(words, count, torch.float64)
+        v = open_uniform(words, count, torch.float64)
         us = 0.5 - u.abs()
         k = ((2 * a / us + b) * u + n * p + 0.5).floor()
         possible = (k >= 0) & (k <= n)

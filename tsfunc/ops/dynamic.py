@@ -16,15 +16,22 @@ from torch import Tensor
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import align, front, lines, logical_rank, logical_shape, op_name
+from tsfunc.ops.dims import (
+    align,
+    batch_to_front,
+    flatten_logical,
+    logical_rank,
+    logical_shape,
+    op_name,
+)
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
-from tsfunc.ops.splitting import agree, agree_on_results, same_answer
+from tsfunc.ops.splitting import agree, agree_on_results, common_value
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 
 
-def refuse_dynamic(op: Any, instead: str) -> NoReturn:
+def refuse_dynamic_size(op: Any, instead: str) -> NoReturn:
     """Raise the error for results whose sizes can differ between examples."""
     raise DataDependentError(
         f"vmap: {op_name(op)}, at {user_location()}: the size of the result depends on the values "
@@ -49,7 +56,7 @@ def item(
     """
     one = args[0].select(dims[0], 0)
     if level.splitter is None:
-        if level.in_formula and same_answer(args[0], "item") is not None:
+        if level.in_formula and common_value(args[0], "item") is not None:
             return op(one), None
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
@@ -57,12 +64,12 @@ def item(
             f"operations ({op_name(op)} at {user_location()} has to return one Python value, but "
             f"each example has its own), {OUTSIDE}."
         )
-    agree(op, level, front(args[0], dims[0]))
+    agree(op, level, batch_to_front(args[0], dims[0]))
     return op(one), None
 
 
 @row("aten::equal", "aten::allclose")
-def compared(
+def compare_tensors(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compare whole tensors: the result is one bool, which the examples must share."""
@@ -83,16 +90,16 @@ def compared(
 
 def _rows(x: Tensor, at: int = 0) -> Tensor:
     """Return one row of elements per example."""
-    x = front(x, at)
+    x = batch_to_front(x, at)
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
-def _each_example(
+def _run_each_example(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run the operator on one example after the other, and stack results of equal size."""
     if level.splitter is None:
-        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
+        refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
     results = []
     for i in range(level.batch_size):
         one = [x if at is None else x.select(at, i) for x, at in zip(args, dims, strict=True)]
@@ -104,7 +111,7 @@ def _each_example(
 
 
 rows(
-    _each_example,
+    _run_each_example,
     "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
     "aten::unique_dim_consecutive", "aten::bincount",
 )  # fmt: skip
@@ -137,18 +144,18 @@ def nonzero(
 ) -> Any:
     """Make one call for all examples, which have equally many nonzero elements."""
     if level.splitter is None:
-        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
-    return nonzeros(op, level, [front(args[0], dims[0])])[0], 0
+        refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
+    return nonzeros(op, level, [batch_to_front(args[0], dims[0])])[0], 0
 
 
 @row("aten::nonzero_numpy", "aten::argwhere", "aten::where")
-def by_nonzero(
+def argument_nonzero(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Other forms of ``nonzero``."""
     if level.splitter is None:
-        refuse_dynamic(op, "Use torch.where or a mask of the full size instead")
-    x = front(args[0], dims[0])
+        refuse_dynamic_size(op, "Use torch.where or a mask of the full size instead")
+    x = batch_to_front(args[0], dims[0])
     if op_name(op) == "aten::argwhere":
         return nonzeros(op, level, [x])[0], 0
     if x.dim() == 1:
@@ -165,7 +172,7 @@ def masked_select(
     x, mask = args
     if dims[1] is not None:
         return _masked_select(op, level, dims, x, mask)
-    x = front(x, dims[0])
+    x = batch_to_front(x, dims[0])
     for _ in range(mask.dim() - logical_rank(x, 0)):
         x = x.unsqueeze(1)
     x = x.expand(x.shape[0], *torch.broadcast_shapes(x.shape[1:], mask.shape))
@@ -173,7 +180,7 @@ def masked_select(
     mask = mask if mask.shape == x.shape[1:] else mask.expand(x.shape[1:])
     positions = mask.nonzero().unbind(1)
     if not positions:
-        return lines(x)[:, mask.reshape(1)], 0
+        return flatten_logical(x)[:, mask.reshape(1)], 0
     selected: Tensor = torch.ops.aten.index.Tensor(x, [None, *positions])
     return selected, 0
 
@@ -181,9 +188,9 @@ def masked_select(
 def _masked_select(op: Any, level: RuleLevel, dims: Dims, x: Tensor, mask: Tensor) -> Any:
     """Select with one mask per example."""
     if level.splitter is None:
-        refuse_dynamic(op, "Use torch.where(mask, x, fill) instead")
+        refuse_dynamic_size(op, "Use torch.where(mask, x, fill) instead")
     (x, mask), at = align([x, mask], dims)
-    x, mask = (front(t, at) for t in torch.broadcast_tensors(x, mask))
+    x, mask = (batch_to_front(t, at) for t in torch.broadcast_tensors(x, mask))
     agree(op, level, _rows(mask).count_nonzero(1))
     out = op(x, mask)
     return out.view(level.batch_size, out.shape[0] // level.batch_size), 0
@@ -195,11 +202,13 @@ def repeat_interleave(
 ) -> Any:
     """With a known output size, search each index in the running sums of the counts."""
     count = kwargs.get("output_size")
-    ends = front(args[0], dims[0]).cumsum(1)
+    ends = batch_to_front(args[0], dims[0]).cumsum(1)
     if count is None:
         if level.splitter is None:
-            refuse_dynamic(op, "Give repeat_interleave an output_size that holds for all examples")
-        sums = front(args[0], dims[0]).sum(1)
+            refuse_dynamic_size(
+                op, "Give repeat_interleave an output_size that holds for all examples"
+            )
+        sums = batch_to_front(args[0], dims[0]).sum(1)
         agree(op, level, sums)
         count = int(sums[0])
     positions = torch.arange(count, device=ends.device).expand(ends.shape[0], count).contiguous()
@@ -211,9 +220,9 @@ def nonzero_static(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Scatter the index of each nonzero element to its ordinal; others go to an extra column."""
-    x = front(args[0], dims[0]) != 0
+    x = batch_to_front(args[0], dims[0]) != 0
     size, fill = kwargs["size"], kwargs.get("fill_value", -1)
-    flat = lines(x)
+    flat = flatten_logical(x)
     order = flat.cumsum(1) - 1
     order = torch.where(flat, order, size).clamp(max=size)
     ordinals = order.new_full((x.shape[0], size + 1), -1)

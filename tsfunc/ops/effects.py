@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsfunc.ops.dims import batched_front
+from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -16,6 +16,6 @@ def call(
     """Pass all examples at once; the operator itself goes over them."""
     values, effect, batch_dims = args
     size = level.batch_size
-    stacked = [batched_front(x, at, size) for x, at in zip(values, dims[0], strict=True)]
+    stacked = [expand_to_front(x, at, size) for x, at in zip(values, dims[0], strict=True)]
     op(stacked, effect, batch_dims + 1)
     return None, None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, refuse_inplace
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.dims import batch_to_front, expand_to_front, refuse_inplace
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -35,12 +35,16 @@ def embedding(
     if p is None:
         return op(weight, indices, *rest), q
     if weight.dim() != 3:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if q is None:
         if padding >= 0 or by_frequency:
             return _in_long_rows(op, weight.movedim(p, 1), indices, padding, by_frequency)
-        return (weight[indices], indices.dim()) if p == 1 else (front(weight, p)[:, indices], 0)
-    weight, indices = front(weight, p), front(indices, q)
+        return (
+            (weight[indices], indices.dim())
+            if p == 1
+            else (batch_to_front(weight, p)[:, indices], 0)
+        )
+    weight, indices = batch_to_front(weight, p), batch_to_front(indices, q)
     own_table = indices + offsets(indices, size, weight.shape[1])
     out = op(weight.flatten(0, 1), own_table, -1, by_frequency)
     if 0 <= padding < weight.shape[1]:
@@ -72,7 +76,7 @@ def embedding_dense_backward(
         grad = grad.movedim(dims[0], -2).flatten(-2)
         out = op(grad, indices, count, padding, by_frequency)
         return out.unflatten(1, (size, out.shape[1] // size)), 1
-    grad, indices = batched_front(grad, dims[0], size), front(indices, dims[1])
+    grad, indices = expand_to_front(grad, dims[0], size), batch_to_front(indices, dims[1])
     if padding >= 0:
         grad = grad.masked_fill((indices == padding).unsqueeze(-1), 0)
     indices = indices + offsets(indices, size, count)
@@ -81,7 +85,7 @@ def embedding_dense_backward(
 
 
 def _bag_weights(x: Tensor | None, at: int | None, size: int) -> Tensor | None:
-    return None if x is None else batched_front(x, at, size).flatten()
+    return None if x is None else expand_to_front(x, at, size).flatten()
 
 
 @row("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
@@ -97,11 +101,11 @@ def embedding_bag(
         op = torch.ops.aten._embedding_bag
     size = level.batch_size
     s = dims[6] if len(dims) > 6 else None
-    indices, bags = batched_front(indices, q, size), batched_front(bags, r, size)
+    indices, bags = expand_to_front(indices, q, size), expand_to_front(bags, r, size)
     if last:  # the last offset is the end of the last bag, which is implied
         bags = bags[:, :-1]
     if p is not None:
-        weight = front(weight, p)
+        weight = batch_to_front(weight, p)
         own_table = indices + offsets(indices, size, weight.shape[1])
         # A padding index of any table refers to the padding row of the first table.
         indices = torch.where(indices == padding, padding, own_table) if padding >= 0 else own_table
@@ -156,19 +160,19 @@ def embedding_bag_backward(
     if by_frequency and mode != 0:
         return NotImplemented
     size = level.batch_size
-    grad = batched_front(grad, dims[0], size)
-    sizes = batched_front(sizes, dims[4], size)[:, : grad.shape[1]]
+    grad = expand_to_front(grad, dims[0], size)
+    sizes = expand_to_front(sizes, dims[4], size)[:, : grad.shape[1]]
     if mode == 2:
-        largest = batched_front(largest, dims[5], size)[:, : grad.shape[1]]
+        largest = expand_to_front(largest, dims[5], size)[:, : grad.shape[1]]
         grad = grad.masked_fill((sizes == 0).unsqueeze(-1), 0)
         out = grad.new_zeros((size, count, grad.shape[-1]))
         return out.scatter_add(1, largest, grad), 0
-    indices = batched_front(indices, dims[1], size)
+    indices = expand_to_front(indices, dims[1], size)
     if mode == 1:
         grad = grad / sizes.clamp(min=1).unsqueeze(-1)
-    rows = _bag_rows(grad, batched_front(bags, dims[2], size), indices)
+    rows = _bag_rows(grad, expand_to_front(bags, dims[2], size), indices)
     if scales is not None:
-        rows = rows * batched_front(scales, dims[10], size).unsqueeze(-1)
+        rows = rows * expand_to_front(scales, dims[10], size).unsqueeze(-1)
     dense = torch.ops.aten.embedding_dense_backward
     return embedding_dense_backward(
         dense, level, (0, 0), (rows, indices, count, padding, by_frequency), {}
@@ -183,11 +187,11 @@ def embedding_bag_scales_backward(
     grad, weight, indices, bags = args[:4]
     padding = args[6] if len(args) > 6 else -1
     size = level.batch_size
-    indices = batched_front(indices, dims[2], size)
+    indices = expand_to_front(indices, dims[2], size)
     rows, at = embedding(torch.ops.aten.embedding, level, (dims[1], 0), (weight, indices), {})
     rows = rows.movedim(at, 0)
-    bags = batched_front(bags, dims[3], size)
-    out = (_bag_rows(batched_front(grad, dims[0], size), bags, indices) * rows).sum(-1)
+    bags = expand_to_front(bags, dims[3], size)
+    out = (_bag_rows(expand_to_front(grad, dims[0], size), bags, indices) * rows).sum(-1)
     return (out.masked_fill(indices == padding, 0) if padding >= 0 else out), 0
 
 
@@ -199,8 +203,8 @@ def embedding_renorm(
     weight, indices, *rest = args
     if dims[0] is None:
         refuse_inplace(op)
-    table = front(weight, dims[0])
-    indices = batched_front(indices, dims[1], level.batch_size)
+    table = batch_to_front(weight, dims[0])
+    indices = expand_to_front(indices, dims[1], level.batch_size)
     flat = table.flatten(0, 1)
     op(flat, (indices + offsets(indices, level.batch_size, table.shape[1])).contiguous(), *rest)
     table.copy_(flat.view(table.shape))

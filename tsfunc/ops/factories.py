@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import align, logical_rank
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
@@ -46,13 +46,13 @@ def linspace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes numbers, so batched ends use arithmetic."""
-    if not _ends_fit(dims, args, kwargs):
-        return refused(op, dims, args, kwargs)
-    numbers, dtype = _evenly_between(dims, args, kwargs)
+    if not _are_real_scalars(dims, args, kwargs):
+        return raise_as_one_example(op, dims, args, kwargs)
+    numbers, dtype = _linspace_of_tensors(dims, args, kwargs)
     return numbers.to(dtype), 0
 
 
-def _ends_fit(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _are_real_scalars(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if both ends are single numbers, which are complex only if the result is."""
     ends = list(zip(args[:2], dims, strict=False))
     if any(isinstance(x, Tensor) and logical_rank(x, at) for x, at in ends):
@@ -65,7 +65,7 @@ def _is_complex(end: Any) -> bool:
     return end.is_complex() if isinstance(end, Tensor) else isinstance(end, complex)
 
 
-def _evenly_between(
+def _linspace_of_tensors(
     dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, torch.dtype]:
     """Return evenly spaced numbers before rounding, and the dtype of the result."""
@@ -80,10 +80,10 @@ def _evenly_between(
         torch.as_tensor(v, device=kwargs.get("device") or like.device).to(dtype).to(exact)
         for v in (start, end)
     )
-    return evenly(start, end, args[2]), dtype
+    return evenly_spaced(start, end, args[2]), dtype
 
 
-def evenly(start: Tensor, end: Tensor, steps: int) -> Tensor:
+def evenly_spaced(start: Tensor, end: Tensor, steps: int) -> Tensor:
     """Return evenly spaced numbers in a new last dim, computed from both ends as in torch."""
     start, end = start.unsqueeze(-1), end.unsqueeze(-1)
     index = torch.arange(steps, device=start.device)
@@ -103,9 +103,9 @@ def logspace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return powers of the base at evenly spaced exponents."""
-    if not _ends_fit(dims, args, kwargs):
-        return refused(op, dims, args, kwargs)
-    exponents, dtype = _evenly_between(dims, args, kwargs)
+    if not _are_real_scalars(dims, args, kwargs):
+        return raise_as_one_example(op, dims, args, kwargs)
+    exponents, dtype = _linspace_of_tensors(dims, args, kwargs)
     return torch.pow(args[3] if len(args) > 3 else 10.0, exponents).to(dtype), 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, front
+from tsfunc.ops.dims import align, batch_to_front, expand_to_front
 from tsfunc.ops.layouts import channels_last
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
@@ -44,7 +44,7 @@ def _column(x: Tensor | None, at: int | None, right: int) -> tuple[Tensor | None
     """Return one value per channel, with ``right`` dims of size 1 after the channels."""
     if x is None:
         return None, None
-    x = front(x, at)
+    x = batch_to_front(x, at)
     for _ in range(right):
         x = x.unsqueeze(-1)
     return x, None if at is None else 0
@@ -99,7 +99,7 @@ def native_layer_norm_backward(
     grad, x, shape, mean, rstd, weight, _, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
-        batched_front(v, d, size)
+        expand_to_front(v, d, size)
         for v, d in ((grad, dims[0]), (x, dims[1]), (mean, dims[3]), (rstd, dims[4]))
     )
     leading = x.dim() - 1 - len(shape)
@@ -129,7 +129,7 @@ def native_group_norm(
     x, weight, bias, n, *rest = args
     at, p, q = dims[:3]
     if at is not None:
-        x, n = front(x, at).flatten(0, 1), n * level.batch_size
+        x, n = batch_to_front(x, at).flatten(0, 1), n * level.batch_size
     separate = p is not None or q is not None
     inner = (None, None) if separate else (weight, bias)
     # The kernel requires one of these layouts; devices other than the CPU require contiguous
@@ -160,7 +160,7 @@ def native_group_norm_backward(
     grad, x, mean, rstd, weight, n, c, hw, group, mask = args
     size = level.batch_size
     grad, x, mean, rstd = (
-        batched_front(v, d, size) for v, d in zip(args[:4], dims[:4], strict=True)
+        expand_to_front(v, d, size) for v, d in zip(args[:4], dims[:4], strict=True)
     )
     grad_x = grad_weight = grad_bias = None
     if mask[0]:
@@ -206,7 +206,7 @@ def fused_rms_norm_backward(
     grad, x, shape, rstd, weight, mask = args
     size = level.batch_size
     grad, x, rstd = (
-        batched_front(v, d, size) for v, d in ((grad, dims[0]), (x, dims[1]), (rstd, dims[3]))
+        expand_to_front(v, d, size) for v, d in ((grad, dims[0]), (x, dims[1]), (rstd, dims[3]))
     )
     grad_x = grad_weight = None
     if mask[0]:

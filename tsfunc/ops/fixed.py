@@ -12,19 +12,19 @@ from tsfunc.ops import sparse
 from tsfunc.ops.dims import (
     align,
     align_batch_dim,
-    batched_front,
-    front,
+    batch_to_front,
+    expand_to_front,
     logical_rank,
     refuse_inplace,
     unit_dims,
 )
-from tsfunc.ops.refusal import checked, ranks_are, refused
+from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_are
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
-def _lead(x: Tensor, at: int, rank: int, to: int) -> Tensor:
+def _batch_first_of_rank(x: Tensor, at: int, rank: int, to: int) -> Tensor:
     """Move the batch dim first and insert dims of size 1 until ``to`` logical dims follow it."""
-    return unit_dims(front(x, at), 1, to - rank)
+    return unit_dims(batch_to_front(x, at), 1, to - rank)
 
 
 def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
@@ -38,7 +38,7 @@ def _times_vector(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
         # The vectors of all examples are the columns of one matrix.
         out = x.matmul(y if q == 1 else y.mT)
         return out, out.dim() - 1
-    x, y = front(x, p), front(y, q)
+    x, y = batch_to_front(x, p), batch_to_front(y, q)
     if x.dim() == 2:
         return x.unsqueeze(1).bmm(y.unsqueeze(2)).squeeze(2).squeeze(1), 0
     return x.matmul(unit_dims(y, 1, x.dim() - 3).unsqueeze(-1)).squeeze(-1), 0
@@ -49,10 +49,10 @@ def _vector_times(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[T
     if q is None:
         out = (x.mT if p else x).matmul(y)
         return out, out.dim() - 2
-    y = front(y, q)
+    y = batch_to_front(y, q)
     if p is None:
         return x.matmul(y), 0
-    x = unit_dims(front(x, p), 1, y.dim() - 2)
+    x = unit_dims(batch_to_front(x, p), 1, y.dim() - 2)
     return x.matmul(y).squeeze(-2), 0
 
 
@@ -67,10 +67,12 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
     if p is not None and q is not None:
         if rank != other:
             top = max(rank, other)
-            return _lead(x, p, rank, top).matmul(_lead(y, q, other, top)), 0
+            return _batch_first_of_rank(x, p, rank, top).matmul(
+                _batch_first_of_rank(y, q, other, top)
+            ), 0
         if rank == 2:
-            return _product(front(x, p), front(y, q)), 0
-        return front(x, p).matmul(front(y, q)), 0
+            return _product(batch_to_front(x, p), batch_to_front(y, q)), 0
+        return batch_to_front(x, p).matmul(batch_to_front(y, q)), 0
     if p is not None:
         if other == 2:
             return (x.matmul(y), p) if p < rank else (x.movedim(p, 0).matmul(y), 0)
@@ -80,7 +82,7 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor,
         return out.unflatten(-2, (size, out.shape[-2] // size)), out.dim() - 2
     assert q is not None
     if rank == 2 and (q == 0 or other > 2):
-        return x.matmul(front(y, q)), 0
+        return x.matmul(batch_to_front(y, q)), 0
     size, columns = y.shape[q], y.shape[-2 if q == other else -1]
     out = x.matmul(y.movedim(q, -2).flatten(-2))
     return out.unflatten(-1, (size, columns)), out.dim() - 1
@@ -100,10 +102,10 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 def _check_dtypes(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise torch's error if the factors differ in dtype: a product without elements accepts it."""
     if args[0].dtype is not args[1].dtype:
-        refused(op, dims, args, kwargs)
+        raise_as_one_example(op, dims, args, kwargs)
 
 
-def of_ranks(first: int, second: int) -> Rule:
+def product_of_ranks(first: int, second: int) -> Rule:
     """Return the rule of a product of tensors of exactly these ranks, by ``matmul``."""
 
     def rule(
@@ -112,22 +114,22 @@ def of_ranks(first: int, second: int) -> Rule:
         x, y = args
         p, q = dims
         if x.dim() - (p is not None) != first or y.dim() - (q is not None) != second:
-            return refused(op, dims, args, kwargs)
+            return raise_as_one_example(op, dims, args, kwargs)
         _check_dtypes(op, dims, args, kwargs)
         try:
             return product(x, p, y, q)
         except RuntimeError:
-            return sparse.product_instead(x, p, y, q)
+            return sparse.sparse_product(x, p, y, q)
 
     return rule
 
 
-rows(of_ranks(2, 2), "aten::mm")
-rows(of_ranks(2, 1), "aten::mv")
-rows(of_ranks(1, 1), "aten::dot")
+rows(product_of_ranks(2, 2), "aten::mm")
+rows(product_of_ranks(2, 1), "aten::mv")
+rows(product_of_ranks(1, 1), "aten::dot")
 
 
-def _fit(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
+def _have_ranks(dims: Dims, args: Sequence[Any], first: int, second: int) -> bool:
     """True if two tensors have these ranks and stacks have equal sizes; ``matmul`` broadcasts."""
     if not ranks_are(dims, args, first, second):
         return False
@@ -142,8 +144,8 @@ def bmm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Multiply the matrices of two stacks."""
-    if not _fit(dims, args, 3, 3):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims, args, 3, 3):
+        return raise_as_one_example(op, dims, args, kwargs)
     if sparse.is_sparse(args[0]):
         return sparse.product_of_stacks(args[0], dims[0], args[1], dims[1])
     return product(args[0], dims[0], args[1], dims[1])
@@ -157,12 +159,12 @@ def matmul(
     x, y = args
     p, q = dims
     if x.dim() == (p is not None) or y.dim() == (q is not None):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     _check_dtypes(op, dims, args, kwargs)
     try:
         return product(x, p, y, q)
     except RuntimeError:
-        return sparse.product_instead(x, p, y, q)
+        return sparse.sparse_product(x, p, y, q)
 
 
 @row("aten::vdot")
@@ -170,8 +172,8 @@ def vdot(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Conjugate the first vector and call dot."""
-    if not _fit(dims, args, 1, 1):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims, args, 1, 1):
+        return raise_as_one_example(op, dims, args, kwargs)
     _check_dtypes(op, dims, args, kwargs)
     return product(args[0].conj(), dims[0], args[1], dims[1])
 
@@ -190,7 +192,7 @@ def linear(
     r = dims[2] if len(dims) > 2 else None
     _check_dtypes(op, dims, args, kwargs)
     if bias is not None and bias.dtype is not weight.dtype:  # a separate sum would promote it
-        refused(op, dims, args, kwargs)
+        raise_as_one_example(op, dims, args, kwargs)
     exact = bias is None or (bias.dim() == 1 and weight.dim() == 2)
     if q is None and r is None and x.dim() > 1 and exact:
         try:
@@ -205,21 +207,25 @@ def linear(
     rank = logical_rank(weight, q)
     vector = bias is not None and logical_rank(bias, r) == 1
     if logical_rank(x, at) == 0 or rank > 2 or (bias is not None and (rank != 2 or not vector)):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if q is None:
         out, at = (op(x, weight), None) if at is None else linear(op, level, (at, q), args[:2], {})
     elif rank == 1:
         out, at = product(x, at, weight, q)
     else:
-        weight = front(weight, q)
+        weight = batch_to_front(weight, q)
         if logical_rank(x, at) > 1:
             return _linear_weights(level.batch_size, x, at, weight, bias, r)
-        out = weight.matmul(x) if at is None else weight.bmm(front(x, at).unsqueeze(2)).squeeze(2)
+        out = (
+            weight.matmul(x)
+            if at is None
+            else weight.bmm(batch_to_front(x, at).unsqueeze(2)).squeeze(2)
+        )
         at = 0
     if bias is None:
         return out, at
     total = _sum(bias, r, out, at)
-    return refused(op, dims, args, kwargs) if total is None else total
+    return raise_as_one_example(op, dims, args, kwargs) if total is None else total
 
 
 def _linear_weights(
@@ -227,14 +233,14 @@ def _linear_weights(
 ) -> tuple[Tensor, int]:
     """Apply linear to rows with one weight matrix per example, batch dim first."""
     rank = logical_rank(x, at)
-    shape = (x if at is None else front(x, at)[0]).shape[:-1] if rank > 2 else None
-    rowwise = batched_front(x, at, size)
+    shape = (x if at is None else batch_to_front(x, at)[0]).shape[:-1] if rank > 2 else None
+    rowwise = expand_to_front(x, at, size)
     if shape is not None:
         rowwise = rowwise.flatten(1, -2)
     if bias is None:
         out = rowwise.bmm(weight.mT)
     else:
-        bias = bias if r is None else front(bias, r).unsqueeze(1)
+        bias = bias if r is None else batch_to_front(bias, r).unsqueeze(1)
         out = torch.baddbmm(bias, rowwise, weight.mT)
     return (out if shape is None else out.unflatten(1, shape)), 0
 
@@ -271,7 +277,7 @@ def _added(
             return (out if _is_one(alpha) else out * alpha), p
         x = torch.zeros_like(x)
     total = _sum(x if _is_one(beta) else x * beta, at, out, p, alpha)
-    return refused(op, dims, args, kwargs) if total is None else total
+    return raise_as_one_example(op, dims, args, kwargs) if total is None else total
 
 
 def _sum(
@@ -309,19 +315,19 @@ def addmm(
     """Use one kernel for unbatched weights (fold the rows), and for two batched factors."""
     x, a, b = args
     at, p, q = dims
-    if not _fit(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims[1:], args[1:], 2, 2) or logical_rank(x, at) > 2:
+        return raise_as_one_example(op, dims, args, kwargs)
     try:
         if q is None and p is not None and at is None and x.dim() < 2 and p < 2:
             out = op(x, a.flatten(0, 1), b, **kwargs)
             return out.unflatten(0, a.shape[:2]), p
         if p is not None and q is not None:
             if at is not None:
-                x = unit_dims(front(x, at), 1, 3 - x.dim())
-            return torch.baddbmm(x, front(a, p), front(b, q), **kwargs), 0
+                x = unit_dims(batch_to_front(x, at), 1, 3 - x.dim())
+            return torch.baddbmm(x, batch_to_front(a, p), batch_to_front(b, q), **kwargs), 0
         return _added(op, dims, args, kwargs, *_pair(dims, args))
     except RuntimeError:
-        return sparse.added_instead(op, level, dims, args, kwargs)
+        return sparse.sparse_sum_of_product(op, level, dims, args, kwargs)
 
 
 def added_product(first: int, second: int) -> Rule:
@@ -330,8 +336,8 @@ def added_product(first: int, second: int) -> Rule:
     def rule(
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if not _fit(dims[1:], args[1:], first, second):
-            return refused(op, dims, args, kwargs)
+        if not _have_ranks(dims[1:], args[1:], first, second):
+            return raise_as_one_example(op, dims, args, kwargs)
         return _added(op, dims, args, kwargs, *_pair(dims, args))
 
     return rule
@@ -348,8 +354,8 @@ def _sum_pair(dims: Dims, args: Sequence[Any]) -> tuple[Tensor, int | None]:
     if p is None and q is None:
         return a.movedim(0, 1).flatten(1).matmul(b.flatten(0, 1)), None
     at = None if p is None else 0
-    a = a.movedim(0, 1).flatten(1) if p is None else front(a, p).movedim(1, 2).flatten(2)
-    b = b.flatten(0, 1) if q is None else front(b, q).flatten(1, 2)
+    a = a.movedim(0, 1).flatten(1) if p is None else batch_to_front(a, p).movedim(1, 2).flatten(2)
+    b = b.flatten(0, 1) if q is None else batch_to_front(b, q).flatten(1, 2)
     return product(a, at, b, None if q is None else 0)
 
 
@@ -359,15 +365,15 @@ def addbmm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The sum of products is one product of longer rows."""
-    if not _fit(dims[1:], args[1:], 3, 3):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims[1:], args[1:], 3, 3):
+        return raise_as_one_example(op, dims, args, kwargs)
     return _added(op, dims, args, kwargs, *_sum_pair(dims, args))
 
 
 def _outer(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int | None]:
     """Return the product of a column and a row."""
-    column = (x if p is None else front(x, p)).unsqueeze(-1)
-    line = y if q is None else front(y, q).unsqueeze(1)
+    column = (x if p is None else batch_to_front(x, p)).unsqueeze(-1)
+    line = y if q is None else batch_to_front(y, q).unsqueeze(1)
     return column * line, None if p is None and q is None else 0
 
 
@@ -376,8 +382,8 @@ def outer(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the outer product as a pointwise product."""
-    if not _fit(dims, args, 1, 1):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims, args, 1, 1):
+        return raise_as_one_example(op, dims, args, kwargs)
     return _outer(args[0], dims[0], args[1], dims[1])
 
 
@@ -387,8 +393,8 @@ def addr(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the sum of the first argument and an outer product."""
-    if not _fit(dims[1:], args[1:], 1, 1):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims[1:], args[1:], 1, 1):
+        return raise_as_one_example(op, dims, args, kwargs)
     return _added(op, dims, args, kwargs, *_outer(args[1], dims[1], args[2], dims[2]))
 
 
@@ -412,8 +418,8 @@ def added_product_inplace(
     if at is None:
         refuse_inplace(op)
     name = op.name()
-    if not _fit(dims[1:], args[1:], *_RANKS[name]):
-        return refused(op, dims, args, kwargs)
+    if not _have_ranks(dims[1:], args[1:], *_RANKS[name]):
+        return raise_as_one_example(op, dims, args, kwargs)
     if name == "aten::addbmm_":
         out, p = _sum_pair(dims, args)
     elif name == "aten::addr_":
@@ -421,7 +427,7 @@ def added_product_inplace(
     else:
         out, p = _pair(dims, args)
     if out.numel() * (1 if p is not None else x.shape[at]) != x.numel():
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     beta, alpha = (_as_element(kwargs.get(name, 1), x.dtype) for name in ("beta", "alpha"))
     if _is_zero(beta):
         x.zero_()
@@ -436,7 +442,9 @@ def trilinear(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Shift all named dims past the batch dim, which is first."""
-    tensors = [batched_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)]
+    tensors = [
+        expand_to_front(x, d, level.batch_size) for x, d in zip(args, dims[:3], strict=False)
+    ]
     moved = [[d + 1 for d in dim] for dim in args[3:7]]
     unroll = (args[7] if len(args) > 7 else 1) + 1
     return op(*tensors, *moved, unroll, **kwargs), 0

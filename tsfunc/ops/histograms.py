@@ -8,14 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, filled, front, lines, logical_rank
-from tsfunc.ops.factories import evenly
+from tsfunc.ops.dims import (
+    batch_to_front,
+    expand_to_front,
+    flatten_logical,
+    logical_rank,
+    with_defaults,
+)
+from tsfunc.ops.factories import evenly_spaced
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.refusal import refused, require
+from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
-def counted(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+def bin_counts(bins: Tensor, count: int, weight: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the count of each bin for each example (dim 0), or the sum of its weights.
 
     The bin ``count`` stands for elements that are not counted.
@@ -44,22 +50,22 @@ def histc(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Bins of equal width. Without a range, the range of each example is used."""
-    bins, low, high = filled(args[1:], 100, 0, 0)
-    x = lines(front(args[0], dims[0]))
+    bins, low, high = with_defaults(args[1:], 100, 0, 0)
+    x = flatten_logical(batch_to_front(args[0], dims[0]))
     lows, highs = (b.unsqueeze(1) for b in _bounds(x, low, high, 1))
     positions = ((x - lows) * bins / (highs - lows)).to(torch.int64).clamp(0, bins - 1)
     positions = torch.where((x >= lows) & (x <= highs), positions, bins)
-    return counted(positions, bins, None, x.dtype), 0
+    return bin_counts(positions, bins, None, x.dtype), 0
 
 
 def _edges(x: Tensor, bins: int, given: Sequence[float] | None) -> Tensor:
     """Return the edges of equal bins for each example (N, elements)."""
     low, high = given if given is not None else (0, 0 if x.shape[1] else 1)
     lows, highs = _bounds(x, low, high, 0.5)
-    return evenly(lows, highs, bins + 1)
+    return evenly_spaced(lows, highs, bins + 1)
 
 
-def _located(x: Tensor, edges: Tensor) -> Tensor:
+def _bin_of(x: Tensor, edges: Tensor) -> Tensor:
     """Return the bin of each element (N, elements) between edges (N, bins + 1).
 
     The last bin includes its upper edge. An element outside of all bins gets the number of bins.
@@ -80,11 +86,11 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
     flat = x.new_zeros(x.shape[:2], dtype=torch.int64)
     outside = torch.zeros_like(flat, dtype=torch.bool)
     for d, (e, extent) in enumerate(zip(edges, shape, strict=True)):
-        positions = _located(x[:, :, d], e)
+        positions = _bin_of(x[:, :, d], e)
         outside = outside | (positions == extent)
         flat = flat * extent + positions
     flat = torch.where(outside, total, flat)
-    out = counted(flat, total, weight, x.dtype).view(size, *shape)
+    out = bin_counts(flat, total, weight, x.dtype).view(size, *shape)
     if density:
         out = out / out.flatten(1).sum(1).view(-1, *[1] * len(shape))
         for d, e in enumerate(edges):
@@ -92,17 +98,17 @@ def _histogram(x: Tensor, edges: Sequence[Tensor], weight: Tensor | None, densit
     return out
 
 
-def _points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
+def _as_points(x: Tensor, at: int | None, size: int, rank: int) -> Tensor:
     """Return elements as points with one coordinate each, or points flattened into one dim."""
-    x = batched_front(x, at, size)
-    return lines(x).unsqueeze(-1) if rank == 0 else x.flatten(1, -2)
+    x = expand_to_front(x, at, size)
+    return flatten_logical(x).unsqueeze(-1) if rank == 0 else x.flatten(1, -2)
 
 
 def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: int) -> Any:
     weight = kwargs.get("weight")
     if weight is None:
         return None
-    return lines(batched_front(weight, keyword_dim(dims, args, "weight"), size))
+    return flatten_logical(expand_to_front(weight, keyword_dim(dims, args, "weight"), size))
 
 
 @row("aten::histogram.bin_ct")
@@ -111,8 +117,8 @@ def histogram(
 ) -> Any:
     """Equal bins over a given range, or over the range of each example."""
     size = level.batch_size
-    x = _points(args[0], dims[0], size, 0)
-    (bins,) = filled(args[1:], 100)
+    x = _as_points(args[0], dims[0], size, 0)
+    (bins,) = with_defaults(args[1:], 100)
     edges = _edges(x[:, :, 0], bins, kwargs.get("range"))
     weight = _weight(dims, args, kwargs, size)
     return (_histogram(x, [edges], weight, kwargs.get("density", False)), edges), 0
@@ -124,8 +130,8 @@ def histogram_between(
 ) -> Any:
     """Bins between given edges, which are also returned."""
     size = level.batch_size
-    x = _points(args[0], dims[0], size, 0)
-    edges = batched_front(args[1], dims[1], size)
+    x = _as_points(args[0], dims[0], size, 0)
+    edges = expand_to_front(args[1], dims[1], size)
     weight = _weight(dims, args, kwargs, size)
     out = _histogram(x, [edges], weight, kwargs.get("density", False))
     return (out, args[1]), (0, dims[1])
@@ -137,8 +143,8 @@ def histogramdd_edges(
 ) -> Any:
     """Return the edges for each coordinate."""
     if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
-        return refused(op, dims, args, kwargs)
-    x = _points(args[0], dims[0], level.batch_size, 1)
+        return raise_as_one_example(op, dims, args, kwargs)
+    x = _as_points(args[0], dims[0], level.batch_size, 1)
     return _edges_of_all(x, args[1], kwargs.get("range")), 0
 
 
@@ -160,9 +166,9 @@ def histogramdd(
 ) -> Any:
     """Equal bins along each coordinate."""
     if logical_rank(args[0], dims[0]) < 2 or len(args[1]) != _coordinates(args[0], dims[0]):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     size = level.batch_size
-    x = _points(args[0], dims[0], size, 1)
+    x = _as_points(args[0], dims[0], size, 1)
     edges = _edges_of_all(x, args[1], kwargs.get("range"))
     weight = _weight(dims, args, kwargs, size)
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
@@ -174,9 +180,9 @@ def histogramdd_between(
 ) -> Any:
     """Bins between given edges along each coordinate."""
     size = level.batch_size
-    x = _points(args[0], dims[0], size, 1)
+    x = _as_points(args[0], dims[0], size, 1)
     at = dims[1] or [None] * len(args[1])
-    edges = [batched_front(e, d, size) for e, d in zip(args[1], at, strict=True)]
+    edges = [expand_to_front(e, d, size) for e, d in zip(args[1], at, strict=True)]
     weight = _weight(dims, args, kwargs, size)
     return _histogram(x, edges, weight, kwargs.get("density", False)), 0
 

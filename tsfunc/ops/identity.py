@@ -10,7 +10,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, align_batch_dim, batched_at, front, lines, refuse_inplace
+from tsfunc.ops.dims import (
+    align,
+    align_batch_dim,
+    batch_to_front,
+    expand_at,
+    flatten_logical,
+    refuse_inplace,
+)
 from tsfunc.ops.registry import Dims, Family, RuleLevel
 
 COPIES: Final = Family()
@@ -26,7 +33,7 @@ def same_shape(
     return op(*args, **kwargs), dims[0]
 
 
-def laid_out(
+def same_layout(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Operators on one tensor with a memory format, which applies to each example."""
@@ -41,9 +48,9 @@ def laid_out(
         # Make a contiguous tensor with the channels last, then move the channels' dim back by a
         # view.
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-        return op(front(x, at).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
+        return op(batch_to_front(x, at).movedim(2, -1), *args[1:], **kwargs).movedim(-1, 2), 0
     # The batch dim goes first: otherwise the examples of a contiguous batch are not contiguous.
-    return op(front(x, at), *args[1:], **kwargs), 0
+    return op(batch_to_front(x, at), *args[1:], **kwargs), 0
 
 
 @COPIES.row("aten::contiguous")
@@ -53,8 +60,8 @@ def contiguous(
     """Like clone, but it copies only if necessary."""
     wanted = kwargs.get("memory_format", torch.contiguous_format)
     if wanted not in _CHANNELS_LAST:
-        return front(args[0], dims[0]).contiguous(), 0
-    return laid_out(torch.clone, level, dims, args, kwargs)
+        return batch_to_front(args[0], dims[0]).contiguous(), 0
+    return same_layout(torch.clone, level, dims, args, kwargs)
 
 
 @COPIES.row("aten::to.dtype")
@@ -85,7 +92,7 @@ def copy(
     """Like copy_, but the target may be unbatched."""
     x, at = args[0], dims[0]
     if at is None:
-        x, at = batched_at(x, None, level.batch_size, 0), 0
+        x, at = expand_at(x, None, level.batch_size, 0), 0
     return op(x, align_batch_dim(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
 
 
@@ -133,14 +140,14 @@ def new_zeros_with_same_feature_meta(
     count = kwargs.get("self_num_batch_dims", 0)
     if primal_at is not None and primal.stride(primal_at) == 0:
         if at is None:
-            tangent, at = batched_at(tangent, None, level.batch_size, count), count
+            tangent, at = expand_at(tangent, None, level.batch_size, count), count
         primal, primal_at = primal.select(primal_at, 0), None
     if at is None:
-        return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
+        return op(tangent, batch_to_front(primal, primal_at), self_num_batch_dims=count), count
     if primal_at is None:
-        return op(front(tangent, at), primal, self_num_batch_dims=count + 1), 0
+        return op(batch_to_front(tangent, at), primal, self_num_batch_dims=count + 1), 0
     tangent = tangent.movedim(at, count)
-    return op(tangent, front(primal, primal_at), self_num_batch_dims=count), count
+    return op(tangent, batch_to_front(primal, primal_at), self_num_batch_dims=count), count
 
 
 @COPIES.row("aten::_has_same_storage_numel")
@@ -188,9 +195,9 @@ COPIES.rows(
     "aten::zero",
     "aten::zero_",
 )
-COPIES.rows(laid_out, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
+COPIES.rows(same_layout, "aten::clone", "aten::_to_copy", "aten::to.dtype_layout")
 COPIES.rows(
-    laid_out,
+    same_layout,
     "aten::zeros_like",
     "aten::ones_like",
     "aten::full_like",
@@ -207,7 +214,7 @@ def resize(
     Raises:
         RuntimeError: the elements of an example are not in their logical order in memory.
     """
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     if list(x.shape[1:]) == list(args[1]) and kwargs.get("memory_format") is None:
         return x, 0  # keeps the layout of the tensor
     steps = x.stride()[1:]
@@ -220,7 +227,7 @@ def resize(
 
 
 def _resized(x: Tensor, size: Sequence[Any], memory_format: torch.memory_format | None) -> Tensor:
-    old = lines(x)
+    old = flatten_logical(x)
     count = math.prod(size)
     if count <= old.shape[1]:
         new = old.narrow(1, 0, count)

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     align_batch_dim,
-    batched_at,
-    batched_front,
-    front,
-    lines,
+    at_least_one_dim,
+    batch_to_front,
+    expand_at,
+    expand_to_front,
+    flatten_logical,
     logical_rank,
-    one_at_least,
     physical_dim,
     refuse_inplace,
-    wrap,
+    wrap_dim,
 )
-from tsfunc.ops.refusal import checked, refused, require
+from tsfunc.ops.refusal import checked, raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
@@ -30,7 +30,7 @@ def _is_inplace(op: Any) -> bool:
 
 def _rows_of(x: Tensor, at: int | None, size: int) -> tuple[Tensor, bool]:
     """Return the tensor with its batch dim first, and True if it was a scalar and got a dim."""
-    x = batched_front(x, at, size)
+    x = expand_to_front(x, at, size)
     return (x.unsqueeze(1), True) if x.dim() == 1 else (x, False)
 
 
@@ -42,11 +42,11 @@ def gather(
     x, dim, index = args
     size = level.batch_size
     if dims[2] is None and x.dim() - 1 == index.dim() > 0:
-        index = batched_at(index, None, size, dims[0])
+        index = expand_at(index, None, size, dims[0])
         return op(x, physical_dim(dim, x.dim() - 1, dims[0]), index, **kwargs), dims[0]
     x, _ = _rows_of(x, dims[0], size)
     index, scalar = _rows_of(index, dims[2], size)
-    out = op(x, wrap(dim, x.dim() - 1) + 1, index, **kwargs)
+    out = op(x, wrap_dim(dim, x.dim() - 1) + 1, index, **kwargs)
     return (out.squeeze(1) if scalar else out), 0
 
 
@@ -70,7 +70,7 @@ def scatter(
             op = _source_form(op)
         else:
             source, _ = _rows_of(source, dims[3], size)
-    out = op(written, wrap(dim, written.dim() - 1) + 1, index, source, *rest, **kwargs)
+    out = op(written, wrap_dim(dim, written.dim() - 1) + 1, index, source, *rest, **kwargs)
     if inplace:
         return x, dims[0]
     return (out.squeeze(1) if scalar else out), 0
@@ -100,12 +100,12 @@ def index_select(
     size = level.batch_size
     if q is None:
         if x.dim() == 1:
-            wrap(dim, 0)
+            wrap_dim(dim, 0)
             return op(x.unsqueeze(1), 1, index.reshape(1)).squeeze(1), 0
         return op(x, physical_dim(dim, x.dim() - 1, at), index), at
     index, _ = _rows_of(index, q, size)
     rank = logical_rank(x, at)
-    dim = wrap(dim, rank)
+    dim = wrap_dim(dim, rank)
     if at is None and rank:
         return op(x, dim, index.flatten()).unflatten(dim, index.shape), dim
     x, flat = _rows_of(x, at, size)
@@ -149,8 +149,8 @@ def index_write(
     if inplace and at is None:
         refuse_inplace(op)
     written, flat = _rows_of(x, at, size)
-    dim = wrap(dim, written.dim() - 1) + 1
-    source = batched_front(source, s, size)
+    dim = wrap_dim(dim, written.dim() - 1) + 1
+    source = expand_to_front(source, s, size)
     if source.dim() < written.dim():  # a source without dims can stand for one element
         source = source.unsqueeze(1)
     if q is None:
@@ -198,7 +198,7 @@ def index_fill(
         refuse_inplace(op)
     size = level.batch_size
     written, flat = _rows_of(x, at, size)
-    dim = wrap(dim, written.dim() - 1) + 1
+    dim = wrap_dim(dim, written.dim() - 1) + 1
     if q is None and v is None:
         out = op(written, dim, index.reshape(-1), value)
     else:
@@ -243,12 +243,12 @@ def take(
     x, index = args
     if dims[0] is None:
         return op(x, index), dims[1]
-    x = front(x, dims[0])
+    x = batch_to_front(x, dims[0])
     x = x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
     if dims[1] is None:
         return x[:, index], 0
-    index = front(index, dims[1])
-    flat = lines(index)
+    index = batch_to_front(index, dims[1])
+    flat = flatten_logical(index)
     flat = torch.where(flat < 0, flat + x.shape[1], flat)
     return x.gather(1, flat).view(index.shape), 0
 
@@ -263,10 +263,10 @@ def put(
     if inplace and dims[0] is None:
         refuse_inplace(op)
     size = level.batch_size
-    whole = batched_front(x, dims[0], size)
-    values = lines(whole)
-    flat = lines(batched_front(index, dims[1], size))
-    source = lines(batched_front(source, dims[2], size))
+    whole = expand_to_front(x, dims[0], size)
+    values = flatten_logical(whole)
+    flat = flatten_logical(expand_to_front(index, dims[1], size))
+    source = flatten_logical(expand_to_front(source, dims[2], size))
     examples = torch.arange(size, device=x.device).unsqueeze(1)
     out = values.index_put((examples, flat), source, accumulate=bool(rest and rest[0]))
     out = out.view(whole.shape)
@@ -292,24 +292,24 @@ def masked_scatter(
     """The k-th True element of the mask gets the k-th element of the source."""
     x, mask, source = args
     if mask.dtype is not torch.bool or x.dtype is not source.dtype:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     inplace = _is_inplace(op)
     at = dims[0]
     if inplace and at is None:
         refuse_inplace(op)
     size = level.batch_size
     rank, other = logical_rank(x, at), logical_rank(mask, dims[1])
-    whole = align_batch_dim(batched_front(x, at, size), 0, max(rank, other))
-    mask = align_batch_dim(batched_front(mask, dims[1], size), 0, max(rank, other))
+    whole = align_batch_dim(expand_to_front(x, at, size), 0, max(rank, other))
+    mask = align_batch_dim(expand_to_front(mask, dims[1], size), 0, max(rank, other))
     whole_x, mask = torch.broadcast_tensors(whole, mask)
-    source = one_at_least(lines(batched_front(source, dims[2], size)), 1)
-    flat = lines(mask)
+    source = at_least_one_dim(flatten_logical(expand_to_front(source, dims[2], size)), 1)
+    flat = flatten_logical(mask)
     enough = source.shape[1]
     if not (isinstance(enough, int) and isinstance(flat.shape[1], int) and enough >= flat.shape[1]):
         message = "masked_scatter: Number of elements of source < number of ones in mask"
         require(flat.count_nonzero(1) <= enough, message)
     order = _ordinals(flat).clamp(0, source.shape[1] - 1)
-    out = torch.where(flat, source.gather(1, order), lines(whole_x))
+    out = torch.where(flat, source.gather(1, order), flatten_logical(whole_x))
     out = out.view(whole_x.shape)
     if inplace:
         whole.copy_(out)
@@ -328,9 +328,9 @@ def masked_scatter_backward(
     grad, mask, sizes = args
     size = level.batch_size
     top = max(logical_rank(grad, dims[0]), logical_rank(mask, dims[1]))
-    grad = align_batch_dim(batched_front(grad, dims[0], size), 0, top)
-    mask = align_batch_dim(batched_front(mask, dims[1], size), 0, top)
-    grad, mask = (lines(v) for v in torch.broadcast_tensors(grad, mask))
+    grad = align_batch_dim(expand_to_front(grad, dims[0], size), 0, top)
+    mask = align_batch_dim(expand_to_front(mask, dims[1], size), 0, top)
+    grad, mask = (flatten_logical(v) for v in torch.broadcast_tensors(grad, mask))
     count = 1
     for extent in sizes:
         count = count * extent

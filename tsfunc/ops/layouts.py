@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import front
+from tsfunc.ops.dims import batch_to_front
 
 
 def channels_last(x: Tensor, at: int | None) -> bool:
@@ -35,7 +35,7 @@ def channels_last(x: Tensor, at: int | None) -> bool:
 
 def channels_moved(x: Tensor, at: int | None) -> Tensor:
     """Return the tensor with its batch dim first and the channels' dim last."""
-    return front(x, at).movedim(2, -1)
+    return batch_to_front(x, at).movedim(2, -1)
 
 
 def channels_back(x: Tensor) -> Tensor:

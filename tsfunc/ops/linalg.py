@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import NoExamples, batched_front, filled, front, logical_rank, unit_dims
+from tsfunc.ops.dims import (
+    NoExamples,
+    batch_to_front,
+    expand_to_front,
+    logical_rank,
+    unit_dims,
+    with_defaults,
+)
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.reductions import reduction
-from tsfunc.ops.refusal import checked, ranks_at_least, refused
+from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_at_least
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 
 
@@ -32,8 +39,8 @@ def leading(
 ) -> Any:
     """Batching rule of a function of one matrix."""
     if args[0].dim() < 3:
-        return refused(op, dims, args, kwargs)
-    out = op(front(args[0], dims[0]), *args[1:], **kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
+    out = op(batch_to_front(args[0], dims[0]), *args[1:], **kwargs)
     return out, result_dims(out, level.batch_size)
 
 
@@ -69,18 +76,21 @@ def determinant(
     The batch is made contiguous if the examples are, so that both checks agree.
     """
     if args[0].dim() < 3:
-        return refused(op, dims, args, kwargs)
-    x = front(args[0], dims[0])
+        return raise_as_one_example(op, dims, args, kwargs)
+    x = batch_to_front(args[0], dims[0])
     if x.shape[0] and x[0].is_contiguous():
         x = x.contiguous()
     return op(x), 0
 
 
 def _broadcasting(dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]) -> list[Tensor]:
-    """Like ``_together``, for kernels that broadcast: unbatched tensors get a dim of size 1."""
+    """Like ``_broadcast_batches``, for kernels that broadcast: unbatched tensors get a dim of "
+    "size 1."""
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
     return [
-        unit_dims(x.unsqueeze(0) if d is None else front(x, d), 1, lead + r - logical_rank(x, d))
+        unit_dims(
+            x.unsqueeze(0) if d is None else batch_to_front(x, d), 1, lead + r - logical_rank(x, d)
+        )
         for x, d, r in zip(tensors, dims, ranks, strict=True)
     ]
 
@@ -95,7 +105,7 @@ def with_tolerances(
 ) -> Any:
     """A function of a matrix and of tolerances that broadcast with its leading dims."""
     if not ranks_at_least(dims, args, 2):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     names = [name for name in ("atol", "rtol") if kwargs.get(name) is not None]
     x, *tolerances = _broadcasting(
         [dims[0], *(keyword_dim(dims, args, name) for name in names)],
@@ -137,24 +147,24 @@ def matrix_exp(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the leading dims: the kernel accepts several only if a view flattens them."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     if x.dim() < 3:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     return op(x.flatten(0, -3)).unflatten(0, x.shape[:-2]), 0
 
 
-def _together(
+def _broadcast_batches(
     level: RuleLevel, dims: Dims, tensors: Sequence[Tensor], ranks: Sequence[int]
 ) -> list[Tensor]:
     """Move each tensor's batch dim first; ``ranks`` are the ranks of a single matrix or vector."""
     lead = max(logical_rank(x, d) - r for x, d, r in zip(tensors, dims, ranks, strict=True))
     return [
-        unit_dims(batched_front(x, d, level.batch_size), 1, lead + r - logical_rank(x, d))
+        unit_dims(expand_to_front(x, d, level.batch_size), 1, lead + r - logical_rank(x, d))
         for x, d, r in zip(tensors, dims, ranks, strict=True)
     ]
 
 
-def together(*ranks: int, broadcast: bool = False) -> Any:
+def matrices_rule(*ranks: int, broadcast: bool = False) -> Any:
     """Return the rule of a function of several matrices with the same leading dims.
 
     ``broadcast`` is True for an operator that broadcasts leading dims.
@@ -165,11 +175,11 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
     ) -> Any:
         count = len(ranks)
         if not ranks_at_least(dims, args[:count], *ranks):
-            return refused(op, dims, args, kwargs)
-        tensors = _together(level, dims[:count], args[:count], ranks)
+            return raise_as_one_example(op, dims, args, kwargs)
+        tensors = _broadcast_batches(level, dims[:count], args[:count], ranks)
         leads = {tuple(_shape(x, d)[:-r]) for x, d, r in zip(args, dims, ranks, strict=False)}
         if len(leads) > 1 and not broadcast:
-            return refused(op, dims, args, kwargs)
+            return raise_as_one_example(op, dims, args, kwargs)
         lead = torch.broadcast_shapes(
             *(x.shape[: x.dim() - r] for x, r in zip(tensors, ranks, strict=True))
         )
@@ -181,12 +191,12 @@ def together(*ranks: int, broadcast: bool = False) -> Any:
     return rule
 
 
-rows(together(2, 1), "aten::linalg_householder_product")
-rows(together(2, 1, 2), "aten::ormqr")
-rows(checked(together(2, 1, 2, broadcast=True)), "aten::linalg_ldl_solve")
+rows(matrices_rule(2, 1), "aten::linalg_householder_product")
+rows(matrices_rule(2, 1, 2), "aten::ormqr")
+rows(checked(matrices_rule(2, 1, 2, broadcast=True)), "aten::linalg_ldl_solve")
 
 
-_unpacked = together(2, 1)
+_unpacked = matrices_rule(2, 1)
 
 
 @row("aten::lu_unpack")
@@ -210,8 +220,11 @@ def linalg_cross(
     rank = logical_rank(x, dims[0])
     dim = kwargs.get("dim", -1)
     if rank != logical_rank(y, dims[1]) or not -rank <= dim < rank:
-        return refused(op, dims, args, kwargs)
-    x, y = (v.unsqueeze(0) if d is None else front(v, d) for v, d in ((x, dims[0]), (y, dims[1])))
+        return raise_as_one_example(op, dims, args, kwargs)
+    x, y = (
+        v.unsqueeze(0) if d is None else batch_to_front(v, d)
+        for v, d in ((x, dims[0]), (y, dims[1]))
+    )
     return op(x, y, dim=dim - rank if dim >= 0 else dim), 0
 
 
@@ -234,7 +247,7 @@ def _as_columns(
 
 
 def _shape(x: Tensor, at: int | None) -> Any:
-    return x.shape if at is None else front(x, at).shape[1:]
+    return x.shape if at is None else batch_to_front(x, at).shape[1:]
 
 
 @row("aten::_linalg_solve_ex", "aten::linalg_solve")
@@ -247,7 +260,7 @@ def solve(
     """
     a, b = args
     if not ranks_at_least(dims, args, 2, 1):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     left = kwargs.get("left", True)
     rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
     vector = other == 1
@@ -256,14 +269,14 @@ def solve(
     if vector:
         if not left:
             return NotImplemented
-        b = (b if dims[1] is None else front(b, dims[1])).unsqueeze(-1)
+        b = (b if dims[1] is None else batch_to_front(b, dims[1])).unsqueeze(-1)
     q = None if dims[1] is None else 0 if vector else dims[1]
     if dims[0] is None:
         assert q is not None
         outs, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, q, left)
         out = out.squeeze(-1) if vector else out
         return (out, at) if isinstance(outs, Tensor) else ((out, *outs[1:]), (at, None, None, None))
-    a, b = _together(level, (dims[0], q), (a, b), (2, 2))
+    a, b = _broadcast_batches(level, (dims[0], q), (a, b), (2, 2))
     outs = op(a, b, **kwargs)
     if isinstance(outs, Tensor):
         return outs.squeeze(-1) if vector else outs, 0
@@ -279,13 +292,13 @@ def solve_triangular(
 ) -> Any:
     """The matrix is the first argument."""
     if not ranks_at_least(dims, args, 2, 2):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     a, b = args
     if dims[0] is None:
         left = kwargs.get("left", True)
         _, out, at = _as_columns(lambda wide: op(a, wide, **kwargs), b, dims[1], left)
         return out, at
-    return op(*_together(level, dims, args, (2, 2)), **kwargs), 0
+    return op(*_broadcast_batches(level, dims, args, (2, 2)), **kwargs), 0
 
 
 @row("aten::cholesky_solve", "aten::triangular_solve")
@@ -294,14 +307,14 @@ def solve_factored(
 ) -> Any:
     """The matrix is the second argument. triangular_solve also returns a copy of the matrix."""
     if not ranks_at_least(dims, args, 2, 2):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     b, a, *rest = args
     if dims[1] is None and logical_rank(b, dims[0]) >= a.dim():
         outs, out, at = _as_columns(lambda wide: op(wide, a, *rest, **kwargs), b, dims[0], True)
         return (out, at) if outs is None or isinstance(outs, Tensor) else (
             (out, outs[1]), (at, None)
         )  # fmt: skip
-    return op(*_together(level, dims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
+    return op(*_broadcast_batches(level, dims[:2], (b, a), (2, 2)), *rest, **kwargs), 0
 
 
 @row("aten::linalg_lu_solve")
@@ -313,15 +326,15 @@ def lu_solve(
     The kernel broadcasts both with the right-hand side.
     """
     if not ranks_at_least(dims, args, 2, 1, 2):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     lu, pivots, b = args
     if _shape(lu, dims[0])[:-1] != _shape(pivots, dims[1]):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if dims[0] is None and dims[1] is None:
         left = kwargs.get("left", True)
         _, out, at = _as_columns(lambda wide: op(lu, pivots, wide, **kwargs), b, dims[2], left)
         return out, at
-    lu, pivots, b = _together(level, dims, args, (2, 1, 2))
+    lu, pivots, b = _broadcast_batches(level, dims, args, (2, 1, 2))
     return op(lu, pivots, b, **kwargs), 0
 
 
@@ -334,12 +347,15 @@ def lstsq(
         raise NoExamples
     a, b, *rest = args
     if not ranks_at_least(dims, args, 2, 1):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     rank, other = logical_rank(a, dims[0]), logical_rank(b, dims[1])
     vector = other == rank - 1
-    a, b = batched_front(a, dims[0], level.batch_size), batched_front(b, dims[1], level.batch_size)
+    a, b = (
+        expand_to_front(a, dims[0], level.batch_size),
+        expand_to_front(b, dims[1], level.batch_size),
+    )
     if a.shape[1:-1] != b.shape[1 : a.dim() - 1]:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     out, *others = op(a, b.unsqueeze(-1) if vector else b, *rest, **kwargs)
     results = (out.squeeze(-1) if vector else out, *others)
     return results, result_dims(results, level.batch_size)
@@ -364,7 +380,7 @@ def norm(
 
     Without ``dim``, reduce all elements, or (with ``ord``) the one or two dims of the input.
     """
-    x, order, over, keep = filled(args, None, None, None, False)
+    x, order, over, keep = with_defaults(args, None, None, None, False)
     rank = x.dim() - 1
     if x.layout is not torch.strided:
         return NotImplemented
@@ -372,7 +388,7 @@ def norm(
         vector_norm = torch.ops.aten.linalg_vector_norm.default
         return _over_dims(vector_norm, level, dims, (x, 2, None, keep), kwargs)
     if over is None and not 1 <= rank <= 2:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     return _over_dims(op, level, dims, (x, order, over, keep), kwargs)
 
 
@@ -381,7 +397,7 @@ def matrix_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Reduce the matrices in ``dim``, by default the last two dims."""
-    x, order, over, keep = filled(args, None, "fro", (-2, -1), False)
+    x, order, over, keep = with_defaults(args, None, "fro", (-2, -1), False)
     if x.dim() < 3:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     return _over_dims(op, level, dims, (x, order, over, keep), kwargs)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, every_dim, front, lines, logical_rank
+from tsfunc.ops.dims import (
+    align,
+    batch_to_front,
+    every_dim,
+    expand_to_front,
+    flatten_logical,
+    logical_rank,
+)
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
@@ -86,7 +93,7 @@ rows(
 rows(pointwise_loss_backward(4), "aten::binary_cross_entropy_backward")
 
 
-def _picked(
+def _class_losses(
     level: RuleLevel, dims: Dims, x: Tensor, target: Tensor, weight: Tensor | None, ignore: Any
 ) -> tuple[Tensor, int, Tensor, Tensor]:
     """Return ``x`` with its batch dim first, its dim of classes, the targets and their weights.
@@ -94,9 +101,9 @@ def _picked(
     An ignored target counts as class 0 with weight 0.
     """
     size = level.batch_size
-    x = batched_front(x, dims[0], size)
+    x = expand_to_front(x, dims[0], size)
     classes = 1 if x.dim() == 2 else 2
-    target = target if dims[1] is None else front(target, dims[1])
+    target = target if dims[1] is None else batch_to_front(target, dims[1])
     ignored = target == ignore
     target = torch.where(ignored, 0, target)
     if weight is None:
@@ -105,8 +112,10 @@ def _picked(
         counted = weight[target].masked_fill(ignored, 0)
     else:
         shape = target.shape if dims[1] is not None else (size, *target.shape)
-        flat = lines(target.expand(shape))
-        counted = front(weight, dims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
+        flat = flatten_logical(target.expand(shape))
+        counted = (
+            batch_to_front(weight, dims[2]).gather(1, flat).view(shape).masked_fill(ignored, 0)
+        )
     shape = x.shape[:classes] + x.shape[classes + 1 :]
     return x, classes, target.expand(shape).unsqueeze(classes), counted.expand(shape)
 
@@ -118,7 +127,7 @@ def nll_loss_forward(
 ) -> Any:
     """Look up the value of each target; also return the sum of the targets' weights."""
     x, target, weight, reduction, ignore = args
-    x, classes, target, counted = _picked(level, dims, x, target, weight, ignore)
+    x, classes, target, counted = _class_losses(level, dims, x, target, weight, ignore)
     value = x.gather(classes, target).squeeze(classes)
     # ``where`` masks ignored values, which can be infinite.
     loss = -torch.where(counted == 0, 0, value * counted)
@@ -135,19 +144,19 @@ def nll_loss_backward(
 ) -> Any:
     """Write the gradient at the position of each target."""
     grad, x, target, weight, reduction, ignore, total = args
-    x, classes, target, counted = _picked(level, dims[1:4], x, target, weight, ignore)
-    grad = grad if dims[0] is None else front(grad, dims[0])
+    x, classes, target, counted = _class_losses(level, dims[1:4], x, target, weight, ignore)
+    grad = grad if dims[0] is None else batch_to_front(grad, dims[0])
     if reduction == MEAN:
-        grad = grad / (total if dims[6] is None else front(total, dims[6]))
+        grad = grad / (total if dims[6] is None else batch_to_front(total, dims[6]))
     if dims[0] is not None or (reduction == MEAN and dims[6] is not None):
         grad = grad.reshape(*grad.shape, *[1] * (counted.dim() - grad.dim()))
     value = -torch.where(counted == 0, 0, counted * grad)
     return torch.zeros_like(x).scatter(classes, target, value.unsqueeze(classes)), 0
 
 
-def _folded(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
+def _fold_into_samples(x: Tensor, at: int | None, size: int, lead: int) -> Tensor:
     """Fold the batch into the samples; a tensor without a dim of samples gets one of size 1."""
-    x = batched_front(x, at, size)
+    x = expand_to_front(x, at, size)
     if lead > 0:
         return x.flatten(0, 1)
     return x.unsqueeze(1) if lead < 0 else x
@@ -162,19 +171,19 @@ def multi_margin_loss(
     given = [*args, *(1, 1, None, MEAN)[len(args) - 2 :]]
     x, target, p, margin, weight, reduction = given
     lead = logical_rank(x, dims[0]) - 1
-    x = _folded(x, dims[0], level.batch_size, lead)
+    x = _fold_into_samples(x, dims[0], level.batch_size, lead)
     listed = logical_rank(target, dims[1]) > 0
-    target = batched_front(target, dims[1], level.batch_size).flatten()
-    weight, factor = _own_weights(weight, (*dims, *[None] * 5)[4], target)
+    target = expand_to_front(target, dims[1], level.batch_size).flatten()
+    weight, factor = _sample_weights(weight, (*dims, *[None] * 5)[4], target)
     out = op(x, target, p, margin, weight, NONE) * factor
     return reduced(out.unflatten(0, (level.batch_size, -1)) if listed else out, 0, reduction)
 
 
-def _own_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]:
+def _sample_weights(weight: Any, at: int | None, target: Tensor) -> tuple[Any, Any]:
     """Turn batched class weights into a factor of each sample's loss."""
     if at is None:
         return weight, 1
-    weight = front(weight, at)
+    weight = batch_to_front(weight, at)
     return None, weight.gather(1, target.view(weight.shape[0], -1)).flatten()
 
 
@@ -186,17 +195,17 @@ def multi_margin_loss_backward(
     given = [*args, *(None, MEAN)[len(args) - 5 :]]
     grad, x, target, p, margin, weight, reduction = given
     size = level.batch_size
-    whole = batched_front(x, dims[1], size)
-    x = _folded(x, dims[1], size, whole.dim() - 2)
-    target = batched_front(target, dims[2], size).flatten()
-    weight, factor = _own_weights(weight, (*dims, *[None] * 6)[5], target)
+    whole = expand_to_front(x, dims[1], size)
+    x = _fold_into_samples(x, dims[1], size, whole.dim() - 2)
+    target = expand_to_front(target, dims[2], size).flatten()
+    weight, factor = _sample_weights(weight, (*dims, *[None] * 6)[5], target)
     grads = _sample_grads(grad, dims[0], whole, reduction) * factor
     return op(grads, x, target, p, margin, weight, NONE).view(whole.shape), 0
 
 
 def _sample_grads(grad: Tensor, at: int | None, x: Tensor, reduction: int) -> Tensor:
     """Return the gradient of each sample of each example of ``x``, as one vector."""
-    grad = batched_front(grad, at, x.shape[0])
+    grad = expand_to_front(grad, at, x.shape[0])
     if x.dim() > 2:
         if reduction == MEAN:
             grad = grad / x.shape[1]
@@ -211,9 +220,11 @@ def multilabel_margin_loss_forward(
 ) -> Any:
     """Fold the batch into the samples."""
     size = level.batch_size
-    whole = batched_front(args[0], dims[0], size)
+    whole = expand_to_front(args[0], dims[0], size)
     lead = whole.dim() - 2
-    x, target = (_folded(v, d, size, lead) for v, d in zip(args[:2], dims[:2], strict=True))
+    x, target = (
+        _fold_into_samples(v, d, size, lead) for v, d in zip(args[:2], dims[:2], strict=True)
+    )
     out, is_target = op(x, target, NONE)
     out = reduced(out.view(whole.shape[:2]) if lead > 0 else out, 0, args[2])[0]
     return (out, is_target.view(whole.shape)), 0
@@ -226,9 +237,9 @@ def multilabel_margin_loss_backward(
     """Fold the batch into the samples."""
     grad, x, target, reduction, is_target = args
     size = level.batch_size
-    whole = batched_front(x, dims[1], size)
+    whole = expand_to_front(x, dims[1], size)
     lead = whole.dim() - 2
     pairs = ((x, dims[1]), (target, dims[2]), (is_target, dims[4]))
-    x, target, is_target = (_folded(v, d, size, lead) for v, d in pairs)
+    x, target, is_target = (_fold_into_samples(v, d, size, lead) for v, d in pairs)
     out = op(_sample_grads(grad, dims[0], whole, reduction), x, target, NONE, is_target)
     return out.view(whole.shape), 0

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from tsfunc.ops.dims import (
     NoExamples,
-    batched_front,
+    batch_to_front,
     every_dim,
-    filled,
-    front,
+    expand_to_front,
     physical_dim,
     physical_dims,
     unit_dims,
-    wrap,
+    with_defaults,
+    wrap_dim,
 )
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
-from tsfunc.ops.reductions import flat
-from tsfunc.ops.refusal import checked, refused
+from tsfunc.ops.reductions import flatten_examples
+from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
@@ -66,7 +66,7 @@ def flip(
     rank = x.dim() - 1
     if rank == 0:
         for dim in args[1]:
-            wrap(dim, 0)
+            wrap_dim(dim, 0)
         return x.clone(), at
     return op(x, physical_dims(args[1], rank, at)), at
 
@@ -83,10 +83,10 @@ def roll(
         if rank == 0:
             raise IndexError(f"Dimension specified as {args[2][0]} but tensor has no dimensions")
         if rank > 3 and channels_last(x, at):
-            positions = [moved_dim(wrap(dim, rank), rank) for dim in args[2]]
+            positions = [moved_dim(wrap_dim(dim, rank), rank) for dim in args[2]]
             return channels_back(op(channels_moved(x, at), args[1], positions)), 0
         return op(x, args[1], physical_dims(args[2], rank, at)), at
-    return op(flat(x, at), args[1], [1]).reshape(front(x, at).shape), 0
+    return op(flatten_examples(x, at), args[1], [1]).reshape(batch_to_front(x, at).shape), 0
 
 
 @row("aten::rot90")
@@ -95,7 +95,7 @@ def rot90(
 ) -> Any:
     """Rotate in the plane of two logical dims."""
     x, at = args[0], dims[0]
-    k, plane = filled(args[1:], 1, (0, 1))
+    k, plane = with_defaults(args[1:], 1, (0, 1))
     return op(x, k, physical_dims(plane, x.dim() - 1, at)), at
 
 
@@ -105,7 +105,7 @@ def triangle(
     """The matrices are the last two dims, so the batch dim must come before them."""
     x, at = args[0], dims[0]
     if at > x.dim() - 3:
-        x, at = front(x, at), 0
+        x, at = batch_to_front(x, at), 0
     if x.dim() < 3:
         return NotImplemented
     return op(x, *args[1:]), at
@@ -140,7 +140,7 @@ def constant_pad_nd(
         pad = [*pad[-4:-2], *pad[:-4], *pad[-2:]]
         return channels_back(op(channels_moved(x, at), pad, *args[2:])), 0
     if at >= x.dim() - padded:
-        x, at = front(x, at), 0
+        x, at = batch_to_front(x, at), 0
     return op(x, *args[1:]), at
 
 
@@ -149,7 +149,7 @@ def pad(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Constant mode only; other modes run by decomposition."""
-    x, sizes, mode, value = filled(args, None, None, "constant", None)
+    x, sizes, mode, value = with_defaults(args, None, None, "constant", None)
     if mode != "constant":
         return NotImplemented
     constant = torch.ops.aten.constant_pad_nd.default
@@ -164,7 +164,7 @@ def edge_pad(spatial: int) -> Rule:
     ) -> Any:
         tensors = len(dims) - 1
         size = level.batch_size
-        values = [batched_front(args[i], dims[i], size) for i in range(tensors)]
+        values = [expand_to_front(args[i], dims[i], size) for i in range(tensors)]
         if values[0].dim() == spatial + 2:
             return op(*values, args[tensors]), 0
         outer = values[0].shape[1]
@@ -179,8 +179,8 @@ def diag_embed(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``dim1`` and ``dim2`` are dims of the result, which has one dim more than the argument."""
-    x = front(args[0], dims[0])
-    offset, dim1, dim2 = filled(args[1:], 0, -2, -1)
+    x = batch_to_front(args[0], dims[0])
+    offset, dim1, dim2 = with_defaults(args[1:], 0, -2, -1)
     first, second = physical_dims((dim1, dim2), x.dim(), 0)
     return op(x, offset, first, second), 0
 
@@ -204,7 +204,7 @@ def select_backward(
     """Insert the selected dim, as unsqueeze does."""
     grad, sizes, dim, index = args
     at = dims[0]
-    dim = wrap(dim, len(sizes))
+    dim = wrap_dim(dim, len(sizes))
     at, dim = (at + 1, dim) if dim < at else (at, dim + 1)
     physical = list(sizes)
     physical.insert(at, level.batch_size)
@@ -231,7 +231,7 @@ def diagonal_backward(
 ) -> Any:
     """``dim1`` and ``dim2`` are dims of the input."""
     grad, sizes, offset, dim1, dim2 = args
-    grad = front(grad, dims[0])
+    grad = batch_to_front(grad, dims[0])
     first, second = physical_dims((dim1, dim2), len(sizes), 0)
     return op(grad, [level.batch_size, *sizes], offset, first, second), 0
 
@@ -242,7 +242,7 @@ def unfold_backward(
 ) -> Any:
     """``dim`` is a dim of the input. A scalar input has one window."""
     grad, sizes, dim, size, step = args
-    grad = front(grad, dims[0])
+    grad = batch_to_front(grad, dims[0])
     if not sizes:
         return grad.sum(1), 0
     dim = physical_dim(dim, len(sizes), 0)
@@ -252,7 +252,7 @@ def unfold_backward(
 def _pair(level: RuleLevel, dims: Dims, args: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """Return the target and the source of a scatter, both with the batch dim first."""
     size = level.batch_size
-    return batched_front(args[0], dims[0], size), batched_front(args[1], dims[1], size)
+    return expand_to_front(args[0], dims[0], size), expand_to_front(args[1], dims[1], size)
 
 
 @row("aten::select_scatter", "aten::slice_scatter")
@@ -271,7 +271,7 @@ def diagonal_scatter(
 ) -> Any:
     """Write along a diagonal of two logical dims of the target."""
     x, source = _pair(level, dims, args)
-    offset, dim1, dim2 = filled(args[2:], 0, 0, 1)
+    offset, dim1, dim2 = with_defaults(args[2:], 0, 0, 1)
     return op(x, source, offset, *physical_dims((dim1, dim2), x.dim() - 1, 0)), 0
 
 
@@ -287,7 +287,7 @@ def pixel_shuffle(
     """
     if not level.batch_size:
         raise NoExamples
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     if x.dim() != 5:
         return op(x, args[1]), 0
     return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
@@ -299,7 +299,7 @@ def channel_shuffle(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The kernel takes one dim before the channels."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     return op(fold(x), args[1]).unflatten(0, x.shape[:2]), 0
 
 
@@ -323,7 +323,7 @@ def repeat_interleave(
     x, at = args[0], dims[0]
     dim = args[2] if len(args) > 2 else None
     if dim is not None and x.dim() == 1:
-        refused(op, dims, args, kwargs)  # torch rejects a dim for a scalar
+        raise_as_one_example(op, dims, args, kwargs)  # torch rejects a dim for a scalar
     if dim is None or x.dim() == 1:
-        return op(flat(x, at), args[1], 1, **kwargs), 0
+        return op(flatten_examples(x, at), args[1], 1, **kwargs), 0
     return op(x, args[1], physical_dim(dim, x.dim() - 1, at), **kwargs), at

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import filled, front, logical_rank, unit_dims, wrap
-from tsfunc.ops.refusal import refused, require
+from tsfunc.ops.dims import batch_to_front, logical_rank, unit_dims, with_defaults, wrap_dim
+from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _KINDS = ("linear", "lower", "higher", "midpoint", "nearest")
@@ -26,24 +26,24 @@ def quantile(
 ) -> Any:
     """Several quantiles are the first logical dim of the result."""
     (x, at), (q, q_at) = (args[0], dims[0]), (args[1], dims[1])
-    dim, keepdim = filled(args[2:], None, False)
+    dim, keepdim = with_defaults(args[2:], None, False)
     kind = kwargs.get("interpolation", "linear")
     rank, q_rank = logical_rank(x, at), logical_rank(q, q_at) if isinstance(q, Tensor) else 0
     fits = not isinstance(q, Tensor) or (q_rank < 2 and q.dtype is x.dtype)
     if kind not in _KINDS or not fits or not x.is_floating_point():
-        return refused(op, dims, args, kwargs)
-    x = x.unsqueeze(0) if at is None else front(x, at)
+        return raise_as_one_example(op, dims, args, kwargs)
+    x = x.unsqueeze(0) if at is None else batch_to_front(x, at)
     if 0 in x.shape[1:]:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if dim is None:
         x = x.flatten(1) if rank else x.unsqueeze(1)
     else:
-        dim = wrap(dim, rank)
+        dim = wrap_dim(dim, rank)
         x = x.movedim(dim + 1, -1) if rank else x.unsqueeze(1)
     q = _quantiles(q, q_at, x)
     out = _at(x.sort(-1).values, q, kind, "nan" in op.name())
     if keepdim and rank:
-        kept = range(rank) if dim is None else [wrap(dim, rank)]
+        kept = range(rank) if dim is None else [wrap_dim(dim, rank)]
         for d in kept:
             out = out.unsqueeze(d + 1)
     # The dim of the quantiles is last and moves before all logical dims.
@@ -56,7 +56,7 @@ def _quantiles(q: Any, at: int | None, x: Tensor) -> Tensor:
     if not isinstance(q, Tensor):
         q = torch.full((), q, dtype=x.dtype, device=x.device)
     require((q >= 0) & (q <= 1), "quantile() q values must be in the range [0, 1]")
-    q = q.unsqueeze(0) if at is None else front(q, at)
+    q = q.unsqueeze(0) if at is None else batch_to_front(q, at)
     q = q.unsqueeze(1) if q.dim() == 1 else q
     return unit_dims(q, 1, x.dim() - 2)
 

@@ -25,15 +25,15 @@ from tsfunc.ops import distributions, samplers
 from tsfunc.ops.dims import (
     align,
     align_batch_dim,
-    batched_front,
-    filled,
-    front,
+    batch_to_front,
+    expand_to_front,
     logical_shape,
     op_name,
     refuse_inplace,
     unit_dims,
+    with_defaults,
 )
-from tsfunc.ops.refusal import refused, require
+from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -57,7 +57,7 @@ def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:
         )
 
 
-def one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
+def require_one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
     """Raise if one draw is required but the parameters differ between examples."""
     if level.randomness == "same" and any(dim is not None for dim in dims):
         raise RuntimeError(
@@ -75,14 +75,14 @@ def example_of(x: Tensor, at: int | None) -> Tensor:
     return x.new_empty([size for dim, size in enumerate(x.shape) if dim != at])
 
 
-def shaped_like(level: RuleLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
+def draw_shape_like(level: RuleLevel, x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     """Return a tensor of the shape to draw: the batch, or one example under ``"same"``."""
     if level.randomness == "same":
         return example_of(x, at), None
-    return batched_front(x, at, level.batch_size), 0
+    return expand_to_front(x, at, level.batch_size), 0
 
 
-def sized(size_position: int) -> Rule:
+def random_factory(size_position: int) -> Rule:
     """Return the rule of a random factory whose size is ``args[size_position]``."""
 
     def rule(
@@ -118,7 +118,7 @@ def randperm(
     return torch.stack([op(*args, **kwargs) for _ in range(level.batch_size)]), 0
 
 
-def drawn_like(
+def random_like(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw in the shape and dtype of the first argument, whose values are not used."""
@@ -130,7 +130,7 @@ def drawn_like(
             kwargs.get("device") or like.device, args[1:], kwargs,
         )  # fmt: skip
         return (out.movedim(0, place_of_batch), place_of_batch) if place_of_batch else (out, 0)
-    x, at = shaped_like(level, args[0], dims[0])
+    x, at = draw_shape_like(level, args[0], dims[0])
     if "memory_format" in kwargs:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     return op(x, *args[1:], **kwargs), at
@@ -144,11 +144,11 @@ def randint_like(
     x, high = args
     if dims[1] is None:
         bound = int(high) if level.randomness == "split" else high
-        return drawn_like(op, level, dims, [x, bound], kwargs)
+        return random_like(op, level, dims, [x, bound], kwargs)
     check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims[1:])
+    require_one_distribution(op, level, dims[1:])
     if high.dim() != 1:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     require(high > 0, f"{op_name(op)} expected a high above 0")
     if level.randomness == "split":
         shape = logical_shape(x, dims[0])
@@ -156,7 +156,7 @@ def randint_like(
         bounds = high.to(torch.int64).unsqueeze(1)
         drawn = distributions.integers(draw, math.prod(shape), 0, bounds)
         return samplers.in_shape(drawn.to(kwargs.get("dtype") or x.dtype), shape), 0
-    x = batched_front(x, dims[0], level.batch_size)
+    x = expand_to_front(x, dims[0], level.batch_size)
     # With numbers of 62 bits the remainders are almost uniformly distributed.
     generator = kwargs.get("generator")
     drawn = torch.randint(0, 1 << 62, x.shape, device=x.device, generator=generator)
@@ -165,7 +165,7 @@ def randint_like(
     return drawn.to(kwargs.get("dtype") or x.dtype), 0
 
 
-def drawn_into_one(op: Any) -> RuntimeError:
+def shared_draw_error(op: Any) -> RuntimeError:
     """Return the error of a draw for each example into a tensor that all examples share."""
     return RuntimeError(
         f"vmap: Cannot ask for different inplace randomness on an unbatched tensor. This "
@@ -175,12 +175,12 @@ def drawn_into_one(op: Any) -> RuntimeError:
     )
 
 
-def drawn_inplace(
+def random_inplace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Overwrite the first argument."""
     check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims[1:])
+    require_one_distribution(op, level, dims[1:])
     x, at = args[0], dims[0]
     if level.randomness == "same":
         if at is None:
@@ -190,7 +190,7 @@ def drawn_inplace(
     if at is None:
         if any(dim is not None for dim in dims):
             refuse_inplace(op)
-        raise drawn_into_one(op)
+        raise shared_draw_error(op)
     if level.randomness == "split":
         if any(isinstance(arg, Tensor) for arg in args[1:]):
             out = _split_bernoulli(level, dims, args, kwargs)
@@ -203,23 +203,23 @@ def drawn_inplace(
         align_batch_dim(arg, dim, x.dim() - 1) if isinstance(arg, Tensor) else arg
         for arg, dim in zip(args[1:], dims[1:], strict=True)
     ]
-    op(front(x, at), *rest, **kwargs)
+    op(batch_to_front(x, at), *rest, **kwargs)
     return x, at
 
 
-def drawn_from(
+def sample_from(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw from a distribution whose parameters are tensors."""
     check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims)
+    require_one_distribution(op, level, dims)
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
         return samplers.of_parameters(op, level, dims, args, kwargs), 0
     size = level.batch_size
     whole = [
-        batched_front(x, d, size) if isinstance(x, Tensor) else x
+        expand_to_front(x, d, size) if isinstance(x, Tensor) else x
         for x, d in zip(args, dims, strict=True)
     ]
     rank = max(x.dim() for x in whole if isinstance(x, Tensor)) - 1
@@ -237,7 +237,7 @@ def _split_bernoulli(
     shape = logical_shape(args[0], dims[0])
     draw = samplers.draw_for(level, args[0].device, kwargs)
     chances = samplers.parameter_rows(args[-1], dims[-1], shape)
-    drawn = distributions.below(draw, math.prod(shape), chances).to(args[0].dtype)
+    drawn = distributions.bernoulli(draw, math.prod(shape), chances).to(args[0].dtype)
     return samplers.without_gradient(samplers.in_shape(drawn, shape), *args)
 
 
@@ -250,7 +250,7 @@ def bernoulli(
     An earlier tensor gives only the shape and dtype.
     """
     check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims)
+    require_one_distribution(op, level, dims)
     if level.randomness == "split":
         return _split_bernoulli(level, dims, args, kwargs), 0
     chance, at = args[0], dims[0]
@@ -258,7 +258,7 @@ def bernoulli(
         aligned, where = align(args, dims)
         chance = torch.broadcast_tensors(*aligned)[1]
         at = None if all(dim is None for dim in dims) else where
-    out, at = drawn_from(torch.bernoulli, level, [at], [chance], kwargs)
+    out, at = sample_from(torch.bernoulli, level, [at], [chance], kwargs)
     return out.to(args[0].dtype), at
 
 
@@ -272,7 +272,7 @@ def normal(
 ) -> Any:
     """Draw with tensor parameters; ``"split"`` scales and shifts standard normal numbers."""
     if level.randomness != "split":
-        return drawn_from(op, level, dims, args, kwargs)
+        return sample_from(op, level, dims, args, kwargs)
     check_randomness(op, level, kwargs)
     params, where = (*args, 1.0)[:2], [*dims, None][:2]
     tensors = [x for x in params if isinstance(x, Tensor)]
@@ -294,14 +294,14 @@ def multinomial(
 ) -> Any:
     """The kernel takes one matrix, whose rows are distributions."""
     check_randomness(op, level, kwargs)
-    one_distribution(op, level, dims)
+    require_one_distribution(op, level, dims)
     if level.randomness == "same":
         return op(*args, **kwargs), None
     if level.randomness == "split":
         x, number, replacement = (*args, False)[:3]
         draw = samplers.draw_for(level, x.device, kwargs)
         return samplers.multinomial(op, draw, x, dims[0], number, replacement), 0
-    x = batched_front(args[0], dims[0], level.batch_size)
+    x = expand_to_front(args[0], dims[0], level.batch_size)
     if x.dim() == 2:
         return op(x, *args[1:], **kwargs), 0
     out = op(x.flatten(0, 1), *args[1:], **kwargs)
@@ -316,16 +316,18 @@ def keep_mask(
         shape = logical_shape(x, at)
         if features:  # the dims of a feature map get size 1
             shape = [*shape[:2], *[1 for _ in shape[2:]]]
-        drawn = distributions.below(samplers.draw_for(level, x.device, {}), math.prod(shape), keep)
+        drawn = distributions.bernoulli(
+            samplers.draw_for(level, x.device, {}), math.prod(shape), keep
+        )
         return samplers.in_shape(drawn.to(x.dtype), shape), 0
-    like, at = shaped_like(level, x, at)
+    like, at = draw_shape_like(level, x, at)
     if features:
         kept = 2 if at is None else 3
         like = like[(...,) + (slice(0, 1),) * (like.dim() - kept)]
     return torch.ops.aten.bernoulli.p(like.detach(), keep), at
 
 
-def dropping(alpha: bool, features: bool) -> Rule:
+def dropout_rule(alpha: bool, features: bool) -> Rule:
     """Return the rule of a dropout function; all of them have the same arguments."""
 
     def rule(
@@ -370,7 +372,7 @@ def native_dropout(
     check_randomness(op, level, kwargs)
     at = dims[0]
     if level.randomness == "different" or (level.randomness == "same" and at is None):
-        x, at = shaped_like(level, x, at)
+        x, at = draw_shape_like(level, x, at)
         return op(x, p, train), at
     mask, mask_at = keep_mask(level, x, at, 1 - p)
     (x, mask), at = align([x, mask], [at, mask_at])
@@ -384,7 +386,7 @@ def rrelu_with_noise(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Draw the slopes of negative values, and write them into ``noise``."""
-    x, noise, lower, upper, training = filled(args[:5], None, None, 1 / 8, 1 / 3, False)
+    x, noise, lower, upper, training = with_defaults(args[:5], None, None, 1 / 8, 1 / 3, False)
     inplace = "noise_" in op.name()
     at = dims[0]
     if not training:
@@ -407,7 +409,7 @@ def _slopes(level: RuleLevel, x: Tensor, at: int, lower: float, upper: float) ->
         return samplers.in_shape(u * (upper - lower) + lower, shape).movedim(0, at)
     if level.randomness == "same" and x.device.type == "cpu":
         return _slopes_in_order(x, at, lower, upper)
-    like, drawn_at = shaped_like(level, x, at)
+    like, drawn_at = draw_shape_like(level, x, at)
     slopes = torch.empty_like(like).uniform_(lower, upper)
     return slopes.unsqueeze(at) if drawn_at is None else slopes.movedim(drawn_at, at)
 
@@ -432,40 +434,40 @@ def rrelu(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like ``rrelu_with_noise``, without the noise."""
-    x, lower, upper, training = filled(args[:4], None, 1 / 8, 1 / 3, False)
+    x, lower, upper, training = with_defaults(args[:4], None, 1 / 8, 1 / 3, False)
     at = dims[0]
     if lower > upper:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), at
     check_randomness(op, level, kwargs)
     if at is None:
         if level.randomness == "same":
             return op(*args, **kwargs), None
-        x, at = batched_front(x, None, level.batch_size), 0
+        x, at = expand_to_front(x, None, level.batch_size), 0
     return torch.where(x <= 0, x * _slopes(level, x, at, lower, upper), x), at
 
 
-rows(dropping(False, False), "aten::dropout")
-rows(dropping(False, True), "aten::feature_dropout")
-rows(dropping(True, False), "aten::alpha_dropout")
-rows(dropping(True, True), "aten::feature_alpha_dropout")
+rows(dropout_rule(False, False), "aten::dropout")
+rows(dropout_rule(False, True), "aten::feature_dropout")
+rows(dropout_rule(True, False), "aten::alpha_dropout")
+rows(dropout_rule(True, True), "aten::feature_alpha_dropout")
 rows(
-    sized(0),
+    random_factory(0),
     "aten::rand",
     "aten::rand.generator",
     "aten::randn",
     "aten::randn.generator",
 )
-rows(sized(1), "aten::randint", "aten::randint.generator")
+rows(random_factory(1), "aten::randint", "aten::randint.generator")
 rows(
-    sized(2),
+    random_factory(2),
     "aten::randint.low",
     "aten::randint.low_generator",
     "aten::normal.float_float",
 )
 rows(
-    drawn_like,
+    random_like,
     "aten::rand_like",
     "aten::rand_like.generator",
     "aten::randn_like",
@@ -486,7 +488,7 @@ rows(
     "aten::random.to",
 )
 rows(
-    drawn_inplace,
+    random_inplace,
     "aten::normal_",
     "aten::uniform_",
     "aten::exponential_",
@@ -500,7 +502,7 @@ rows(
     "aten::bernoulli_.Tensor",
 )
 rows(
-    drawn_from,
+    sample_from,
     "aten::poisson",
     "aten::binomial",
     "aten::_standard_gamma",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_at, batched_front
+from tsfunc.ops.dims import align, expand_at, expand_to_front
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 LSTM = 2  # the kernel's number of an LSTM layer
@@ -51,7 +51,7 @@ def _layer(
 
 def _state(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return a state as (batch, N, hidden); it can have a dim of size 1 for its one layer."""
-    x = batched_front(x, at, size)
+    x = expand_to_front(x, at, size)
     return x.squeeze(1) if x.dim() == 4 else x
 
 
@@ -65,14 +65,14 @@ def layer(
     if batch_sizes or mode != LSTM:
         return NotImplemented
     if all(d is None for d in dims[1:5]):
-        x = batched_at(x, dims[0], size, 1).flatten(1, 2).contiguous()
+        x = expand_at(x, dims[0], size, 1).flatten(1, 2).contiguous()
         states = [_state(v, d, size).flatten(0, 1) for v, d in ((h, dims[5]), (c, dims[6]))]
         out, *states, memory = op(x, *weights, *(s.contiguous() for s in states), *args[7:])
         n = out.shape[1] // size
         out, at = out.unflatten(1, (size, n)), 1
         states = [s.unflatten(0, (size, n)) for s in states]
     else:
-        x, *weights = [batched_front(v, d, size) for v, d in zip(args[:5], dims[:5], strict=True)]
+        x, *weights = [expand_to_front(v, d, size) for v, d in zip(args[:5], dims[:5], strict=True)]
         states = [_state(v, d, size) for v, d in ((h, dims[5]), (c, dims[6]))]
         weights = weights if biased else weights[:2]
         out, *states = _layer(x, weights, states[0], states[1], reverse)
@@ -126,7 +126,7 @@ def layer_backward(
         return NotImplemented
     size = level.batch_size
     full: list[Any] = [
-        None if v is None else batched_front(v, d, size)
+        None if v is None else expand_to_front(v, d, size)
         for v, d in zip(args[:13], dims[:13], strict=True)
     ]
     x, w, u, b1, b2, h, c, out, _, _, grad_out, grad_h, grad_c = full
@@ -157,7 +157,7 @@ def _with_bias(
     if bias is not None and p is not None:
         (x, bias), at = align((x, bias), (at, p))
         x, bias = x + bias, None
-    return batched_front(x, at, size).flatten(0, 1).contiguous(), bias
+    return expand_to_front(x, at, size).flatten(0, 1).contiguous(), bias
 
 
 def _split(x: Tensor | None, size: int) -> Tensor | None:
@@ -173,10 +173,10 @@ def fused_cell(
     biases, positions = [*args[3:], None, None][:2], [*dims[3:], None, None][:2]
     if (positions[0] is None) != (positions[1] is None):  # the kernel requires both biases or none
         positions = [0, 0]
-        biases = [batched_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
+        biases = [expand_to_front(b, d, size) for b, d in zip(biases, [*dims[3:]], strict=True)]
     x, b = _with_bias(args[0], dims[0], biases[0], positions[0], size)
     y, d = _with_bias(args[1], dims[1], biases[1], positions[1], size)
-    state = batched_front(args[2], dims[2], size).flatten(0, 1).contiguous()
+    state = expand_to_front(args[2], dims[2], size).flatten(0, 1).contiguous()
     return tuple(_split(o, size) for o in op(x, y, state, b, d)), 0
 
 
@@ -187,7 +187,7 @@ def fused_lstm_cell_backward(
     """The bias gradient is the sum of the gate gradients over each example's samples."""
     size = level.batch_size
     tensors = [
-        None if v is None else batched_front(v, d, size).flatten(0, 1).contiguous()
+        None if v is None else expand_to_front(v, d, size).flatten(0, 1).contiguous()
         for v, d in zip(args[:5], dims[:5], strict=True)
     ]
     gates, state, _ = (_split(o, size) for o in op(*tensors, False))
@@ -202,7 +202,7 @@ def fused_gru_cell_backward(
     """Like the LSTM cell, with two biases, one for each part of the gates."""
     size = level.batch_size
     tensors = [
-        batched_front(v, d, size).flatten(0, 1).contiguous()
+        expand_to_front(v, d, size).flatten(0, 1).contiguous()
         for v, d in zip(args[:2], dims[:2], strict=True)
     ]
     x, y, state, _, _ = (_split(o, size) for o in op(*tensors, False))

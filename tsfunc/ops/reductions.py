@@ -16,24 +16,24 @@ from torch import Tensor
 from tsfunc.ops.compressed import LAYOUTS
 from tsfunc.ops.dims import (
     align,
-    batched_at,
+    batch_to_front,
     check_dims_of_scalar,
     every_dim,
-    filled,
-    front,
+    expand_at,
     physical_dim,
     promote_scalars,
     refuse_inplace,
-    wrap,
+    with_defaults,
+    wrap_dim,
 )
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 from tsfunc.ops.shifts import Shift, shifted
 
 
-def flat(x: Tensor, at: int) -> Tensor:
+def flatten_examples(x: Tensor, at: int) -> Tensor:
     """Return the tensor with its batch dim first and all logical dims flattened into one."""
-    x = front(x, at)
+    x = batch_to_front(x, at)
     return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
 
 
@@ -57,7 +57,7 @@ def reduction(
     ) -> Any:
         x, at = args[0], dims[0]
         if len(args) < position:
-            args = [x, *filled(args[1:], *between)]
+            args = [x, *with_defaults(args[1:], *between)]
         given = args[position] if len(args) > position else default
         kept = args[keep] if keep is not None and len(args) > keep else kwargs.get("keepdim")
         rank = x.dim() - 1
@@ -99,7 +99,7 @@ def _of_scalar(
     return op(x.unsqueeze(1), *args[1:position], target, *rest, **kwargs)
 
 
-def over_all(reduce: Callable[..., Any]) -> Rule:
+def over_all_dims(reduce: Callable[..., Any]) -> Rule:
     """Return the rule of a reduction over all dims; ``reduce(x, dims)`` reduces some dims."""
 
     def rule(
@@ -154,7 +154,7 @@ def arg_extreme(
     if len(args) > 1 and args[1] is not None:
         return _by_dim(op, level, dims, args, kwargs)
     x, at = args[0], dims[0]
-    out = op(flat(x, at), 1)
+    out = op(flatten_examples(x, at), 1)
     if len(args) > 2 and args[2]:
         out = out.reshape(out.shape + (1,) * (x.dim() - 1))
     return out, 0
@@ -172,8 +172,8 @@ def aminmax(
     dim, keepdim = kwargs.get("dim"), kwargs.get("keepdim", False)
     rank = x.dim() - 1
     if dim is None or rank == 0:
-        wrap(dim or 0, rank)
-        low, high = op(flat(x, at), dim=1)
+        wrap_dim(dim or 0, rank)
+        low, high = op(flatten_examples(x, at), dim=1)
         shape = low.shape + ((1,) * rank if keepdim else ())
         return (low.reshape(shape), high.reshape(shape)), 0
     target = physical_dim(dim, rank, at)
@@ -186,7 +186,7 @@ def prod(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten the logical dims, because the kernel takes one dim."""
-    return torch.prod(flat(args[0], dims[0]), 1, **kwargs), 0
+    return torch.prod(flatten_examples(args[0], dims[0]), 1, **kwargs), 0
 
 
 @row("aten::median")
@@ -194,8 +194,8 @@ def median(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Median of all elements: the logical dims are flattened into one."""
-    x = flat(args[0], dims[0])
-    return _shared(x, torch.median(x, 1).values), 0
+    x = flatten_examples(args[0], dims[0])
+    return _with_shared_gradient(x, torch.median(x, 1).values), 0
 
 
 @row("aten::nanmedian")
@@ -203,11 +203,11 @@ def nanmedian(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like median."""
-    x = flat(args[0], dims[0])
-    return _shared(x, torch.nanmedian(x, 1).values), 0
+    x = flatten_examples(args[0], dims[0])
+    return _with_shared_gradient(x, torch.nanmedian(x, 1).values), 0
 
 
-def _shared(x: Tensor, extreme: Tensor) -> Tensor:
+def _with_shared_gradient(x: Tensor, extreme: Tensor) -> Tensor:
     """Return elements found along dim 1, whose gradient is shared by all equal elements.
 
     torch shares the gradient for medians of all elements. Along a dim, the gradient goes to the
@@ -252,7 +252,7 @@ def renorm(
     x, p, dim, limit = args
     at = dims[0]
     if x.dim() < 3 or p <= 0 or limit < 0:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     target = physical_dim(dim, x.dim() - 1, at)
     over = [d for d in range(x.dim()) if d != at and d != target]
     lengths = torch.linalg.vector_norm(x, p, over, True)
@@ -272,7 +272,7 @@ def renorm_inplace(
     return out if out is NotImplemented else (x.copy_(out[0]), dims[0])
 
 
-def along(tensors: int = 1) -> Rule:
+def along_dim(tensors: int = 1) -> Rule:
     """Return the rule of an operator that works along the dim ``args[tensors]`` and keeps it.
 
     ``tensors`` is the number of tensor arguments, which come first.
@@ -287,7 +287,7 @@ def along(tensors: int = 1) -> Rule:
         else:
             at = next(dim for dim in dims if dim is not None)
             values = [
-                arg if dim == at else batched_at(arg, dim, level.batch_size, at)
+                arg if dim == at else expand_at(arg, dim, level.batch_size, at)
                 for arg, dim in zip(args[:tensors], dims, strict=False)
             ]
         rank = values[0].dim() - 1
@@ -295,14 +295,14 @@ def along(tensors: int = 1) -> Rule:
         rest = args[tensors + 1 :]
         if rank:
             return op(*values, physical_dim(dim, rank, at), *rest, **kwargs), at
-        wrap(dim, 0)
+        wrap_dim(dim, 0)
         out = op(*[v.unsqueeze(1) for v in values], 1, *rest, **kwargs)
         return (out.squeeze(1) if isinstance(out, Tensor) else [o.squeeze(1) for o in out]), 0
 
     return shifted(*[Shift.SAME] * tensors, Shift.DIM)(rule)
 
 
-_along = along()
+_along = along_dim()
 
 
 def along_inplace(
@@ -354,12 +354,12 @@ rows(
 rows(reduction(1, 2, -1), "aten::mode")
 rows(reduction(2, 3, -1), "aten::kthvalue")
 rows(arg_extreme, "aten::argmax", "aten::argmin")
-rows(over_all(_sum), "aten::sum")
-rows(over_all(torch.mean), "aten::mean")
-rows(over_all(torch.amax), "aten::max")
-rows(over_all(torch.amin), "aten::min")
-rows(over_all(torch.all), "aten::all")
-rows(over_all(torch.any), "aten::any")
+rows(over_all_dims(_sum), "aten::sum")
+rows(over_all_dims(torch.mean), "aten::mean")
+rows(over_all_dims(torch.amax), "aten::max")
+rows(over_all_dims(torch.amin), "aten::min")
+rows(over_all_dims(torch.all), "aten::all")
+rows(over_all_dims(torch.any), "aten::any")
 rows(
     _along,
     "aten::cumsum",
@@ -379,13 +379,13 @@ rows(
 )
 rows(along_inplace, "aten::cumsum_", "aten::cumprod_")
 rows(
-    along(2),
+    along_dim(2),
     "aten::_softmax_backward_data",
     "aten::_log_softmax_backward_data",
     "aten::glu_backward",
 )
-rows(along(3), "aten::glu_jvp")
-rows(along(5), "aten::glu_backward_jvp")
+rows(along_dim(3), "aten::glu_jvp")
+rows(along_dim(5), "aten::glu_backward_jvp")
 
 
 @row("aten::count_nonzero")
@@ -397,7 +397,7 @@ def count_nonzero(
     rank = x.dim() - 1
     dim = args[1] if len(args) > 1 else None
     if rank == 0:
-        wrap(dim or 0, 0)
+        wrap_dim(dim or 0, 0)
         return torch.count_nonzero(x.unsqueeze(1), 1), 0
     if dim is None:
         return torch.count_nonzero(x, every_dim(rank, at)), 0

@@ -28,7 +28,9 @@ from tsfunc.ops.registry import Dims, Rule, RuleLevel
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
 
 
-def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def raise_as_one_example(
+    op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Raise torch's error for one example; return NotImplemented if torch accepts the call.
 
     The error has the type of torch's error. The shapes of the examples are appended to its
@@ -39,11 +41,13 @@ def refused(op: Any, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any])
     try:
         op(*examples, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in examples if isinstance(x, Tensor))
-        raise type(error)(
-            f"{error}\nShape mismatch inside of vmap: {op_name(op)} was called on examples of "
-            f"shape {shapes}."
-        ) from None
+        tensors = [x for x in examples if isinstance(x, Tensor)]
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        call = f"{op_name(op)} was called on examples of shape {shapes}"
+        if len({x.dtype for x in tensors}) > 1:
+            call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
+            raise type(error)(f"{error}\nInside of vmap, {call}.") from None
+        raise type(error)(f"{error}\nShape mismatch inside of vmap: {call}.") from None
     return NotImplemented
 
 
@@ -100,7 +104,7 @@ def _check(
             return
         except Exception:
             pass  # the values may be the reason
-    refused(op, dims, args, kwargs)
+    raise_as_one_example(op, dims, args, kwargs)
 
 
 def _signature(value: Any, at: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
-from tsfunc.ops.dims import front, logical_shape, op_name, unit_dims
+from tsfunc.ops.dims import batch_to_front, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Dims, RuleLevel
 
@@ -78,7 +78,7 @@ def _bernoulli(
     op: Any, draw: Philox, count: Any, dtype: torch.dtype, chance: float = 0.5
 ) -> Tensor:
     _require(0 <= chance <= 1, op, f"p to be in [0, 1], but got p={chance}")
-    return distributions.below(draw, count, chance)
+    return distributions.bernoulli(draw, count, chance)
 
 
 def _greatest(dtype: torch.dtype) -> int:
@@ -146,7 +146,7 @@ def sampled(
 def parameter_rows(x: Tensor, at: int | None, shape: Sequence[Any]) -> Tensor:
     """Return a parameter as rows of float64 numbers: one row per example, or one row for all."""
     x = x.detach()
-    x = x.unsqueeze(0) if at is None else front(x, at)
+    x = x.unsqueeze(0) if at is None else batch_to_front(x, at)
     x = unit_dims(x, 1, len(shape) - x.dim() + 1)
     return x.expand(x.shape[0], *shape).reshape(x.shape[0], math.prod(shape)).to(torch.float64)
 
@@ -175,7 +175,7 @@ def multinomial(
 
     Without replacement, they have the largest weights after division by exponential numbers.
     """
-    weights = x.detach().unsqueeze(0) if at is None else front(x.detach(), at)
+    weights = x.detach().unsqueeze(0) if at is None else batch_to_front(x.detach(), at)
     lead, kinds = weights.shape[1:-1], weights.shape[-1]
     _require(number > 0, op, f"to draw a number of samples above 0, got {number}")
     _require(
@@ -234,7 +234,7 @@ def of_parameters(
 
 def _with_implicit_gradient(shape: Tensor, at: int | None, out: Tensor) -> Tensor:
     """Attach the derivative of gamma numbers by their parameter; torch has its formula."""
-    alpha = shape.unsqueeze(0) if at is None else front(shape, at)
+    alpha = shape.unsqueeze(0) if at is None else batch_to_front(shape, at)
     plain = type(alpha) in (Tensor, torch.nn.Parameter)
     if plain and not alpha.requires_grad and forward_ad.unpack_dual(alpha).tangent is None:
         return out

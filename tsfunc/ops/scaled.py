@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import filled, front
+from tsfunc.ops.dims import batch_to_front, with_defaults
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _FLOAT8 = (
@@ -26,7 +26,7 @@ def _matrix(x: Tensor, at: int | None) -> Tensor:
     """Return a matrix, or a scale that broadcasts with one, with the batch dim first."""
     if at is None:
         return x
-    x = front(x, at)
+    x = batch_to_front(x, at)
     return x.reshape(x.shape[0], *[1] * (3 - x.dim()), *x.shape[1:])
 
 
@@ -48,10 +48,10 @@ def scaled_mm(
     The CPU kernel applies the scale of a float8 result depending on the bias, so the per-example
     loop runs such calls.
     """
-    x, y, by_x, by_y, bias, by_out, dtype, _ = filled(args, *[None] * 7, False)
-    p, q, s, t, b, *_ = filled(dims, *[None] * 8)
+    x, y, by_x, by_y, bias, by_out, dtype, _ = with_defaults(args, *[None] * 7, False)
+    p, q, s, t, b, *_ = with_defaults(dims, *[None] * 8)
     if p is not None and all(at is None for at in dims[1:]) and by_x.numel() == 1:
-        rows = front(x, p)
+        rows = batch_to_front(x, p)
         return op(rows.flatten(0, 1), *args[1:]).unflatten(0, rows.shape[:2]), 0
     dtype = dtype or x.dtype
     if by_out is not None and dtype in _FLOAT8:
@@ -67,7 +67,7 @@ def scaled_mm_v2(
 
     The rule covers only one scale per tensor or per row.
     """
-    x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = filled(
+    x, y, by_x, of_x, _, by_y, of_y, _, bias, dtype, contracted, _ = with_defaults(
         args, *[None] * 10, (), False
     )
     kinds = [*of_x, *of_y]

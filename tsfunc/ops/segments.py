@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, logical_rank, wrap
+from tsfunc.ops.dims import expand_to_front, logical_rank, wrap_dim
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
@@ -26,14 +26,14 @@ def segment_reduce(
     size = level.batch_size
     *tensors, reduction = args
     rank = logical_rank(tensors[-1], dims[len(tensors) - 1])
-    batched = [batched_front(x, d, size) for x, d in zip(tensors, dims, strict=False)]
+    batched = [expand_to_front(x, d, size) for x, d in zip(tensors, dims, strict=False)]
     named = dict(kwargs)
     for name in ("lengths", "offsets"):
         if isinstance(named.get(name), Tensor):
-            named[name] = batched_front(named[name], keyword_dim(dims, args, name), size)
+            named[name] = expand_to_front(named[name], keyword_dim(dims, args, name), size)
     if "unsafe" in named or len(tensors) == 1:  # the kernel's checks compute the least length
         named["unsafe"] = named.get("unsafe", False) or size == 0
-    named["axis"] = wrap(named.get("axis", 0), rank) + 1
+    named["axis"] = wrap_dim(named.get("axis", 0), rank) + 1
     return op(*batched, reduction, **named), 0
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import batched_front, front, lines, logical_rank, physical_dim, wrap
+from tsfunc.ops.dims import (
+    batch_to_front,
+    expand_to_front,
+    flatten_logical,
+    logical_rank,
+    physical_dim,
+    wrap_dim,
+)
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.splitting import agree
@@ -20,7 +27,7 @@ from tsfunc.ops.splitting import agree
 def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:
     """Return the tensor, its physical dim, and True if it was a scalar and got a dim."""
     if x.dim() == 1:
-        return x.unsqueeze(1), 1 + wrap(dim, 0), True
+        return x.unsqueeze(1), 1 + wrap_dim(dim, 0), True
     return x, physical_dim(dim, x.dim() - 1, at), False
 
 
@@ -62,12 +69,12 @@ def _search(
     if p is None and s is None and rank == 1:
         # torch warns if the values are not contiguous, because it copies them.
         return torch.searchsorted(sequence, x.contiguous(), **kwargs), q
-    sequence, x = batched_front(sequence, p, size), batched_front(x, q, size)
+    sequence, x = expand_to_front(sequence, p, size), expand_to_front(x, q, size)
     if sorter is not None:
-        kwargs = {**kwargs, "sorter": batched_front(sorter, s, size).contiguous()}
+        kwargs = {**kwargs, "sorter": expand_to_front(sorter, s, size).contiguous()}
     shape = x.shape
     if rank == 1:
-        x = lines(x)
+        x = flatten_logical(x)
     out = torch.searchsorted(sequence.contiguous(), x.contiguous(), **kwargs)
     return out.view(shape), 0
 
@@ -123,7 +130,7 @@ def one_hot(
         DataDependentError: ``num_classes`` is missing, and the vmap does not split batches.
     """
     count = args[1] if len(args) > 1 else -1
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     if count == -1:
         if level.splitter is None:
             raise DataDependentError(
@@ -132,7 +139,7 @@ def one_hot(
                 f"(torch.func says: vmap: It looks like you're calling .item() on a Tensor.) "
                 f"{SPLIT}."
             )
-        most = lines(x).amax(1)
+        most = flatten_logical(x).amax(1)
         agree(op, level, most)
         count = int(most[0]) + 1
     return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0

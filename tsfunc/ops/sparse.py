@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.compressed import (
+    as_one_matrix,
     batch_of,
     diagonal,
     is_compressed,
     members,
     of_members,
-    one_matrix,
     with_values,
 )
-from tsfunc.ops.dims import align, batched_front, front, logical_rank, op_name, wrap
-from tsfunc.ops.dynamic import refuse_dynamic
+from tsfunc.ops.dims import align, batch_to_front, expand_to_front, logical_rank, op_name, wrap_dim
+from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse
 from tsfunc.ops.splitting import agree
@@ -43,7 +43,7 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
     """
     ranks = logical_rank(x, p), logical_rank(y, q)
     if ranks == (2, 2) and _is_coo(x) and _is_coo(y):
-        return _of_both(x, p, y, q)
+        return _product_of_batches(x, p, y, q)
     both = is_sparse(x) and is_sparse(y)
     if both or max(ranks) > 2 or ranks[1 if is_sparse(x) else 0] == 0 or 2 not in ranks:
         return NotImplemented
@@ -53,14 +53,14 @@ def product(x: Tensor, p: int | None, y: Tensor, q: int | None, times: Times = t
     if vector:
         return _times(y, q, x, p)
     out, at = _times(y, q, *_transposed(x, p))
-    return front(out, at).transpose(1, 2), 0
+    return batch_to_front(out, at).transpose(1, 2), 0
 
 
 def _is_coo(x: Tensor) -> bool:
     return x.layout is torch.sparse_coo and not x.dense_dim()
 
 
-def _of_both(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
+def _product_of_batches(x: Tensor, p: int | None, y: Tensor, q: int | None) -> tuple[Tensor, int]:
     """Multiply two batches of sparse matrices as two block-diagonal matrices."""
     size = x.shape[p] if p is not None else y.shape[q or 0]
     x, y = (batched_sparse(x, p, size).coalesce(), batched_sparse(y, q, size).coalesce())
@@ -82,7 +82,7 @@ def _diagonal(x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
+def sparse_product(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
     """Multiply sparse tensors after the product of dense tensors raised an error.
 
     Raises:
@@ -95,7 +95,7 @@ def product_instead(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any:
 
 def _transposed(x: Tensor, at: int | None) -> tuple[Tensor, int | None]:
     """Return the transposed matrix."""
-    return (x.transpose(0, 1), None) if at is None else (front(x, at).transpose(1, 2), 0)
+    return (x.transpose(0, 1), None) if at is None else (batch_to_front(x, at).transpose(1, 2), 0)
 
 
 def _times(
@@ -108,18 +108,18 @@ def _times(
         columns = y.movedim(q, -1)
         out = times(x, columns if vector else columns.flatten(1))
         return (out, 1) if vector else (out.unflatten(1, columns.shape[1:]), 2)
-    x = front(x, p)
+    x = batch_to_front(x, p)
     if is_compressed(x):
-        out = times(*one_matrix(x, y, q))
+        out = times(*as_one_matrix(x, y, q))
         return out.unflatten(0, (x.shape[0], x.shape[1])), 0
-    y = y.expand(x.shape[0], *y.shape) if q is None else front(y, q)
+    y = y.expand(x.shape[0], *y.shape) if q is None else batch_to_front(y, q)
     if times is not torch.matmul and type(x) is Tensor:
-        x = _by_its_elements(x)
+        x = _with_stored_gradient(x)
     out = torch.bmm(x, y.unsqueeze(-1) if vector else y)
     return (out.squeeze(-1) if vector else out), 0
 
 
-def _by_its_elements(x: Tensor) -> Tensor:
+def _with_stored_gradient(x: Tensor) -> Tensor:
     """Return a sparse tensor whose gradient has stored elements only, as for ``torch.sparse.mm``.
 
     The gradient of ``bmm`` is dense.
@@ -138,13 +138,13 @@ def product_of_stacks(x: Tensor, p: int | None, y: Tensor, q: int | None) -> Any
         return torch.bmm(x, columns.flatten(2)).unflatten(2, columns.shape[2:]), 3
     if x.layout is not torch.sparse_coo or x.requires_grad:
         return NotImplemented
-    x = front(x, p).coalesce()
+    x = batch_to_front(x, p).coalesce()
     (size, count), (example, k, i, j) = x.shape[:2], x.indices()
     stack = torch.sparse_coo_tensor(
         torch.stack([example * count + k, i, j]), x.values(), (size * count, *x.shape[2:]),
         is_coalesced=True, check_invariants=False,
     )  # fmt: skip
-    out = torch.bmm(stack, batched_front(y, q, size).flatten(0, 1))
+    out = torch.bmm(stack, expand_to_front(y, q, size).flatten(0, 1))
     return out.unflatten(0, (size, count)), 0
 
 
@@ -176,7 +176,7 @@ def sparse_addmm(
     return added * beta + out, at
 
 
-def added_instead(
+def sparse_sum_of_product(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``addmm`` of sparse tensors, called after the rule of dense tensors raised an error."""
@@ -190,7 +190,7 @@ def linear(op: Any, dims: Dims, args: Sequence[Any]) -> Any:
     x, weight, *bias = args
     at, q, *r = dims
     if q is None:
-        rows_of_all = front(x, at)
+        rows_of_all = batch_to_front(x, at)
         out, at = op(rows_of_all.flatten(0, -2), weight).unflatten(0, rows_of_all.shape[:-1]), 0
     else:
         turned, p = (x, at) if logical_rank(x, at) == 1 else _transposed(x, at)
@@ -212,7 +212,7 @@ def sparse_mm_reduce(
     """Each column is reduced separately, so the examples become further columns."""
     x, p = args[0], dims[0]
     if p is not None:
-        out = op(*one_matrix(x, args[1], dims[1]), *args[2:], **kwargs)
+        out = op(*as_one_matrix(x, args[1], dims[1]), *args[2:], **kwargs)
         return out.unflatten(0, (x.shape[0], x.shape[1])), 0
     columns = args[1].movedim(dims[1], -1)
     out = op(args[0], columns.flatten(1), *args[2:], **kwargs)
@@ -225,13 +225,13 @@ def sparse_mm_reduce_impl(
 ) -> Any:
     """Return the product, and for its derivative the stored element that each result is from."""
     x = batch_of(args[0], dims[0], level.batch_size)
-    y = batched_front(args[1], dims[1], level.batch_size).flatten(0, 1)
+    y = expand_to_front(args[1], dims[1], level.batch_size).flatten(0, 1)
     one, shape = diagonal(x), x.shape[:2]
     out, chosen = op(one, y, *args[2:])
     if args[2] not in ("amax", "amin"):
         return (out.unflatten(0, shape), chosen), (0, None)
     chosen = _first_equal(one, y, out).unflatten(0, shape)
-    return (out.unflatten(0, shape), _of_each(chosen, x.values().shape[1], -1)), 0
+    return (out.unflatten(0, shape), _convert_indices(chosen, x.values().shape[1], -1)), 0
 
 
 def _first_equal(x: Tensor, y: Tensor, out: Tensor) -> Tensor:
@@ -259,11 +259,11 @@ def sparse_mm_reduce_backward(
     size = level.batch_size
     x = batch_of(args[0], dims[0], size)
     grad, weight, chosen = (
-        batched_front(arg, dim, size) if arg.numel() else arg
+        expand_to_front(arg, dim, size) if arg.numel() else arg
         for arg, dim in zip((args[1], args[2], args[4]), (dims[1], dims[2], dims[4]), strict=True)
     )
     if chosen.numel():
-        chosen = _of_each(chosen, x.values().shape[1], 1).flatten(0, 1)
+        chosen = _convert_indices(chosen, x.values().shape[1], 1).flatten(0, 1)
     gradients = op(
         diagonal(x), grad.flatten(0, 1), weight.flatten(0, 1), args[3], chosen, *args[5:]
     )
@@ -274,7 +274,7 @@ def sparse_mm_reduce_backward(
     ), 0
 
 
-def _of_each(chosen: Tensor, stored: int, sign: int) -> Tensor:
+def _convert_indices(chosen: Tensor, stored: int, sign: int) -> Tensor:
     """Convert indices of stored elements: from all examples to each (``sign`` -1), or back (1).
 
     The number of stored elements stands for a row that stores none.
@@ -290,7 +290,7 @@ def to_sparse_dims(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim becomes an additional sparse dim."""
-    return op(front(args[0], dims[0]), args[1] + 1), 0
+    return op(batch_to_front(args[0], dims[0]), args[1] + 1), 0
 
 
 @row("aten::_to_sparse")
@@ -298,7 +298,7 @@ def to_sparse(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Compressed layouts have batch dims too, and these also come first."""
-    return op(front(args[0], dims[0]), **kwargs), 0
+    return op(batch_to_front(args[0], dims[0]), **kwargs), 0
 
 
 @row("aten::to_sparse")
@@ -306,7 +306,7 @@ def to_sparse_of_any(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Batch before decomposition: C++ reads the layout first, which a compressed tracer lacks."""
-    return op(front(args[0], dims[0]), **kwargs), 0
+    return op(batch_to_front(args[0], dims[0]), **kwargs), 0
 
 
 @row(
@@ -317,7 +317,7 @@ def to_compressed(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """All examples must store the same number of elements."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     if x.layout is torch.sparse_coo:
         x, args = _rows_compressed(op, level, x), [args[0], *args[1:]]
     elif x.layout is torch.strided and x.dim() == 3 and level.batch_size > 1:
@@ -341,7 +341,9 @@ def _same_number(op: Any, level: RuleLevel, counts: Tensor, instead: str) -> Non
     """Require that the examples store the same number of elements, or split the batch."""
     if bool((counts != counts[:1]).any()):
         if level.splitter is None:
-            refuse_dynamic(op, f"Use {instead}() instead, or examples that store as many elements")
+            refuse_dynamic_size(
+                op, f"Use {instead}() instead, or examples that store as many elements"
+            )
         agree(op, level, counts)
 
 
@@ -350,10 +352,10 @@ def sparse_sum(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A result without sparse dims is dense, and then the batch of results is dense too."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     rank = x.dim() - 1
-    out = op(x, [wrap(dim, rank) + 1 for dim in args[1]], **kwargs)
-    left = set(range(x.sparse_dim() - 1)) - {wrap(dim, rank) for dim in args[1]}
+    out = op(x, [wrap_dim(dim, rank) + 1 for dim in args[1]], **kwargs)
+    left = set(range(x.sparse_dim() - 1)) - {wrap_dim(dim, rank) for dim in args[1]}
     return (out if left or not is_sparse(out) else out.to_dense()), 0
 
 
@@ -368,8 +370,8 @@ def sparse_sum_backward(
     if is_sparse(grad):
         grad = batched_sparse(grad, dims[0], size)
     else:
-        grad = batched_front(grad, dims[0], size).to_sparse(1)
-    return op(grad, x, [wrap(dim, x.dim() - 1) + 1 for dim in args[2]]), 0
+        grad = expand_to_front(grad, dims[0], size).to_sparse(1)
+    return op(grad, x, [wrap_dim(dim, x.dim() - 1) + 1 for dim in args[2]]), 0
 
 
 @row("aten::_sparse_softmax_backward_data", "aten::_sparse_log_softmax_backward_data")
@@ -383,7 +385,7 @@ def sparse_softmax_backward(
         batched_sparse(value, at, size)
         for value, at in ((grad, dims[0]), (out, dims[1]), (x, dims[3]))
     )
-    return op(grad, out, wrap(dim, x.dim() - 1) + 1, x), 0
+    return op(grad, out, wrap_dim(dim, x.dim() - 1) + 1, x), 0
 
 
 @row("aten::_sparse_softmax", "aten::_sparse_log_softmax")
@@ -391,8 +393,8 @@ def sparse_softmax(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Normalize over the stored elements of a dim."""
-    x = front(args[0], dims[0])
-    return op(x, wrap(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
+    x = batch_to_front(args[0], dims[0])
+    return op(x, wrap_dim(args[1], x.dim() - 1) + 1, *args[2:], **kwargs), 0
 
 
 @row("aten::_sparse_sum", "aten::_sparse_sum.dtype")
@@ -400,7 +402,7 @@ def sparse_sum_of_all(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return one dense number for each example."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     rest = list(range(1, x.dim()))
     return torch.sparse.sum(x, rest, **kwargs).to_dense() if rest else x.to_dense(), 0
 
@@ -419,7 +421,9 @@ def stored_count(
         return x.values().shape[1], None
     if not torch.ops.aten._nnz.default(x):
         return 0, None
-    return int(torch.ops.aten._indices.default(front(x, dims[0]))[0].bincount().max()), None
+    return int(
+        torch.ops.aten._indices.default(batch_to_front(x, dims[0]))[0].bincount().max()
+    ), None
 
 
 @row("aten::_sparse_mask_projection")
@@ -438,7 +442,7 @@ def indices(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the indices within each example."""
-    return _stored(op, level, front(args[0], dims[0]))[0].movedim(2, 1), 0
+    return _stored(op, level, batch_to_front(args[0], dims[0]))[0].movedim(2, 1), 0
 
 
 @row("aten::values", "aten::_values")
@@ -448,7 +452,7 @@ def values(
     """Return the stored elements of each example."""
     if is_compressed(args[0]):
         return op(args[0]), dims[0]
-    return _stored(op, level, front(args[0], dims[0]))[1], 0
+    return _stored(op, level, batch_to_front(args[0], dims[0]))[1], 0
 
 
 def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -511,8 +515,8 @@ def sparse_coo_tensor(
     sparse, dense, size, positions, stored = args
     count = level.batch_size
     positions, stored = (
-        batched_front(positions, dims[3], count),
-        batched_front(stored, dims[4], count),
+        expand_to_front(positions, dims[3], count),
+        expand_to_front(stored, dims[4], count),
     )
     examples = torch.arange(count, device=positions.device)[:, None].expand(
         count, positions.shape[2]
@@ -526,7 +530,7 @@ def sparse_mask(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the values of a tensor at the indices that the mask stores."""
-    x, mask = batched_front(args[0], dims[0], level.batch_size), args[1]
+    x, mask = expand_to_front(args[0], dims[0], level.batch_size), args[1]
     if is_compressed(mask):
         return op(x, batch_of(mask, dims[1], level.batch_size)), 0
     return op(x, batched_sparse(mask, dims[1], level.batch_size)), 0

@@ -20,8 +20,8 @@ from tsfunc.ops.compressed import (
     of_members,
     with_values,
 )
-from tsfunc.ops.dims import align, front, op_name, unit_dims
-from tsfunc.ops.dynamic import refuse_dynamic
+from tsfunc.ops.dims import align, batch_to_front, op_name, unit_dims
+from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Dims, RuleLevel
 
 _SUMS = frozenset({"add", "sub", "subtract"})
@@ -29,7 +29,7 @@ _PRODUCTS = frozenset({"mul", "multiply"})
 _QUOTIENTS = frozenset({"div", "divide", "true_divide"})
 
 
-def elementwise_instead(
+def sparse_elementwise(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two tensors, at least one of them sparse.
@@ -45,17 +45,17 @@ def elementwise_instead(
     size = level.batch_size
     if name in _SUMS:
         if _is_sparse(x) and _is_sparse(y):
-            return _of_both(op, level, dims, args, kwargs)
+            return _combine_sparse(op, level, dims, args, kwargs)
         dense = [_dense(x) if p is None else x, _dense(y) if q is None else y]
         aligned, at = align(dense, dims)
         sizes = torch.broadcast_shapes(*[part.shape for part in aligned])
         return op(*[_expanded(part, sizes) for part in aligned], **kwargs), at
     if name in _PRODUCTS and _is_sparse(x) and _is_sparse(y):
-        return _of_both(op, level, dims, args, kwargs)
+        return _combine_sparse(op, level, dims, args, kwargs)
     if name in _PRODUCTS and _is_sparse(y):
         (x, p), (y, q) = (y, q), (x, p)
     if name in _PRODUCTS or (name in _QUOTIENTS and not _is_sparse(y)):
-        return _by_dense(op, batched_sparse(x, p, size), y, q, kwargs), 0
+        return _combine_with_dense(op, batched_sparse(x, p, size), y, q, kwargs), 0
     raise
 
 
@@ -82,10 +82,10 @@ def batched_sparse(x: Tensor, at: int | None, size: int) -> Tensor:
     """Return a sparse tensor with its batch dim first; an unbatched one is copied per example."""
     if is_compressed(x):
         return batch_of(x, at, size)
-    return front(x, at) if at is not None else torch.stack([x] * size)
+    return batch_to_front(x, at) if at is not None else torch.stack([x] * size)
 
 
-def _of_both(
+def _combine_sparse(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Combine two sparse tensors; compressed matrices are combined as one block-diagonal matrix.
@@ -106,7 +106,7 @@ def _diagonal_blocks(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
     ends = torch.cat([starts[1:], compressed[-1:].unsqueeze(1)])
     stored = (ends - starts).flatten()
     if bool((stored != stored[:1]).any()):
-        refuse_dynamic(op, "Use to_dense() first")
+        refuse_dynamic_size(op, "Use to_dense() first")
     inner = compressed[1:].unflatten(0, (count, -1)) - starts
     plain = plain.unflatten(0, (count, -1))
     lines = torch.arange(count, device=plain.device, dtype=plain.dtype).unsqueeze(1)
@@ -120,9 +120,11 @@ def _diagonal_blocks(op: Any, x: Tensor, shape: torch.Size) -> Tensor:
     )
 
 
-def _by_dense(op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]) -> Tensor:
+def _combine_with_dense(
+    op: Any, x: Tensor, y: Tensor, q: int | None, kwargs: Mapping[str, Any]
+) -> Tensor:
     """Combine a sparse tensor, batch dim first, with a dense tensor that broadcasts to it."""
-    y = front(y, q) if q is not None else y.unsqueeze(0)
+    y = batch_to_front(y, q) if q is not None else y.unsqueeze(0)
     if is_compressed(x):
         values = x.values()
         if y.dim() == 1:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsfunc.ops.dims import every_dim, filled, physical_dim, physical_dims
-from tsfunc.ops.refusal import refused
+from tsfunc.ops.dims import every_dim, physical_dim, physical_dims, with_defaults
+from tsfunc.ops.refusal import raise_as_one_example
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
 
 
@@ -25,8 +25,8 @@ def along_one(
     """Batch ``f(x, n, dim, norm)``."""
     x, at = args[0], dims[0]
     if x.dim() == 1:
-        return refused(op, dims, args, kwargs)
-    n, dim, norm = filled(args[1:], None, -1, None)
+        return raise_as_one_example(op, dims, args, kwargs)
+    n, dim, norm = with_defaults(args[1:], None, -1, None)
     return op(x, n, physical_dim(dim, x.dim() - 1, at), norm), at
 
 
@@ -38,9 +38,9 @@ def along_several(default: Sequence[int] | None) -> Rule:
     ) -> Any:
         x, at = args[0], dims[0]
         rank = x.dim() - 1
-        sizes, along, norm = filled(args[1:], None, default, None)
+        sizes, along, norm = with_defaults(args[1:], None, default, None)
         if rank == 0 or (along is None and sizes is not None and len(sizes) > rank):
-            refused(op, dims, args, kwargs)
+            raise_as_one_example(op, dims, args, kwargs)
             if rank or along or sizes:
                 return NotImplemented
             # torch accepts a scalar, which has no dim to transform.
@@ -60,7 +60,7 @@ def shifted(
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if len(args) > 1 and args[1] is not None:
         return op(x, physical_dims(args[1], rank, at)), at
     return op(x, every_dim(rank, at)), at

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.compressed import is_compressed, taken
+from tsfunc.ops.compressed import is_compressed, select_examples
 from tsfunc.ops.dims import op_name
 from tsfunc.ops.registry import RuleLevel
 
@@ -56,7 +56,7 @@ def take_examples(x: Tensor, at: int, positions: Tensor) -> Tensor:
     """Return some of the examples: a view if they are adjacent, else a copy in the same layout."""
     count = len(positions)
     if is_compressed(x):
-        return taken(x, positions.to(x.device))
+        return select_examples(x, positions.to(x.device))
     if x.layout is not torch.strided:
         return x.index_select(at, positions.to(x.device))
     if count == 0 or int(positions[-1]) - int(positions[0]) + 1 == count:
@@ -97,7 +97,7 @@ _SINGLE: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def same_answer(value: Tensor, name: str) -> Any:
+def common_value(value: Tensor, name: str) -> Any:
     """Return a method's answer if a cheap check finds it equal for all examples; else None.
 
     ``value`` has one number for each example.
@@ -133,7 +133,7 @@ def _bits(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def answers_of(value: torch.Tensor, at: int, name: str) -> torch.Tensor:
+def comparison_rows(value: torch.Tensor, at: int, name: str) -> torch.Tensor:
     """Return a row per example; equal rows mean that a method returns equal results for them."""
     value = value.movedim(at, 0)
     if name in ("__bool__", "is_nonzero"):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import align, batched_front, logical_rank, promote_scalars, refuse_inplace
-from tsfunc.ops.refusal import checked, refused
+from tsfunc.ops.dims import align, expand_to_front, logical_rank, promote_scalars, refuse_inplace
+from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
-from tsfunc.ops.sparse_elementwise import elementwise_instead, is_mixed
+from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
 def uniform(args: Sequence[Any], dims: Dims) -> bool:
@@ -67,7 +67,7 @@ def pointwise(
         aligned, at = align(promote_scalars(args, dims), dims)
         return op(*aligned, **kwargs), at
     except RuntimeError:
-        return elementwise_instead(op, level, dims, args, kwargs)
+        return sparse_elementwise(op, level, dims, args, kwargs)
 
 
 def pointwise_inplace(
@@ -97,7 +97,9 @@ def clamp(
     """
     bounds = [x for x in args[1:] if isinstance(x, Tensor)]
     if len(bounds) == 2 and any(dim is None for dim in dims):
-        args = [batched_front(x, dim, level.batch_size) for x, dim in zip(args, dims, strict=True)]
+        args = [
+            expand_to_front(x, dim, level.batch_size) for x, dim in zip(args, dims, strict=True)
+        ]
         dims = (0, 0, 0)
     return pointwise(op, level, dims, args, kwargs)
 
@@ -140,7 +142,7 @@ def masked_fill_tensor(
         (x, mask), at = align(args[:2], dims[:2])
         return op(x, mask, args[2], **kwargs), at
     if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     (x, mask, value), at = align(args, dims)
     return torch.where(mask, value.to(x.dtype), x), at
 
@@ -169,7 +171,7 @@ def masked_fill_tensor_inplace(
     if at is None:
         refuse_inplace(op)
     if logical_rank(args[2], dims[2]) or args[1].dtype is not torch.bool:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     (_, mask, value), _ = align(args, dims, x.dim() - 1 - at)
     x.copy_(torch.where(mask, value.to(x.dtype), x))
     return x, at

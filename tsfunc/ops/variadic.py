@@ -8,25 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, front, logical_rank, physical_dim, unit_dims, wrap
+from tsfunc.ops.dims import (
+    batch_to_front,
+    expand_to_front,
+    logical_rank,
+    physical_dim,
+    unit_dims,
+    wrap_dim,
+)
 from tsfunc.ops.layouts import channels_back, channels_last, channels_moved, moved_dim
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.shifts import Shift, shifted
 
 
-def in_front(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
+def batches_first(tensors: Sequence[Tensor], dims: Sequence[int | None], size: int) -> list[Tensor]:
     """Return each of the tensors with a batch dim first."""
-    return [batched_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
+    return [expand_to_front(x, dim, size) for x, dim in zip(tensors, dims, strict=True)]
 
 
-def together(
+def align_batch_dims(
     tensors: Sequence[Tensor], dims: Sequence[int | None], size: int
 ) -> tuple[Sequence[Tensor], int]:
     """Return the tensors with one common batch dim, and that dim. Equal dims are unchanged."""
     at = dims[0]
     if at is not None and dims.count(at) == len(dims):
         return tensors, at
-    return in_front(tensors, dims, size), 0
+    return batches_first(tensors, dims, size), 0
 
 
 def _without_empty(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -41,17 +48,17 @@ def cat(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Concatenate along one logical dim."""
-    tensors, at = together(args[0], dims[0], level.batch_size)
+    tensors, at = align_batch_dims(args[0], dims[0], level.batch_size)
     ranks = [x.dim() for x in tensors]
     rank = max(ranks)
     if min(ranks) != rank:
         # The ranks differ, so only the first position is the same in all tensors.
-        tensors, at = _without_empty(in_front(args[0], dims[0], level.batch_size)), 0
+        tensors, at = _without_empty(batches_first(args[0], dims[0], level.batch_size)), 0
     if rank == 1:
         raise RuntimeError("zero-dimensional tensor (at position 0) cannot be concatenated")
     dim = args[1] if len(args) > 1 else 0
     if rank > 4 and all(channels_last(x, at) for x in tensors):
-        return _cat_channels_last(tensors, at, wrap(dim, rank - 1)), 0
+        return _cat_channels_last(tensors, at, wrap_dim(dim, rank - 1)), 0
     return op(tensors, physical_dim(dim, rank - 1, at)), at
 
 
@@ -66,9 +73,9 @@ def stack(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """A new dim at the position of the batch dim is inserted after the batch dim."""
-    tensors, at = together(args[0], dims[0], level.batch_size)
+    tensors, at = align_batch_dims(args[0], dims[0], level.batch_size)
     rank = tensors[0].dim()
-    dim = wrap(args[1] if len(args) > 1 else 0, rank)
+    dim = wrap_dim(args[1] if len(args) > 1 else 0, rank)
     if rank > 4 and dim < rank - 1 and all(channels_last(x, at) for x in tensors):
         out = _cat_channels_last(tensors, at, dim)
         return out.unflatten(dim + 1, (len(tensors), -1)), 0
@@ -80,7 +87,7 @@ def block_diag(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Pad each block to the width of the result and concatenate the blocks."""
-    tensors = in_front(args[0], dims[0], level.batch_size)
+    tensors = batches_first(args[0], dims[0], level.batch_size)
     blocks = [unit_dims(x, 1, 3 - x.dim()) for x in tensors]
     width: Any = sum([x.shape[2] for x in blocks])
     padded: list[Tensor] = []
@@ -98,5 +105,5 @@ def broadcast_tensors(
     """Unbatched tensors are broadcast over the batch dim too."""
     pairs = list(zip(args[0], dims[0], strict=True))
     rank = max([logical_rank(x, at) for x, at in pairs])
-    leading = [(x.unsqueeze(0) if at is None else front(x, at)) for x, at in pairs]
+    leading = [(x.unsqueeze(0) if at is None else batch_to_front(x, at)) for x, at in pairs]
     return op([unit_dims(x, 1, rank + 1 - x.dim()) for x in leading]), 0

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import (
+    batch_to_front,
     check_dims_of_scalar,
     every_dim,
-    filled,
-    front,
     physical_dim,
     physical_dims,
     unit_dims,
-    wrap,
+    with_defaults,
+    wrap_dim,
 )
-from tsfunc.ops.refusal import checked, refused
+from tsfunc.ops.refusal import checked, raise_as_one_example
 from tsfunc.ops.registry import Dims, Family, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted
 
@@ -72,8 +72,8 @@ def reshape(
     """Reshape with the batch dim first."""
     sizes = _sizes(op, dims, args)
     if sizes is None:
-        return refused(op, dims, args, kwargs)
-    return op(front(args[0], dims[0]), sizes), 0
+        return raise_as_one_example(op, dims, args, kwargs)
+    return op(batch_to_front(args[0], dims[0]), sizes), 0
 
 
 @VIEWS.row("aten::view")
@@ -87,9 +87,9 @@ def view(
     """
     sizes = _sizes(op, dims, args)
     if sizes is None:
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     try:
-        return op(front(args[0], dims[0]), sizes), 0
+        return op(batch_to_front(args[0], dims[0]), sizes), 0
     except (RuntimeError, ValueError):  # fake tensors raise ValueError
         return NotImplemented
 
@@ -107,7 +107,7 @@ def reshape_alias(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The strides are those of a view with the given sizes, so they are ignored."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     return x.reshape([x.shape[0], *args[1]]), 0
 
 
@@ -121,7 +121,7 @@ def expand(
     sizes = list(args[1])
     new = len(sizes) - x.dim() + 1
     if new > 0 and -1 in sizes[:new]:  # a size to keep, of a dim that did not exist
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if at == 0:
         x = unit_dims(x, 1, new)
     else:
@@ -160,7 +160,7 @@ def transpose(
     at = dims[0]
     rank = x.dim() - 1
     if rank == 0:
-        wrap(first, rank), wrap(second, rank)
+        wrap_dim(first, rank), wrap_dim(second, rank)
         return op(x, 0, 0), at
     return op(x, physical_dim(first, rank, at), physical_dim(second, rank, at)), at
 
@@ -182,7 +182,7 @@ def squeeze(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Remove all logical dims of size 1, but never the batch dim."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     return torch.squeeze(x, list(range(1, x.dim()))), 0
 
 
@@ -195,7 +195,7 @@ def squeeze_dim(
     x, at = args[0], dims[0]
     rank = x.dim() - 1
     if rank == 0:
-        wrap(args[1], 0)
+        wrap_dim(args[1], 0)
         return same(x), at
     dim = physical_dim(args[1], rank, at)
     return op(x, dim), at - 1 if dim < at and x.shape[dim] == 1 else at
@@ -226,7 +226,7 @@ def unsqueeze(
     A first batch dim stays first.
     """
     x, at = args[0], dims[0]
-    dim = wrap(args[1], x.dim())
+    dim = wrap_dim(args[1], x.dim())
     return (op(x, dim), at + 1) if dim < at else (op(x, dim + 1), at)
 
 
@@ -314,7 +314,7 @@ def diagonal(
 ) -> Any:
     """Remove two dims and append the diagonal as the last dim."""
     x, at = args[0], dims[0]
-    offset, dim1, dim2 = filled(args[1:], 0, 0, 1)
+    offset, dim1, dim2 = with_defaults(args[1:], 0, 0, 1)
     first, second = physical_dims((dim1, dim2), x.dim() - 1, at)
     return op(x, offset, first, second), at - (first < at) - (second < at)
 
@@ -327,7 +327,7 @@ def unfold(
     x, dim, size, step = args
     at = dims[0]
     if x.dim() == 1:
-        wrap(dim, 0)
+        wrap_dim(dim, 0)
         return op(x.unsqueeze(1), 1, size, step).squeeze(1), 0
     return op(x, physical_dim(dim, x.dim() - 1, at), size, step), at
 
@@ -368,7 +368,7 @@ def as_strided(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim keeps its stride: NOTE [offsets into memory]."""
-    x, sizes, strides, offset = filled(args, None, None, None, None)
+    x, sizes, strides, offset = with_defaults(args, None, None, None, None)
     at = dims[0]
     if offset is None:
         offset = x.storage_offset()
@@ -382,7 +382,7 @@ def as_strided_scatter(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Like as_strided. An unbatched target is copied for each example."""
-    x, source, sizes, strides, offset = filled(args, None, None, None, None, None)
+    x, source, sizes, strides, offset = with_defaults(args, None, None, None, None, None)
     at = dims[0]
     if at is not None and level.batch_size and x.stride(at) == 0:
         x, at = x.select(at, 0), None
@@ -394,7 +394,7 @@ def as_strided_scatter(
         copies = x.new_empty_strided([level.batch_size, *x.shape], [span, *x.stride()])
         x, at, offset = copies.copy_(x), 0, offset - begin
     _within(x, at, sizes, strides, offset)
-    source = source if dims[1] is None else front(source, dims[1])
+    source = source if dims[1] is None else batch_to_front(source, dims[1])
     sizes = [x.shape[at], *sizes]
     return op(x, source.expand(sizes), sizes, [x.stride(at), *strides], offset), at
 
@@ -406,7 +406,7 @@ def view_last(
     """These operators change the last dim, so the batch dim moves away from it."""
     x, at = args[0], dims[0]
     if x.dim() == 1 and (len(args) == 1 or args[1].itemsize != x.dtype.itemsize):
-        return refused(op, dims, args, kwargs)
+        return raise_as_one_example(op, dims, args, kwargs)
     if at == x.dim() - 1 and at:
         x, at = x.movedim(at, 0), 0
     if len(args) == 1 and x.stride(-1) != 1:
@@ -436,9 +436,9 @@ def flatten(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Flatten logical dims only. A scalar becomes a vector."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     rank = x.dim() - 1
-    first, last = (wrap(d, rank) for d in filled(args[1:], 0, -1))
+    first, last = (wrap_dim(d, rank) for d in with_defaults(args[1:], 0, -1))
     if rank == 0:
         return x.unsqueeze(1), 0
     return op(x, first + 1, last + 1), 0
@@ -454,7 +454,7 @@ def movedim(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The batch dim is moved first, and all other dims count from the one after it."""
-    x = front(args[0], dims[0])
+    x = batch_to_front(args[0], dims[0])
     rank = x.dim() - 1
     source, to = ([d] if isinstance(d, int) else d for d in args[1:])
     positions = physical_dims(source, rank, 0), physical_dims(to, rank, 0)
@@ -466,7 +466,11 @@ def diag(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a copy of a matrix's diagonal, or the matrix with a vector as its diagonal."""
-    x, offset = front(args[0], dims[0]), args[1] if len(args) > 1 else 0
+    x, offset = batch_to_front(args[0], dims[0]), args[1] if len(args) > 1 else 0
     if x.dim() == 3:
         return torch.diagonal_copy(x, offset, 1, 2), 0
-    return (torch.diag_embed(x, offset), 0) if x.dim() == 2 else refused(op, dims, args, kwargs)
+    return (
+        (torch.diag_embed(x, offset), 0)
+        if x.dim() == 2
+        else raise_as_one_example(op, dims, args, kwargs)
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tsfunc.ops.dims import batched_front, filled
+from tsfunc.ops.dims import expand_to_front, with_defaults
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -21,8 +21,11 @@ def weight_norm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a weight with the direction of ``v`` and the length ``g``, and the norms of ``v``."""
-    v, g, dim = filled(args, None, None, 0)
-    v, g = batched_front(v, dims[0], level.batch_size), batched_front(g, dims[1], level.batch_size)
+    v, g, dim = with_defaults(args, None, None, 0)
+    v, g = (
+        expand_to_front(v, dims[0], level.batch_size),
+        expand_to_front(g, dims[1], level.batch_size),
+    )
     norms = v.norm(2, _except_dim(v, dim), keepdim=True)
     return (v * (g / norms), norms), 0
 
@@ -34,7 +37,7 @@ def weight_norm_backward(
     """Project out the gradient along ``v``, which does not change the direction."""
     *tensors, dim = args
     grad, v, g, norms = (
-        batched_front(x, at, level.batch_size)
+        expand_to_front(x, at, level.batch_size)
         for x, at in zip(tensors, dims[: len(tensors)], strict=True)
     )
     along = (grad * v).sum(_except_dim(v, dim), keepdim=True) / norms

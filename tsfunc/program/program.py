@@ -49,7 +49,7 @@ class Program(ProgramData):
         call_spec: the assumptions about its arguments; None if they were not recorded.
         signature: the signature of the function; None if it was not recorded.
         descriptors: the assumptions by parameter name, as :func:`specialize` takes them.
-        guards: the facts that hold in every call that it answers; printed, one line each;
+        guards: the facts that hold in every call that it serves; printed, one line each;
             ``print`` shows all of them.
         argument_paths: the path of each flattened argument, from the name of a parameter.
         conditions: the conditions on the numbers among its inputs.
@@ -222,7 +222,7 @@ class Program(ProgramData):
         verify(self.graph, self.lifted, self.name, [each.fact for each in conditions])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that :func:`~tsfunc.load` reads: this program, and the calls it answers.
+        """Write a file that :func:`~tsfunc.load` reads: this program, and the calls it serves.
 
         Args:
             path: the path of the file; an existing file is replaced when the new one is complete.

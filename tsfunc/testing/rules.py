@@ -122,7 +122,7 @@ def _check(
         _check_loop(what, pulled, primals, at, rtol, atol)
 
 
-def _check_value(func: custom_jvp, args: tuple[Any, ...], rtol: float, atol: float) -> None:
+def _check_value(func: custom_jvp[Any], args: tuple[Any, ...], rtol: float, atol: float) -> None:
     """Check the value that a jvp rule returns: transforms use the function's value instead."""
     fixed, rest = func.fixed(func.positional(args, {}))
     if func.rule is None:

@@ -62,13 +62,13 @@ def check_argnums(api: str, argnums: Argnums, count: int) -> tuple[int, ...]:
     return tuple(wrapped)
 
 
-def chosen_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
+def select_arguments(api: str, args: Sequence[Any], argnums: Argnums) -> Any:
     """Return the arguments that ``argnums`` names: one, or a tuple."""
     chosen = check_argnums(api, argnums, len(args))
     return args[chosen[0]] if isinstance(argnums, int) else tuple(args[i] for i in chosen)
 
 
-def with_chosen(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
+def replace_selected(args: Sequence[Any], argnums: Argnums, new: Any) -> tuple[Any, ...]:
     """Return the arguments with those that ``argnums`` names replaced."""
     replaced = list(args)
     if isinstance(argnums, int):
@@ -115,7 +115,7 @@ def traced_inputs(
     return [x if isinstance(x, Tracer) else trace.lift(x) for x in primals]
 
 
-def refuse_unseen(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:
+def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None) -> None:
     """Raise if a result belongs to a level of another thread, on which autograd did not record."""
     for out in outputs:
         other = out.dispatch_level if isinstance(out, Tracer) else None

@@ -67,7 +67,7 @@ def checkpoint(
         func: takes and returns pytrees. ``checkpoint(policy=...)`` without it is a decorator.
         policy: the results to keep: one of ``tsfunc.checkpoint_policies``; a list of operators
             (such as ``torch.ops.aten.mm.default``); or a function that takes a context, an
-            operator and its arguments, and returns a bool or a ``CheckpointPolicy`` of torch's. By
+            operator and its arguments, and returns a bool or a torch ``CheckpointPolicy``. By
             default no results are kept. Operators that draw random numbers or write are always
             called again.
         preserve_rng_state: if True, the recomputation draws the same random numbers.

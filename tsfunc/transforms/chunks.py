@@ -55,7 +55,7 @@ def check_chunks(chunk_size: Any, memory_budget: Any) -> Any:
     return chunk_size
 
 
-def sizes_of_chunks(
+def chunk_sizes_for(
     spec: Spec, flat: Sequence[Any], at: Sequence[int | None], size: Any, rest: Any, models: Models
 ) -> ChunkSizes | None:
     """Return the source of the chunk sizes; None to run all examples at once.
@@ -86,8 +86,10 @@ def sizes_of_chunks(
     return MeasuredSize(model, int(budget), size, device, spec.name)
 
 
-def sizes_of_group(spec: Spec, flat: Sequence[Any], group: torch.Tensor) -> ChunkSizes | None:
-    """Same as :func:`sizes_of_chunks`, for a group of examples of equal size; keeps no model."""
+def chunk_sizes_for_group(
+    spec: Spec, flat: Sequence[Any], group: torch.Tensor
+) -> ChunkSizes | None:
+    """Same as :func:`chunk_sizes_for`, for a group of examples of equal size; keeps no model."""
     size = len(group)
     if spec.chunk_size != "auto":
         return FixedSize(spec.chunk_size) if spec.chunk_size is not None else None

@@ -30,7 +30,7 @@ from tsfunc.program.graphs.codegen import generate
 
 
 @dataclass(frozen=True)
-class Converted:
+class ClosureConverted:
     """A traced function of tensors.
 
     Attributes:
@@ -46,7 +46,9 @@ class Converted:
     graph: torch.fx.Graph
 
 
-def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]) -> Converted:
+def converted(
+    what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]
+) -> ClosureConverted:
     """Trace a function of tensors with the types of ``examples``.
 
     Raises:
@@ -80,7 +82,9 @@ def converted(what: str, func: Callable[..., Any], examples: Sequence[torch.Tens
     given = [*(x.node for x in inputs), *(node for _, node in closed)]
     graph = _of_inputs(level.graph, given)
     _, function = generate(what, graph, range(len(given)), {})
-    return Converted(lambda *x: function(x), tuple(value for value, _ in closed), tree, graph)
+    return ClosureConverted(
+        lambda *x: function(x), tuple(value for value, _ in closed), tree, graph
+    )
 
 
 def _of_inputs(graph: torch.fx.Graph, inputs: Sequence[torch.fx.Node]) -> torch.fx.Graph:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from operator import mul
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,9 +22,11 @@ from tsfunc.bridge.control.collectives import Axis
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.tracebacks import folding
 
+_Tree = TypeVar("_Tree")
+
 
 @folding("psum")
-def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+def psum(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the sum over the examples of an axis, the same for each example.
 
     Args:
@@ -46,20 +48,29 @@ def psum(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
     Corresponds to ``jax.lax.psum``.
     """
+    out: Any = x
     for level in _levels(axis_name, "psum"):
-        if type(x) is torch.Tensor:
-            x = physical.total(level, x)
+        if type(out) is torch.Tensor:
+            out = physical.total(level, out)
             continue
         of = functools.partial(physical.total, level)
-        x = _each("psum", x, of, functools.partial(mul, level.batch_size))
-    return x
+        out = _each("psum", out, of, functools.partial(mul, level.batch_size))
+    return cast(_Tree, out)
 
 
 @folding("pmean")
-def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+def pmean(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the mean over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -72,15 +83,23 @@ def pmean(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
     size = 1
     for level in _levels(axis_name, "pmean"):
         size *= level.batch_size
-    return pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
+    mean: _Tree = pytrees.tree_map(lambda leaf: leaf / size, psum(x, axis_name))
+    return mean
 
 
 @folding("pmax")
-def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+def pmax(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the elementwise maximum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`psum`. Examples with equal values share
-    the gradient.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -90,14 +109,23 @@ def pmax(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
     Corresponds to ``jax.lax.pmax``.
     """
-    return _extreme("pmax", torch.amax, x, axis_name)
+    out: _Tree = _extreme("pmax", torch.amax, x, axis_name)
+    return out
 
 
 @folding("pmin")
-def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
+def pmin(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     """Return the elementwise minimum over the examples of an axis, the same for each example.
 
-    The arguments, result and errors are those of :func:`pmax`.
+    Args:
+        x: a pytree of tensors and numbers.
+        axis_name: the axis, or a tuple of axes.
+
+    Returns:
+        A pytree like ``x``. Examples with equal values share the gradient.
+
+    Raises:
+        UnboundAxisError: no active transform binds the name.
 
     Example:
         >>> import torch
@@ -107,7 +135,8 @@ def pmin(x: Any, axis_name: Hashable | Sequence[Hashable]) -> Any:
 
     Corresponds to ``jax.lax.pmin``.
     """
-    return _extreme("pmin", torch.amin, x, axis_name)
+    out: _Tree = _extreme("pmin", torch.amin, x, axis_name)
+    return out
 
 
 def _extreme(what: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:

@@ -86,7 +86,7 @@ def call_rule(
             structure.append(pytrees.structure_of(returned[0]))
         return out, flat
 
-    outs = call_whole(whole, level, [leaves[i] for i in positions])
+    outs = call_whole_batch(whole, level, [leaves[i] for i in positions])
     return pytrees.unflatten(structure[0], outs)
 
 
@@ -125,13 +125,13 @@ def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: i
             )
 
 
-def call_whole(
+def call_whole_batch(
     whole: WholeBatch, level: BatchLevel, tensors: Sequence[torch.Tensor]
 ) -> Sequence[Any]:
     """Call a function of whole batches on tensors of a level and of vmaps inside of it."""
     inner = innermost_level(tensors)
     if isinstance(inner, BatchLevel) and inner is not level and inner.depth > level.depth:
-        return call_whole(_within(inner, whole, level), inner, tensors)
+        return call_whole_batch(_within(inner, whole, level), inner, tensors)
     recorded = [
         isinstance(x, BatchTracer) and x.dispatch_level is level and is_recorded(x) for x in tensors
     ]
@@ -167,9 +167,9 @@ def _within(inner: BatchLevel, whole: WholeBatch, level: BatchLevel) -> WholeBat
             return [x.movedim(0, 1) if flag else x for x, flag in pairs], batched
 
         if not any(inside):
-            results = call_whole(whole, level, values)
+            results = call_whole_batch(whole, level, values)
         else:
-            results = call_whole(mapped, level, values)
+            results = call_whole_batch(mapped, level, values)
         return results, [any(inside)] * len(results)
 
     return through
@@ -251,7 +251,7 @@ class _RecordedBatchCall(Function):
             pulled = pullback(tuple(_expanded(ct, flag, size) for ct, flag in pairs))
             return pulled, [True] * len(by)
 
-        results = call_whole(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
+        results = call_whole_batch(pull, plan.level, [*tensors, *(cotangents[j] for j in of)])
         pulled: list[Any] = [None] * len(tensors)
         for i, value in zip(by, results, strict=True):
             pulled[i] = value
@@ -281,7 +281,7 @@ class _RecordedBatchCall(Function):
             )
             return jvp(run, primals, directions)[1], batched
 
-        return tuple(call_whole(push, plan.level, [*tensors, *(tangents[i] for i in by)]))
+        return tuple(call_whole_batch(push, plan.level, [*tensors, *(tangents[i] for i in by)]))
 
 
 def _batched_at(

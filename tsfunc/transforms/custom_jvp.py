@@ -24,6 +24,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (
+    Result,
     Rule,
     RuleCall,
     RuleFunction,
@@ -36,7 +37,7 @@ from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
 
 
 @folded_class
-class custom_jvp(Rule):
+class custom_jvp(Rule[Result]):
     """A function with a custom forward-mode derivative; reverse mode transposes the rule.
 
     Args:
@@ -109,13 +110,14 @@ class custom_jvp(Rule):
         return (self.func, self.rule)
 
     @folding("custom_jvp")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.rule is None:
             raise self.missing("defjvp")
         args = self.positional(args, kwargs)
         if _is_transposed(args):
             return self.func(*args)
-        return self.differentiated(args)
+        out: Result = self.differentiated(args)
+        return out
 
     def pushed(
         self, call: RuleCall, sizes: Sequence[Any], operands: Sequence[Any], tangents: Sequence[Any]

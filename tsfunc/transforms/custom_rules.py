@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.autograd import Function
@@ -80,7 +80,7 @@ class RuleCall:
         axes: the mesh axes that the call is made in.
     """
 
-    rule: Rule
+    rule: Rule[Any]
     leaves: Sequence[Any]
     tree: tuple[Any, Any]
     positions: Sequence[int]
@@ -304,10 +304,17 @@ def _spelled(types: Any) -> str:
 
 
 _T = TypeVar("_T")
+# Without an annotation, as with a lambda, a type checker takes Any for the result.
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as TypeVarWithDefault
+
+    Result = TypeVarWithDefault("Result", default=Any)
+else:
+    Result = TypeVar("Result")
 _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 
 
-class Rule:
+class Rule(Generic[Result]):
     """Base class of the three kinds of custom rules: a function and its ``nondiff_argnums``."""
 
     what = "custom_rule"
@@ -315,7 +322,7 @@ class Rule:
 
     def __init__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Result],
         nondiff_argnums: int | Sequence[int] = (),
         nondiff_argnames: str | Sequence[str] = (),
     ) -> None:

@@ -15,13 +15,20 @@ from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.arguments import like
-from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, check_like, structure_error
+from tsfunc.transforms.custom_rules import (
+    Result,
+    Rule,
+    RuleCall,
+    RuleFunction,
+    check_like,
+    structure_error,
+)
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
 
 
 @folded_class
-class custom_vjp(Rule):
+class custom_vjp(Rule[Result]):
     """A function with a reverse-mode derivative rule of the user.
 
     Args:
@@ -84,10 +91,11 @@ class custom_vjp(Rule):
         return (self.func, self.fwd, self.bwd)
 
     @folding("custom_vjp")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
-        return self.differentiated(self.positional(args, kwargs))
+        out: Result = self.differentiated(self.positional(args, kwargs))
+        return out
 
     def forward(self, call: RuleCall, fixed: Sequence[Any], rest: Sequence[Any]) -> tuple[Any, Any]:
         assert self.fwd is not None
@@ -243,7 +251,7 @@ def pulled_by_rule(
     return gradients
 
 
-def _leaves_like(rule: Rule, number: int, arg: Any, cotangent: Any) -> list[Any]:
+def _leaves_like(rule: Rule[Any], number: int, arg: Any, cotangent: Any) -> list[Any]:
     """Return a cotangent leaf for each leaf of an argument; None covers all leaves below it."""
     try:
         leaves = pytrees.broadcast_prefix(cotangent, arg, lambda x: x is None)

@@ -16,12 +16,12 @@ from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
-from tsfunc.transforms.custom_rules import Rule, RuleCall, RuleFunction, apply
+from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
 
 
 @folded_class
-class custom_vmap(Rule):
+class custom_vmap(Rule[Result]):
     """A function with a batching rule of the user.
 
     Args:
@@ -57,7 +57,7 @@ class custom_vmap(Rule):
 
     what = "custom_vmap"
 
-    def __init__(self, func: Callable[..., Any]) -> None:
+    def __init__(self, func: Callable[..., Result]) -> None:
         super().__init__(func)
         self.rule: Callable[..., Any] | None = None
         self._structures: dict[Any, Any] = {}
@@ -71,11 +71,12 @@ class custom_vmap(Rule):
         return (self.func, self.rule)
 
     @folding("custom_vmap")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Result:
         args = self.positional(args, kwargs)
         if self.rule is None:
             raise self.missing("def_vmap")
-        return call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
+        out: Result = call_rule(self._what, self.rule, args, self.on_unbatched, self._compare)
+        return out
 
     @property
     def _what(self) -> str:
@@ -159,7 +160,7 @@ class _UnbatchedCall(RuleFunction):
 custom_vmap.kind = _UnbatchedCall
 
 
-def sequential_vmap(func: Callable[..., Any]) -> custom_vmap:
+def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
     """Return a function that ``vmap`` calls once per example.
 
     Args:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
-from tsfunc.dispatch.recorder import Count, Recorder, Use, name_of_rule
+from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
 from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
@@ -91,8 +91,15 @@ _COLUMNS = ("operator", "category", "line", "transform", "served by", "times", "
 class CallReport:
     """The result of :func:`explain`: a table by line of code, with ``!`` at slow loops.
 
-    ``str()`` and rich show the table in a terminal, a notebook as HTML; ``to_dict`` is for
-    machines.
+    ``str()`` and rich show the table in a terminal, and a notebook shows it as HTML. ``to_dict``
+    returns plain values.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import explain, vmap
+        >>> report = explain(vmap(torch.sin), torch.ones(3))
+        >>> [(use.operator, use.how, use.times) for use in report.uses]
+        [('aten::sin', 'rule', 1)]
 
     Attributes:
         function: the name of the called function.
@@ -235,7 +242,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 
     Calls that are not explained have no overhead.
     """
-    recorder = Recorder(Lines().here)
+    recorder = Recorder(UserLines().here)
     with recording(recorder), PlainCalls(recorder):
         func(*args, **kwargs)
     # Operators that a trace runs to compute result metadata are part of tracing.
@@ -246,13 +253,13 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
     return CallReport(name_of(func), uses, tuple(exchanges))
 
 
-def _order(counted: tuple[Use, Count]) -> tuple[str, int, bool, int]:
+def _order(counted: tuple[KernelUse, UseCount]) -> tuple[str, int, bool, int]:
     """Return the sort key: by line, with each line's backward pass after it."""
     use, count = counted
     return use.location.file, use.location.line, use.backward, count.first
 
 
-def _described(use: Use, count: Count) -> OperatorUse:
+def _described(use: KernelUse, count: UseCount) -> OperatorUse:
     row = find(use.operator)
     how, rule, source = _way(use, row)
     category = ops.category_of(use.operator)
@@ -264,7 +271,7 @@ def _described(use: Use, count: Count) -> OperatorUse:
     )  # fmt: skip
 
 
-def _way(use: Use, row: Row | None) -> tuple[str, str, str]:
+def _way(use: KernelUse, row: Row | None) -> tuple[str, str, str]:
     """Return the way, the rule and the source of the rule."""
     if use.how not in ("cell", "row", "column"):
         return use.how, use.rule, use.source

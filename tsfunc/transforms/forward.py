@@ -34,7 +34,7 @@ from tsfunc.transforms.arguments import (
     flatten_output,
     is_nested,
     level_of,
-    refuse_unseen,
+    refuse_unrecorded,
     same_sizes,
     sizes_text,
     split_aux,
@@ -121,7 +121,7 @@ def jvp(
         return _by_double_backward(func, flat, directions, spec, has_aux)
     try:
         return _jvp(func, flat, directions, spec, strict, has_aux)
-    except autograd.DualLevelTaken:
+    except autograd.DualLevelInUse:
         pass
     except NotImplementedError as error:
         if not _lacks_formula(str(error)):
@@ -232,7 +232,7 @@ def _push(
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)
-        refuse_unseen(leaves, level)
+        refuse_unrecorded(leaves, level)
         values, pushed = [], []
         for leaf in leaves:
             value, tangent = _apart(leaf, level)

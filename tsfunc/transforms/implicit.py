@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
-from tsfunc.transforms.closures import Converted, converted
+from tsfunc.transforms.closures import ClosureConverted, converted
 from tsfunc.transforms.equations import Closed, Linear, Root, Values, solved, transpose
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
@@ -259,7 +259,7 @@ def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
     return run
 
 
-def _of_closed(graph: Converted, at: Sequence[int]) -> Closed:
+def _of_closed(graph: ClosureConverted, at: Sequence[int]) -> Closed:
     return lambda values, closed: graph.run(*values, *[closed[i] for i in at])
 
 

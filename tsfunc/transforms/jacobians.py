@@ -18,12 +18,12 @@ from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
-    chosen_arguments,
     flatten_tensors,
     level_of,
     like,
     refuse_complex,
-    with_chosen,
+    replace_selected,
+    select_arguments,
 )
 from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
@@ -61,7 +61,7 @@ def _of_leaves(
     """Return the flat arguments to differentiate by, their structure, and the function of them."""
     chosen = check_argnums(api, argnums, len(args))
     names = chosen[0] if isinstance(argnums, int) else chosen
-    primals = chosen_arguments(api, args, argnums)
+    primals = select_arguments(api, args, argnums)
     flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
     refuse_complex(api, "inputs", flat)
 
@@ -76,7 +76,7 @@ def _of_leaves(
         # chosen arguments into them, which plain tensors next to a level's tracers can't hold.
         others = [lifted(arg) for arg in args]
         options = {name: lifted(arg) for name, arg in kwargs.items()}
-        return func(*with_chosen(others, names, new), **options)
+        return func(*replace_selected(others, names, new), **options)
 
     return flat, spec, of_leaves
 
@@ -202,8 +202,23 @@ def jacfwd(
 ) -> Callable[..., Any]:
     """Return the Jacobian by forward mode: one pushforward for each entry of the input, batched.
 
-    The arguments and results are those of :func:`jacrev`; ``randomness`` is that of the ``vmap``
-    over directions.
+    Args:
+        func: takes and returns pytrees of real tensors; with ``has_aux``, returns a tuple of such
+            a pytree and an auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+        randomness: the mode of random operators in the ``vmap`` over directions, as for
+            :func:`vmap`.
+
+    Returns:
+        A function of the same arguments. For an output of shape ``o`` and an argument of shape
+        ``i`` it returns a tensor of shape ``o + i``, in the structure that :func:`jacrev`
+        describes; with ``has_aux`` it returns ``(jacobian, aux)``.
+
+    Raises:
+        ValueError: an argument to differentiate by is not a tensor.
+        RuntimeError: ``argnums`` does not fit the arguments, an argument is not real, or an output
+            is not a real tensor.
 
     Example:
         >>> import torch
@@ -274,6 +289,14 @@ def hessian(func: Callable[..., Any], argnums: Argnums = 0) -> Callable[..., Any
     Args:
         func: takes and returns pytrees of real tensors.
         argnums: the positional arguments to differentiate by, twice.
+
+    Returns:
+        A function of the same arguments. For an output of shape ``o`` and an argument of shape
+        ``i`` it returns a tensor of shape ``o + i + i``.
+
+    Raises:
+        ValueError: an argument to differentiate by is not a tensor.
+        RuntimeError: as for :func:`jacrev`.
 
     Example:
         >>> import torch

@@ -11,7 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.ops.compressed import is_compressed, put_together
+from tsfunc.ops.compressed import concatenate, is_compressed
 from tsfunc.transforms.out_dims import match_out_dims
 from tsfunc.transforms.tensor_collections import returned_collections
 from tsfunc.transforms.vmap_spec import Spec
@@ -138,7 +138,7 @@ class _PartsJoiner:
 
     def result(self) -> torch.Tensor:
         if is_compressed(self.parts[0]):
-            whole = put_together(self.parts)
+            whole = concatenate(self.parts)
         else:
             whole = torch.cat(self.parts, self.dim)
         self.parts.clear()

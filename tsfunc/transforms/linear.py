@@ -16,7 +16,7 @@ from tsfunc.errors import DescriptorError
 from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp
-from tsfunc.transforms.reverse import RecordedCall, grad, match_cotangents, record
+from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, record
 from tsfunc.types import MetaTensorType
 
 _Tree = TypeVar("_Tree")
@@ -145,7 +145,7 @@ def _zeros(what: str, leaf: Any) -> torch.Tensor:
     return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
 
 
-def _check_linear(what: str, recorded: RecordedCall) -> None:
+def _check_linear(what: str, recorded: RecordedRun) -> None:
     """Raise if the derivative depends on the arguments, or the value at zero is not zero."""
     level = recorded.level
     for i, out in enumerate(recorded.outputs):

@@ -9,16 +9,49 @@ import torch
 import torch.func
 from torch import Tensor, nn
 
-from tsfunc.bridge.mesh.sharded_modules import refuse_fully_sharded
+from tsfunc.bridge.mesh.sharded_modules import gathered
 from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.tracebacks import folding
 
-stack_module_state = folding("stack_module_state")(torch.func.stack_module_state)
-
 __all__ = ["functional_call", "stack_module_state"]
 
 State = Mapping[str, Tensor]
+
+
+@folding("stack_module_state")
+def stack_module_state(
+    models: Sequence[nn.Module],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the parameters and the buffers of several modules, each stacked along a new dim.
+
+    The stacked parameters are new leaves, which do not depend on those of the modules.
+
+    Args:
+        models: modules of one class, all in training mode or all in evaluation mode, whose
+            parameters and buffers have equal names, shapes and dtypes.
+
+    Returns:
+        ``(params, buffers)``: two dicts from names to tensors whose first dim is the number of
+        modules. ``vmap`` of :func:`functional_call` runs an ensemble with them.
+
+    Raises:
+        RuntimeError: there is no module, their classes or modes differ, or their tensors can't be
+            stacked.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import functional_call, stack_module_state, vmap
+        >>> models = [torch.nn.Linear(2, 1) for _ in range(3)]
+        >>> params, buffers = stack_module_state(models)
+        >>> def run(params, x):
+        ...     return functional_call(models[0], params, (x,))
+        >>> vmap(run, in_dims=(0, None))(params, torch.ones(4, 2)).shape
+        torch.Size([3, 4, 1])
+
+    Same as ``torch.func.stack_module_state``.
+    """
+    return torch.func.stack_module_state(models)
 
 
 @folding("functional_call")
@@ -47,8 +80,8 @@ def functional_call(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for ``torch.func.functional_call``; also
-            RuntimeError for a module that ``fully_shard`` was applied to: its forward gathers its
-            own parameters and would not depend on those of the call.
+            RuntimeError for a module that ``fully_shard`` was applied to with a mixed precision
+            policy, or together with other modules.
 
     Example:
         >>> import torch
@@ -59,16 +92,18 @@ def functional_call(
         {'weight': tensor([[3., 4.]])}
 
     Same as ``torch.func.functional_call``, except that a recurrent module keeps its own weights
-    after the call.
+    after the call. A module that ``fully_shard`` was applied to gathers the parameters of the call;
+    their gradients are sharded, and averaged over the processes as in its own backward pass.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"functional_call: expected a module, got an object of type {type(module).__name__}. "
             f"A function takes its tensors as arguments."
         )
-    refuse_fully_sharded(module, "functional_call")
-    with preserve_flat_weights(module):
+    with (
+        preserve_flat_weights(module),
+        gathered(module, parameter_and_buffer_dicts, tie_weights) as state,
+    ):
         return TORCH_FUNC["functional_call"](
-            module, parameter_and_buffer_dicts, args, kwargs,
-            tie_weights=tie_weights, strict=strict,
-        )  # fmt: skip
+            module, state, args, kwargs, tie_weights=tie_weights, strict=strict
+        )

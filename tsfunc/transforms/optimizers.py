@@ -22,7 +22,18 @@ _NUMBERS: Final = frozenset({"step", "mu_product", "eta", "mu"})
 
 @folded_class
 class FunctionalOptimizer:
-    """An optimizer without parameters and state of its own; see :func:`functional_optimizer`.
+    """An optimizer without parameters and state of its own, made by :func:`functional_optimizer`.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import functional_optimizer
+        >>> sgd = functional_optimizer(torch.optim.SGD, lr=0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> params, state = sgd.step(params, {"w": torch.ones(2)}, sgd.init(params))
+        >>> params
+        {'w': tensor([0.5000, 0.5000])}
+
+    Corresponds to ``optax.GradientTransformation`` for JAX.
 
     Attributes:
         cls: the class of torch's optimizer.
@@ -76,6 +87,10 @@ class FunctionalOptimizer:
         leaves, tree = pytrees.flatten(params)
         gradients = self._like(tree, grads, "grads")
         states = self._like(tree, state, "state")
+        for path, leaf, gradient, before in zip(
+            tree.paths(), leaves, gradients, states, strict=True
+        ):
+            self._check(path, leaf, gradient, before)
         made = [_leaf(each) for each in leaves]
         optimizer = self._optimizer(made, options)
         for leaf, gradient, before in zip(made, gradients, states, strict=True):
@@ -88,7 +103,7 @@ class FunctionalOptimizer:
         return tree.unflatten([leaf.detach() for leaf in made]), tree.unflatten(after)
 
     def _optimizer(self, leaves: list[Any], options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return the optimizer of the parameters, which does not look at the given options."""
+        """Return an optimizer of the parameters whose groups have the given options."""
         make: Any = self.cls
         optimizer: torch.optim.Optimizer = make(leaves, **self.options)
         for group in optimizer.param_groups:
@@ -108,10 +123,10 @@ class FunctionalOptimizer:
         return self._optimizer([torch.zeros(1, 1)], {}).defaults
 
     def _complete(self, state: dict[str, Any], leaf: torch.Tensor) -> dict[str, Any]:
-        """Return the state with what torch's optimizer has otherwise.
+        """Return the state with the momentum of SGD, and its numbers in double precision.
 
-        The momentum of SGD, which its first step makes of the gradient. The numbers of a state in
-        double precision: Adam computes ``1 - 0.999**step`` of them, which torch does in Python.
+        The first step of torch's SGD makes its momentum from the gradient. Adam computes
+        ``1 - 0.999**step`` in Python, which has double precision.
         """
         state = {
             name: value.double() if name in _NUMBERS and isinstance(value, torch.Tensor) else value
@@ -132,6 +147,26 @@ class FunctionalOptimizer:
             ) from None
         return leaves
 
+    def _check(self, path: Any, param: Any, gradient: Any, state: Any) -> None:
+        """Raise an error for a gradient or a state that is not one of its parameter."""
+        at = "".join(f"[{entry!r}]" for entry in path)
+        step = f"functional_optimizer({self.cls.__name__}).step"
+        if not (gradient is None or isinstance(gradient, torch.Tensor)):
+            raise TypeError(
+                f"{step}: expected a tensor or None for grads{at}, got {type(gradient).__name__}. "
+                f"The order of the arguments is params, grads, state."
+            )
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"{step}: expected a dict, as init returns it, for state{at}, got "
+                f"{type(state).__name__}. The order of the arguments is params, grads, state."
+            )
+        if gradient is not None and gradient.shape != param.shape:
+            raise ValueError(
+                f"{step}: expected grads{at} of shape {tuple(param.shape)}, as params{at} is, got "
+                f"{tuple(gradient.shape)}."
+            )
+
     def __repr__(self) -> str:
         given = {name: value for name, value in self.options.items() if name != "foreach"}
         options = "".join(f", {name}={value!r}" for name, value in given.items())
@@ -142,8 +177,9 @@ class FunctionalOptimizer:
 def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> FunctionalOptimizer:
     """Return an optimizer of torch as a pair of functions, whose state is a pytree.
 
-    ``torch.optim``'s optimizers keep their state, and write into parameters. Under ``vmap``,
-    ``scan`` and other transforms, training is a function: parameters and state go in, and come out.
+    The optimizers of ``torch.optim`` keep their state, and write into parameters. Under ``vmap``,
+    ``scan`` and other transforms, a training step is a function from parameters and state to new
+    parameters and state.
 
     Args:
         cls: a class of ``torch.optim``, or another optimizer that is made from a list of

@@ -35,24 +35,24 @@ from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
-    chosen_arguments,
     flatten_output,
     flatten_tensors,
     level_of,
     like,
-    refuse_unseen,
+    refuse_unrecorded,
+    replace_selected,
     same_sizes,
+    select_arguments,
     sizes_text,
     split_aux,
     traced_inputs,
-    with_chosen,
 )
 
 _Aux = TypeVar("_Aux")
 _Result = TypeVar("_Result")
 
 
-class RecordedCall:
+class RecordedRun:
     """A function run once with its autograd graph: inputs, outputs and the pullback."""
 
     __slots__ = ("differentiable", "inputs", "level", "outer_grad", "outer_inputs", "outputs")
@@ -110,7 +110,7 @@ def record(
     func: Callable[..., tuple[Sequence[torch.Tensor], Any]],
     primals: Sequence[torch.Tensor],
     everything: Any,
-) -> tuple[RecordedCall, Any]:
+) -> tuple[RecordedRun, Any]:
     """Run ``func`` on fresh inputs; it returns the outputs and any other value."""
     level = level_of(everything)
     outer_grad = torch.is_grad_enabled()
@@ -119,9 +119,9 @@ def record(
         inputs = [autograd.fresh_input(x, level) for x in traced_inputs(primals, level)]
         with refusing_distribution(inputs):
             outputs, rest = func(inputs)
-        refuse_unseen(outputs, level)
+        refuse_unrecorded(outputs, level)
         outputs = [autograd.lift(out, level) for out in outputs]
-    return RecordedCall(inputs, outputs, level, outer_grad, outer_inputs), rest
+    return RecordedRun(inputs, outputs, level, outer_grad, outer_inputs), rest
 
 
 @overload
@@ -223,13 +223,13 @@ def _value_and_grad(
 ) -> tuple[Any, Any, Any]:
     """Return the gradient, the value and the auxiliary part."""
     chosen = check_argnums(api, argnums, len(args))
-    primals = chosen_arguments(api, args, argnums)
+    primals = select_arguments(api, args, argnums)
     flat, spec = flatten_tensors(api, "the differentiated arguments", primals)
     names = chosen[0] if isinstance(argnums, int) else chosen
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
         new = pytrees.unflatten(spec, inputs)
-        out, aux = split_aux(api, func(*with_chosen(args, names, new), **kwargs), has_aux)
+        out, aux = split_aux(api, func(*replace_selected(args, names, new), **kwargs), has_aux)
         return [_check_scalar(api, out)], (out, aux)
 
     recorded, (out, aux) = record(run, flat, (args, kwargs))
@@ -328,7 +328,20 @@ def grad(
 def grad_and_value(
     func: Callable[..., Any], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Same as :func:`grad` with the value: ``(gradient, value)``, or ``(gradient, (value, aux))``.
+    """Return a function that computes the gradient and the value of a scalar function.
+
+    Args:
+        func: returns a tensor of shape ``()``; with ``has_aux``, a tuple of such a tensor and an
+            auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+
+    Returns:
+        A function of the same arguments that returns ``(gradient, value)``; with ``has_aux``
+        ``(gradient, (value, aux))``. The gradient is that of :func:`grad`.
+
+    Raises:
+        RuntimeError, ValueError: as for :func:`grad`.
 
     Example:
         >>> import torch
@@ -369,7 +382,20 @@ def _value_and_grad_in_dynamo(
 def value_and_grad(
     func: Callable[..., _Result], argnums: Argnums = 0, has_aux: bool = False
 ) -> Callable[..., tuple[_Result, Any]]:
-    """Same as :func:`grad`: ``(value, gradient)``, or ``((value, aux), gradient)``.
+    """Return a function that computes the value and the gradient of a scalar function.
+
+    Args:
+        func: returns a tensor of shape ``()``; with ``has_aux``, a tuple of such a tensor and an
+            auxiliary value.
+        argnums: the positional arguments to differentiate by: an int, or a tuple of ints.
+        has_aux: if True, ``func`` returns an auxiliary value.
+
+    Returns:
+        A function of the same arguments that returns ``(value, gradient)``; with ``has_aux``
+        ``((value, aux), gradient)``. The gradient is that of :func:`grad`.
+
+    Raises:
+        RuntimeError, ValueError: as for :func:`grad`.
 
     Example:
         >>> import torch

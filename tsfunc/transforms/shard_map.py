@@ -23,7 +23,7 @@ from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.grad.autograd import is_perturbed
 from tsfunc.bridge.mesh.agreement import agree, exchanged_texts
 from tsfunc.bridge.mesh.failures import describe, report
-from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, copied, mesh_levels
+from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
 from tsfunc.bridge.tracers.dtensors import is_dtensor
@@ -65,8 +65,8 @@ def shard_map(
             :class:`tsfunc.VirtualMesh`, or a dict from names to process groups.
         in_specs: for each argument a :class:`tsfunc.P`, or a pytree prefix of such specs. Along an
             axis that a spec does not name, all ranks get the same shard.
-        out_specs: the specs of the results. An axis that a spec does not name is a promise: the
-            ranks along it return equal tensors.
+        out_specs: the specs of the results. If a spec does not name an axis, the caller guarantees
+            that the ranks along the axis return equal tensors.
         axis_names: the axes that the function sees; by default all axes of the mesh.
         randomness: the mode of random operators: "error", "same" (equal numbers on every rank),
             "different" (other numbers on every rank), or "split" (the numbers that ``vmap`` gives
@@ -81,7 +81,7 @@ def shard_map(
             collective. If ranks call different collectives, or one raises, all ranks raise an
             error instead of computing wrong numbers or waiting. "programs" does this outside of
             programs, and makes the ranks agree on each program at its first run. "values" also
-            compares the bits of arguments and results that specs promise to be equal. None checks
+            compares the bits of arguments and results that specs guarantee to be equal. None checks
             nothing.
 
     Returns:
@@ -95,7 +95,7 @@ def shard_map(
             mesh's axes have no names.
         ValueError: an option has an invalid value, or an active ``vmap`` has the name of an axis.
         RanksDisagree: another rank calls another collective, runs another program, has other
-            values although a spec promises equal ones, or has raised.
+            values although a spec guarantees equal ones, or has raised.
 
     Example:
         >>> import torch
@@ -168,6 +168,8 @@ def mesh_axes(
         >>> def on_every_rank(mesh, x):
         ...     with mesh_axes(mesh):
         ...         return psum(x, "dp")
+
+    Corresponds to the body of ``jax.shard_map``, for a function that already runs on every rank.
     """
     if isinstance(mesh, VirtualMesh):
         raise MeshError(
@@ -384,7 +386,7 @@ def _entered(func: Callable[..., Any], levels: Sequence[MeshLevel]) -> AbstractC
     if not captured:
         return _UNCHANGED
     seen = [as_seen_by_current_level(x) for x in captured]
-    return substitute_tensors(captured, [copied(levels, "enter", x) for x in seen])
+    return substitute_tensors(captured, [cross_boundary(levels, "enter", x) for x in seen])
 
 
 _UNCHANGED: AbstractContextManager[None] = nullcontext()
@@ -407,7 +409,7 @@ def _shards(
                 for dim, name in plan.spread:
                     x = levels[name].exchanged("slice", (dim,), x)
             if plan.same:
-                x = copied([levels[name] for name in plan.same], "enter", x)
+                x = cross_boundary([levels[name] for name in plan.same], "enter", x)
         shards.append(x)
     return pytrees.unflatten(tree, shards)
 
@@ -427,7 +429,7 @@ def _put_together(
                         f"one of shape {tuple(x.shape)}."
                     )
             if plan.same:
-                x = copied([levels[name] for name in plan.same], "leave", x)
+                x = cross_boundary([levels[name] for name in plan.same], "leave", x)
             if outputs == "dtensor":
                 x = _distributed(x, plan.spec, mesh)
             elif outputs == "global":

@@ -11,12 +11,12 @@ import torch
 from tsfunc import pytrees
 from tsfunc.transforms.arguments import (
     Argnums,
-    chosen_arguments,
     flatten_output,
     flatten_tensors,
     refuse_complex,
+    replace_selected,
+    select_arguments,
     split_aux,
-    with_chosen,
 )
 
 
@@ -80,7 +80,7 @@ def blocks_of(
 ) -> Blocks:
     """Return a call as a function of one vector."""
     tensors, spec = flatten_tensors(
-        api, "the arguments to differentiate by", chosen_arguments(api, args, argnums)
+        api, "the arguments to differentiate by", select_arguments(api, args, argnums)
     )
     if not tensors:
         raise ValueError(f"{api}: the arguments to differentiate by have no tensor.")
@@ -96,7 +96,7 @@ def blocks_of(
     def function(vector: torch.Tensor) -> torch.Tensor:
         parts = zip(vector.split(sizes), tensors, strict=True)
         values = [part.view(x.shape) for part, x in parts]
-        given = with_chosen(args, argnums, pytrees.unflatten(spec, values))
+        given = replace_selected(args, argnums, pytrees.unflatten(spec, values))
         out, _ = split_aux(api, func(*given, **kwargs), has_aux)
         leaves, out_spec = flatten_output(api, out)
         refuse_complex(api, "outputs", leaves)

@@ -142,6 +142,8 @@ def jacobian_sparsity(
         >>> jacobian_sparsity(lambda x: x.flip(0).sin())(torch.zeros(2)).to_dense()
         tensor([[False,  True],
                 [ True, False]])
+
+    Griewank and Walther, "Evaluating Derivatives" (2008), chapter 7: propagation of index sets.
     """
 
     @like(func)

@@ -25,7 +25,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.collectives import is_bound
 from tsfunc.bridge.control.nans import is_watching
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.trace.trace_rules import surely
+from tsfunc.bridge.trace.trace_rules import guard_or_none
 from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import outside_dynamo, replace_in_dynamo
 from tsfunc.config import config
@@ -46,7 +46,7 @@ from tsfunc.program.calling.cache import Cache, CachedProgram, CacheInfo, NeedsI
 from tsfunc.program.calling.calls import FirstCall, raise_user_assertion
 from tsfunc.program.calling.no_match import explain_miss
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.program.closure.guard_codegen import Texts
+from tsfunc.program.closure.guard_codegen import GuardTexts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
@@ -71,7 +71,16 @@ class Specialized(Generic[_Params, _Result]):
     """A function that runs as programs; made by :func:`specialize`.
 
     ``Specialized[P, R]`` is its type in annotations, with the parameters and the result of the
-    function.
+    function. A call takes the arguments of the function and returns its result.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import Specialized, specialize
+        >>> f: Specialized[[torch.Tensor], torch.Tensor] = specialize(torch.sin)
+        >>> f(torch.zeros(2))
+        tensor([0., 0.])
+
+    Corresponds to the result of ``jax.jit``.
     """
 
     __name__: str  # unless the function has none, as an nn.Module
@@ -125,7 +134,7 @@ class Specialized(Generic[_Params, _Result]):
             in_levels = bool(tls.state.levels)
             for entry in entries:
                 if in_levels:
-                    values = surely(entry.enter, args, kwargs)
+                    values = guard_or_none(entry.enter, args, kwargs)
                 else:
                     values = entry.enter(args, kwargs)
                 if values is not None:
@@ -296,7 +305,7 @@ class Specialized(Generic[_Params, _Result]):
         return self.program.descriptors
 
     @property
-    def guards(self) -> Texts:
+    def guards(self) -> GuardTexts:
         """The conditions that every call of the current program meets, one per line."""
         return self.program.guards.texts
 
@@ -497,7 +506,7 @@ class LoadedFunction(Specialized[..., Any]):
 
     def cache_clear(self) -> None:
         """Reset the counts. The programs are kept, since they could not be made again."""
-        self.cache.forget_counts()
+        self.cache.reset_counts()
 
 
 def _unpickled(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:

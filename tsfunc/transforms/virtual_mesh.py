@@ -34,6 +34,9 @@ class VirtualMesh:
         >>> f = lambda x: x / psum(x, ("dp", "tp"))
         >>> shard_map(f, mesh, P(("dp", "tp")), P(("dp", "tp")))(torch.tensor([1., 2., 3., 4.]))
         tensor([0.1000, 0.2000, 0.3000, 0.4000])
+
+    Corresponds to JAX on several devices of one host
+    (``--xla_force_host_platform_device_count``).
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -60,7 +63,7 @@ def run_nested(
     specs = match_specs("shard_map: in_specs", in_specs, args, sizes)
     flat, tree = pytrees.flatten(args)
     given = [
-        _apart(x, spec, sizes) if isinstance(x, torch.Tensor) else x
+        _split_dims(x, spec, sizes) if isinstance(x, torch.Tensor) else x
         for x, spec in zip(flat, specs, strict=True)
     ]
     out_tree: Any = None
@@ -84,16 +87,7 @@ def run_nested(
         ]
 
         def inner(leaves: list[Any]) -> dict[str, list[Any]]:
-            leaves_out = mapped(at + 1, leaves)
-            spread = [name in spec.names for spec in leaf_specs]
-            return {
-                "spread": [x for x, along in zip(leaves_out, spread, strict=True) if along],
-                "same": [
-                    _equal(x, name)
-                    for x, along in zip(leaves_out, spread, strict=True)
-                    if not along
-                ],
-            }
+            return _by_axis(mapped(at + 1, leaves), leaf_specs, name)
 
         run = vmap(
             inner,
@@ -107,15 +101,24 @@ def run_nested(
         return [next(parts["spread" if name in spec.names else "same"]) for spec in leaf_specs]
 
     results = mapped(0, given)
-    together = [
-        _together(x, spec, sizes) if isinstance(x, torch.Tensor) else x
+    whole = [
+        _assemble(x, spec, sizes) if isinstance(x, torch.Tensor) else x
         for x, spec in zip(results, leaf_specs, strict=True)
     ]
-    return pytrees.unflatten(out_tree, together)
+    return pytrees.unflatten(out_tree, whole)
+
+
+def _by_axis(leaves: Sequence[Any], specs: Sequence[P], name: str) -> dict[str, list[Any]]:
+    """Return the results that are sharded over an axis, and those that are equal along it."""
+    pairs = list(zip(leaves, specs, strict=True))
+    return {
+        "spread": [x for x, spec in pairs if name in spec.names],
+        "same": [_equal(x, name) for x, spec in pairs if name not in spec.names],
+    }
 
 
 def _equal(x: Any, name: str) -> Any:
-    """Return a value that is promised to be equal at all indices of an axis, without its dim."""
+    """Return a value that is guaranteed to be equal at all indices of an axis, without its dim."""
     if not isinstance(x, BatchTracer) or x.bdim is None:
         return x
     if x.is_floating_point() or x.is_complex():
@@ -134,7 +137,7 @@ def _order(spec: P, sizes: dict[str, int]) -> tuple[list[int], list[int]]:
     return [places[name] for name in sizes if name in places], list(range(len(places)))
 
 
-def _apart(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
+def _split_dims(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
     """Return a tensor with a new leading dim for each axis of its spec, in the mesh's order."""
     check_divides("shard_map: in_specs", x, spec, sizes)
     for dim, names in reversed(list(spec.dims())):
@@ -144,8 +147,8 @@ def _apart(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
     return x.movedim(places, front)
 
 
-def _together(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
-    """Return the original tensor of a result of ``_apart``."""
+def _assemble(x: torch.Tensor, spec: P, sizes: dict[str, int]) -> torch.Tensor:
+    """Return the original tensor of a result of ``_split_dims``."""
     places, front = _order(spec, sizes)
     x = x.movedim(front, places)
     for dim, names in spec.dims():

@@ -32,9 +32,9 @@ from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunks import (
     Models,
     check_chunks,
+    chunk_sizes_for,
+    chunk_sizes_for_group,
     run_in_chunks,
-    sizes_of_chunks,
-    sizes_of_group,
 )
 from tsfunc.transforms.in_dims import mapped, match_by_name, match_in_dims
 from tsfunc.transforms.out_dims import match_out_dims, result_of
@@ -194,14 +194,14 @@ def vmap(
             if axis_name is not None or spec.mesh_axes:
                 _refuse_parts(spec, "a nested tensor among the inputs")
             run = functools.partial(_run_part, spec, None, tree, kwargs)
-            sizes_of = functools.partial(sizes_of_group, spec, flat)
+            sizes_of = functools.partial(chunk_sizes_for_group, spec, flat)
             return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
         if tls.state.levels:
             flat = _in_trace(flat, at)
         sizes = None
         if chunks is not None:
             rest = () if by_name else kwargs
-            sizes = sizes_of_chunks(spec, flat, at, size, rest, models)
+            sizes = chunk_sizes_for(spec, flat, at, size, rest, models)
         if splits:
             run = functools.partial(_run_part, spec, None, tree, kwargs)
             return run_parts(spec, dense_sources(flat, at), size, lambda _: sizes, run)

@@ -9,9 +9,9 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     meta             MetaTensorType: the metadata of a tensor, its order and joins
     meta_arguments   the arguments of MetaTensorType, checked and normalized
     values           Python values as literals, and classes by name: equality, and their text
-    check_context    the driver of a check of values, with every mismatch
+    check_context    the state of a check of values, with every mismatch
     codegen          the check of values as generated code, which is fast for values that fit
-    base             the contract of a type: everything that belongs to one type, as methods
+    base             the base class of types: the operations on a type, as methods
     single           the types without parts: Any, single values, tensors, classes
     containers       the types with parts: containers, unions, futures
     grammar          the index of all types
@@ -21,14 +21,14 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     text             the parser of types and descriptors
     annotation       the types of typing objects, classes and strings
     checker          the check of values against types, whose classes have annotations
-    reading          what users write about a function: descriptors, annotations of parameters
+    reading          the reading of users' descriptors, and of annotations of parameters
     signatures       the types of parameters, results and attributes, and the check of a call
     control_flow     the types of branches, and of values that loops carry
 
 The descriptors of a call:
 
     descriptor_sets  the record of all parameters: from examples, widened, split, as text
-    exclusion        descriptors that no call can fit together
+    disjoint         descriptors that no call can fit together
     compiled         the descriptors of a function, ready for its calls, and their order
 
 The public names are in ``__all__``. The modules of the package are private.

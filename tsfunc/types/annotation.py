@@ -79,10 +79,10 @@ class _Reading:
     """The context in which an annotation is read.
 
     Attributes:
-        where: the place, for error messages.
+        where: the name of the annotation in error messages.
         scope: the objects that names in strings refer to; None for the words of the grammar only.
         inside: the enclosing named tuples.
-        descriptor: reads a part of a descriptor at a place; None for an annotation.
+        descriptor: reads a part of a descriptor at a path; None for an annotation.
     """
 
     where: str
@@ -175,8 +175,8 @@ def from_typing(annotation: Any, where: str, descriptor: Callable[[Any, str], TS
 
     Args:
         annotation: the typing object, such as ``List[X]``.
-        where: the place of the descriptor, for error messages.
-        descriptor: reads the descriptor of a part at a place.
+        where: the path of the descriptor in error messages.
+        descriptor: reads the descriptor of a part at a path.
     """
     return _from_generic(annotation, _Reading(where, None, descriptor=descriptor))
 

@@ -1,4 +1,4 @@
-"""The contract of a type: all that the library needs to know about it, as methods of one class.
+"""The base class of types: every operation of the library on a type is a method.
 
 A new type is a subclass of `TSType` in ``single.py`` or ``containers.py``, and its name in
 ``grammar.py``. Only the check and the order have no defaults. The functions that work on all types
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from tsfunc.errors import AnnotationError
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import Source
+from tsfunc.types.codegen import CheckCode
 from tsfunc.types.dims import DimForm
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.size_matching import SizeMatch
@@ -32,9 +32,9 @@ class TSAllType(abc.ABC):
 
     @abc.abstractmethod
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        """Report every place where a value does not have this type to the context."""
+        """Add every mismatch between a value and this type to the context."""
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         """Add the code of a check that returns False if the variable `at` lacks this type.
 
         Without code of its own, a type is checked by `check`.
@@ -237,7 +237,8 @@ class Order:
         return narrower is not None and all(self.below(each, wider) for each in narrower)
 
     def pairs_below(self, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
-        """Return True if there are as many types as others, each below the other at its place."""
+        """Return True if there are as many types as others, each below the other at its "
+        "position."""
         return ones is not None and len(ones) == len(others) and all(map(self.below, ones, others))
 
     def may_differ(self, narrower: TSType, wider: TSType) -> bool:

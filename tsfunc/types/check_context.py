@@ -1,4 +1,4 @@
-"""The driver of a check of values: what it has found so far, and the parts that types share.
+"""The state of a check of values, and the parts of checks that types share.
 
 NOTE [one check, one report]
 A check does not stop at the first mismatch. It adds mismatches to a `CheckContext`, so that one
@@ -33,18 +33,18 @@ from tsfunc.types.values import (
 
 
 class Checked(Protocol):
-    """A type, as far as a check needs it."""
+    """The part of a type that a check uses."""
 
     def check(self, value: Any, path: Path, context: CheckContext, /) -> None:
-        """Report every place where a value does not have this type."""
+        """Add every mismatch between a value and this type."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One place where a value does not have its type.
+    """A part of a value that does not have its type.
 
     Attributes:
-        path: the place in Python's notation: ``x['w'][3].shape[0]``.
+        path: the path in Python's notation: ``x['w'][3].shape[0]``.
         expected: the expected type or property.
         got: a description of the value or the property.
     """
@@ -70,7 +70,7 @@ class CheckContext(abc.ABC):
     Args:
         roots: the checked values by name.
         dims: the named dims whose bounds are known before the check; the bounds of another name
-            are those at each of its places.
+            are those at each of its paths.
 
     Attributes:
         sizes: the size of each named dim.
@@ -273,7 +273,7 @@ class CheckContext(abc.ABC):
             self.fail(path, part, form, str(size))
 
     def _named_size(self, dim: Dim, size: int, part: str, path: Path) -> None:
-        """Bind a named dim at its first place; check it at the others."""
+        """Bind a named dim at its first path; check it at the others."""
         known = self.sizes.get(dim.name)
         if known is not None and known != size:
             return self.fail(path, part, f"{known} ({self._bound_at(dim.name)})", str(size))
@@ -281,7 +281,7 @@ class CheckContext(abc.ABC):
             self.sizes[dim.name] = size
             self._binding_paths[dim.name] = (path, part)
             dim = self._dims.get(dim.name, dim)
-        elif dim.name in self._dims:  # all of its bounds were checked at its first place
+        elif dim.name in self._dims:  # all of its bounds were checked at its first path
             return
         if not dim.admits(size):
             self.fail(path, part, dim, str(size))
@@ -303,7 +303,7 @@ class CheckContext(abc.ABC):
     # --- sizes that are computed from others
 
     def _bound_at(self, name: str) -> str:
-        """Return a text with the place that bound a named dim."""
+        """Return a text with the path that bound a named dim."""
         path, part = self._binding_paths[name]
         return f"{name} is {self.sizes[name]} at {path_text(path, self.roots)}{part}"
 
@@ -347,7 +347,7 @@ class CheckContext(abc.ABC):
         return True
 
 
-# --- the places of values
+# --- the paths of values
 
 
 def _entries(value: Any) -> Callable[[str, Any], Any]:

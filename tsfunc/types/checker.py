@@ -1,4 +1,4 @@
-"""The check of values against types: every mismatch, with its place."""
+"""The check of values against types: every mismatch, with its path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tsfunc.types.values import Path
 
 @folding()
 def check(value: Any, type_: TSAllType | Any, name: str = "x") -> list[Mismatch]:
-    """Return every place where a value does not have a type; an empty list if it fits.
+    """Return every mismatch between a value and a type; an empty list if the value fits.
 
     Sizes of one name are equal within the whole type.
 

@@ -27,7 +27,7 @@ Fits = Callable[..., bool]
 class Generated(Protocol):
     """A type, as far as generated code needs it."""
 
-    def emit(self, at: str, source: Source, indent: str, /) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str, /) -> None:
         """Add lines that return False if the variable `at` does not have the type."""
 
 
@@ -132,7 +132,7 @@ def refused_sizes(dim: Dim, at: str) -> Iterator[str]:
         yield f"{at} % {dim.multiple_of}"
 
 
-class Source(abc.ABC):
+class CheckCode(abc.ABC):
     """The lines of a function, the objects they refer to, and a variable for each named size.
 
     Args:
@@ -283,7 +283,7 @@ class Source(abc.ABC):
             self.lines.append(f"{indent}elif {variable} != {at}: return False")
 
 
-class _TypeSource(Source):
+class _TypeSource(CheckCode):
     """Code for types.
 
     `decide` returns a function for a type that generated code does not decide.
@@ -333,7 +333,7 @@ def generate_check(
     return lines.finish()
 
 
-class _CallSource(Source):
+class _CallSource(CheckCode):
     """Code for the descriptors of a call, which returns False or the named sizes."""
 
     def argument(self, name: str, parameter: inspect.Parameter, descriptor: Generated) -> None:

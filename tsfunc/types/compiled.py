@@ -19,7 +19,7 @@ from tsfunc.types.checker import TypeCheck
 from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.dims import Dim, DimForm
-from tsfunc.types.exclusion import exclude_each_other
+from tsfunc.types.disjoint import are_disjoint
 from tsfunc.types.grammar import ANY, Descriptor, TSTensor
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
@@ -306,7 +306,7 @@ def _named_dims(leaves: list[tuple[str, MetaTensorType]]) -> dict[str, Dim]:
 
 
 def _sizes(meta: MetaTensorType) -> Iterator[tuple[str, DimForm]]:
-    """Yield all sizes in a tensor's metadata with their places."""
+    """Yield all sizes in a tensor's metadata with their paths."""
     first = 0 if meta.dims is not None else -len(meta.trailing)
     for axis, form in enumerate(meta.dims or meta.trailing, first):
         yield f".shape[{axis}]", form
@@ -385,7 +385,7 @@ def _require_order(
     left: Descriptors, right: Descriptors, numbers: tuple[int, int], what: str
 ) -> None:
     below, above = left <= right, right <= left
-    if below != above or (not below and exclude_each_other(left, right)):
+    if below != above or (not below and are_disjoint(left, right)):
         return
     fault = "are equivalent" if below else "can both fit one call, and neither is narrower"
     shown = "".join(

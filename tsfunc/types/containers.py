@@ -12,7 +12,7 @@ from tsfunc.errors import AnnotationError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.base import Order, TSType, only_part, require_types
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import Source
+from tsfunc.types.codegen import CheckCode
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.single import ANY, BOOL, FLOAT, INT, NONE, STR, TSTensor, literal
 from tsfunc.types.values import (
@@ -118,7 +118,7 @@ class TSTuple(_FixedTuple):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         context.items(value, tuple, self.elements, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(source.no_instance(at, tuple), indent)
         source.refuse(f"{source.known[len]}({at}) != {len(self.elements)}", indent)
         source.unpack(at, self.elements, indent)
@@ -172,7 +172,7 @@ class TSNamedTuple(_FixedTuple):
             return context.fail(path, "", expected, describe(value))
         context.items(value, tuple, self.elements, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(f"{source.field_names(at)} != {self.names!r}", indent)
         source.unpack(at, self.elements, indent)
 
@@ -201,7 +201,7 @@ class TSTupleOf(_Of):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         context.elements(value, tuple, self.element, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.elements(at, tuple, self.element, indent)
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
@@ -242,7 +242,7 @@ class TSList(_Of):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         context.elements(value, list, self.element, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.elements(at, list, self.element, indent)
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
@@ -313,7 +313,7 @@ class TSDict(_Container):
             self.key.check(key, (f"a key of {path_text(path, context.roots)}",), context)
             self.value.check(item, (*path, key), context)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(source.no_instance(at, dict), indent)
         key, item = source.new(), source.new()
         pairs = ((key, self.key), (item, self.value))
@@ -445,7 +445,7 @@ class TSPytree(_Container):
         else:
             context.children(value, self.kind, self.entries, self.children, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         if self.kind not in (list, dict):
             return source.undecided(at, self, indent)
         source.refuse(source.no_instance(at, self.kind), indent)
@@ -527,7 +527,7 @@ class TSFields(_Container):
         """The types of the attributes."""
         return dict(zip(self.names, self.children, strict=True))
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         if self.names:
             return source.undecided(at, self, indent)
         source.refuse(source.no_instance(at, self.cls), indent)
@@ -562,7 +562,7 @@ class _Union(_Composed):
         rest = [choice for choice in self.choices if choice != NONE]
         context.first_that_fits(value, rest, self, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         if not self.is_optional:
             return source.undecided(at, self, indent)
         source.lines.append(f"{indent}if {at} is not None:")

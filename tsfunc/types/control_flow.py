@@ -28,7 +28,7 @@ def join_branches(
 
     Raises:
         TypeCheckError: the only common type of the branches is `Any`, or, if `exact`, their types
-            differ. The message has the type of each branch, and each place where they differ.
+            differ. The message has the type of each branch, and each path at which they differ.
 
     Example:
         >>> from tsfunc.types import parse
@@ -65,7 +65,7 @@ same type from each branch.
 
 
 def branch_faults(left: TSType, right: TSType, path: str = "", *, exact: bool) -> list[str]:
-    """Return a line for each place where the types of two branches are incompatible.
+    """Return a line for each path at which the types of two branches are incompatible.
 
     Args:
         left, right: the types.
@@ -101,7 +101,7 @@ def check_carry(
 
     Raises:
         TypeCheckError: the body's result does not have the type of the initial value. The message
-            has both types, and each place where they differ.
+            has both types, and each path at which they differ.
 
     Example:
         >>> from tsfunc.types import parse
@@ -109,8 +109,8 @@ def check_carry(
         Traceback (most recent call last):
         ...
         tsfunc.errors.TypeCheckError: scan: the type of the carry changes:
-          before the first turn: Tuple[f32[3], i64[]]
-          after a turn: Tuple[f32[4], i64[]]
+          before the first step: Tuple[f32[3], i64[]]
+          after a step: Tuple[f32[4], i64[]]
         At [0] f32[3] has become f32[4]. Return from the body what it was given, in type, shape \
 and dtype.
 
@@ -120,15 +120,15 @@ and dtype.
     faults = carry_faults(one, other)
     if faults:
         raise TypeCheckError(
-            f"{where}: the type of {name} changes:\n  before the first turn: {before}\n"
-            f"  after a turn: {after}\n{'; '.join(faults)}. Return from the body what it was "
+            f"{where}: the type of {name} changes:\n  before the first step: {before}\n"
+            f"  after a step: {after}\n{'; '.join(faults)}. Return from the body what it was "
             f"given, in type, shape and dtype."
         )
     return one
 
 
 def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
-    """Return a line for each place where the body's result does not fit the carry that it got."""
+    """Return a line for each path at which the body's result does not fit its carry."""
     return [
         f"At {at} {one} has become {other}" if at else f"{one} has become {other}"
         for at, one, other in differences(before, after, path)
@@ -152,7 +152,7 @@ def _same_sizes(before: TSType, after: TSType) -> bool:
 def differences(
     left: TSType, right: TSType, path: str = ""
 ) -> Iterator[tuple[str, TSType, TSType]]:
-    """Yield each innermost place where two types differ, as a path, with the types there."""
+    """Yield each innermost path at which two types differ, with the types there."""
     if left == right:
         return
     pairs = list(zip(left.steps, left.parts, right.parts, strict=False))

@@ -131,8 +131,8 @@ class Descriptors(Mapping[str, Descriptor]):
     def join(self, other: Mapping[str, object]) -> Descriptors:
         """Return the least descriptors that every call of either fits.
 
-        Sizes that differ get a name; sizes that agree in all places get the same name. The join of
-        values that differ is their type.
+        Sizes that differ get a name; sizes that agree in all examples get the same name. The join
+        of values that differ is their type.
 
         Example:
             >>> d, e = (Descriptors.parse(f"x: f32[{n}, 64], y: f32[{n}], k: Literal[{n}]")

@@ -209,7 +209,7 @@ def _normal_bounds(dim: Dim) -> dict[str, Any]:
         chosen = tuple(sorted({size for size in chosen if plain.admits(size)}))
         low, high, step = (chosen[0], chosen[-1], 1) if chosen else (1, 0, 1)
     if high is not None and low > high:
-        raise DescriptorError(f"{dim!r}: no size is {' and '.join(_said(dim))}")
+        raise DescriptorError(f"{dim!r}: no size is {' and '.join(_bound_texts(dim))}")
     return {
         "min": low or None,
         "max": high,
@@ -218,15 +218,15 @@ def _normal_bounds(dim: Dim) -> dict[str, Any]:
     }
 
 
-def _said(dim: Dim) -> list[str]:
+def _bound_texts(dim: Dim) -> list[str]:
     """Return the bounds of a dim as text."""
-    said = {
+    bounds = {
         "at least": dim.min,
         "at most": dim.max,
         "a multiple of": dim.multiple_of,
         "one of": dim.one_of,
     }
-    return [f"{words} {bound}" for words, bound in said.items() if bound is not None]
+    return [f"{words} {bound}" for words, bound in bounds.items() if bound is not None]
 
 
 DimSpec: TypeAlias = int | str | Dim | DimExpr | None

@@ -78,7 +78,7 @@ def _description(tensor: torch.Tensor) -> TSType:
 
 
 def _common(values: Sequence[Any], tensor: _DESCRIBED) -> TSType:
-    """Return the common type of several values in the same place.
+    """Return the common type of several values at the same path.
 
     The elements of containers are collected before they are joined. In ``[[1], [None], []]`` all
     inner lists together have the elements 1 and None, so they are lists of Optional[int].

@@ -136,7 +136,8 @@ def nominal_view(type_: TSAllType) -> TSType:
     """Return a type that composes: the class of the type of a module, else the type itself."""
     if isinstance(type_, TSModuleType):
         return nominal_type(type_.cls)
-    assert isinstance(type_, TSType)
+    if not isinstance(type_, TSType):
+        raise TypeError(f"expected a type of tsfunc.types, got {type(type_).__name__}")
     return type_
 
 

@@ -1,4 +1,4 @@
-"""What users write about a function: its descriptors, and the annotations of its parameters."""
+"""Reading of the users' descriptors, and of the annotations of parameters."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def as_descriptor(written: Any, where: str = "the descriptor") -> Descriptor:
     Args:
         written: a `MetaTensorType`; a class or typing object; a container (any pytree node) of
             descriptors; or any other Python value, which the argument must then equal.
-        where: the place of the descriptor, for error messages.
+        where: the path of the descriptor in error messages.
 
     Raises:
         DescriptorError: a typing object against which values can't be checked.

@@ -76,7 +76,7 @@ class Signature:
         return generate_call(self.name, self._signature, self.parameters, decide)
 
     def check(self, *args: Any, **kwargs: Any) -> list[Mismatch]:
-        """Return every place where an argument of a call does not have its parameter's type.
+        """Return every mismatch between an argument of a call and its parameter's type.
 
         Raises:
             TypeError: the arguments are too many or too few.

@@ -13,7 +13,7 @@ import torch
 
 from tsfunc.types.base import SINGLE, Order, TSAllType, TSType
 from tsfunc.types.check_context import CheckContext
-from tsfunc.types.codegen import Source
+from tsfunc.types.codegen import CheckCode
 from tsfunc.types.dims import DimForm
 from tsfunc.types.meta import MetaTensorType, describes_less
 from tsfunc.types.values import Path, class_name, describe, literal_text, same_value
@@ -31,7 +31,7 @@ class TSMetaType(TSType):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         return
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         return
 
     def is_above(self, narrower: TSType, order: Order) -> bool:
@@ -57,7 +57,7 @@ class TSPrimitiveType(TSType):
         if own != self and not (own == FLOAT and self == DOUBLE):
             context.fail(path, "", self, describe(value))
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         if self == NONE:
             return source.refuse(f"{at} is not None", indent)
         cls = PYTHON_CLASSES[self.name]
@@ -107,7 +107,7 @@ class Value(TSType):
     def check(self, value: Any, path: Path, context: CheckContext) -> None:
         context.literal(value, self.value, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.literal(at, self.value, indent)
 
     @property
@@ -151,7 +151,7 @@ class TSTensor(TSType):
         if self.cls is torch.Tensor or context.instance(value, self.cls, path):
             context.tensor(value, self.meta, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         exact = f"{source.known[type]}({at}) is not {source.known[torch.Tensor]} and "
         unlike = source.no_instance(at, self.cls)
         source.refuse(exact + unlike if self.cls is torch.Tensor else unlike, indent)
@@ -203,7 +203,7 @@ class _TSClass(TSType):
         if context.instance(value, self.cls, path) and dataclasses.is_dataclass(self.cls):
             context.declared_fields(value, self.cls, path)
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         source.refuse(source.no_instance(at, self.cls), indent)
 
     @property
@@ -226,7 +226,7 @@ class TSBuiltinClass(_TSClass):
 class TSCustomClass(_TSClass):
     """Any other class. Its attributes are checked at their use (see `attribute_type`)."""
 
-    def emit(self, at: str, source: Source, indent: str) -> None:
+    def emit(self, at: str, source: CheckCode, indent: str) -> None:
         # Only for a class without fields and without a custom metaclass does isinstance decide.
         if dataclasses.is_dataclass(self.cls) or type(self.cls) not in (type, abc.ABCMeta):
             return source.undecided(at, self, indent, self.cls)

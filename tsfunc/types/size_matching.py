@@ -133,7 +133,7 @@ class SizeMatch:
 class Generalization:
     """The common sizes of two types.
 
-    A pair of sizes that occurs in several places is the same size there, and gets one name. All
+    A pair of sizes that occurs at several paths is the same size there, and gets one name. All
     pairs are first counted by `count`; `size` then returns the generalized size of a pair. A pair
     that occurs once is open, or named too with `always_named`. An expression is kept if it has the
     names of pairs and holds on both sides. Bounds are kept if they hold on both sides; numbers do
@@ -161,7 +161,7 @@ class Generalization:
             assert not isinstance(size, Absent)
             self._one_sided_names |= {(side, name) for name in names_of_dim(size)}
         elif left is not None and right is not None:
-            self._counts[_bare(left), _bare(right)] += 1
+            self._counts[_without_bounds(left), _without_bounds(right)] += 1
 
     def size(self, left: SideForm, right: SideForm) -> DimForm:
         """Return the narrowest size that both sizes are instances of."""
@@ -172,7 +172,7 @@ class Generalization:
         assert not isinstance(left, Absent) and not isinstance(right, Absent)
         if isinstance(left, int) and left == right:
             return left
-        pair = _bare(left), _bare(right)
+        pair = _without_bounds(left), _without_bounds(right)
         computed = self._computed(pair)
         if computed is not None:
             return computed
@@ -182,7 +182,7 @@ class Generalization:
         return None
 
     def _one_sided(self, size: SideForm, side: int) -> DimForm:
-        """Return a size that only one side has, in terms of the names of other places."""
+        """Return a size that only one side has, in terms of the names at other paths."""
         if isinstance(size, Dim):
             pair = self._pair_of(Dim(size.name), side)
             if pair is not None:
@@ -301,9 +301,9 @@ def sum_of(size: int | Dim | DimExpr) -> SizeSum:
 
 def _text(size: SideForm) -> str:
     """Return a size as text in which a name has no bounds."""
-    return str(_bare(size) if not isinstance(size, Absent) else size)
+    return str(_without_bounds(size) if not isinstance(size, Absent) else size)
 
 
-def _bare(size: DimForm) -> DimForm:
+def _without_bounds(size: DimForm) -> DimForm:
     """Return a name without its bounds; other sizes are returned unchanged."""
     return Dim(size.name) if isinstance(size, Dim) else size

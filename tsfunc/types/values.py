@@ -459,7 +459,7 @@ def _dim(text: str) -> Any:
         return None if text == "?" else ...
     if text.isdecimal():
         return int(text)
-    said = [_said_of_dim(part.strip()) for part in text.split(" and ")]
+    said = [_bound_of_word(part.strip()) for part in text.split(" and ")]
     if len(said) == 1 and said[0] is None:
         return text  # a name or an expression, or invalid
     dims = [dim for dim in said if dim is not None]
@@ -468,7 +468,7 @@ def _dim(text: str) -> Any:
     return functools.reduce(Dim.meet, dims)
 
 
-def _said_of_dim(text: str) -> Dim | None:
+def _bound_of_word(text: str) -> Dim | None:
     """Parse ``n``, ``2<=n<=8``, ``n % 4 == 0`` or ``n in {2, 4}``; return None for other texts."""
     stepped, chosen = _STEPPED.fullmatch(text), _CHOSEN.fullmatch(text)
     if stepped is not None:

@@ -177,7 +177,7 @@ def test_forms(signature: OperatorSignature, form: str) -> None:
     assert signature.form == form
 
 
-def test_what_names_dims() -> None:
+def test_arguments_that_name_dims() -> None:
     signature = operator(
         None, X, DIM, Argument("source", "Tensor"), Argument("dims", "int[]"), Argument("n", "int")
     )

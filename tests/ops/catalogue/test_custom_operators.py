@@ -213,7 +213,7 @@ def test_the_pointwise_tag_is_a_rule(library: Any) -> None:
 
 
 @pytest.mark.parametrize(("fake", "tag"), [(True, False), (False, True)])
-def test_what_nobody_vouches_for_is_looped_over(library: Any, fake: bool, tag: bool) -> None:
+def test_unverified_operators_are_looped_over(library: Any, fake: bool, tag: bool) -> None:
     # A fake kernel shows shapes: by these alone, a softmax over the last dim is pointwise.
     op = pointwise_operator(library, fake=fake, tag=tag)
     x, y = torch.randn(3, 4), torch.randn(3, 4)
@@ -295,7 +295,7 @@ def test_a_rule_of_ones_own_counts_before_that_for_torch() -> None:
     assert seen == []
 
 
-def test_what_register_refuses() -> None:
+def test_registrations_that_are_refused() -> None:
     op = custom_op(multiplied)
     with pytest.raises(UnknownOperatorError, match="Define it first"):
         tsfunc.ops.register("tsfunc_tests::nothing", category="Batched")

@@ -94,12 +94,12 @@ def test_an_unknown_name(name: str, message: str) -> None:
     assert isinstance(found.value, LookupError)
 
 
-def test_what_is_no_operator_at_all() -> None:
+def test_objects_that_are_not_operators() -> None:
     with pytest.raises(UnknownOperatorError, match=r"lookup\(3\)"):
         lookup(3)
 
 
-def test_the_rows_are_what_lookup_gives() -> None:
+def test_the_rows_equal_the_lookups() -> None:
     available = set(registered("aten"))
     for name, row in all_rows().items():
         if name in available:

@@ -30,7 +30,7 @@ def test_no_overload_is_missing_and_none_is_extra() -> None:
 
 
 @same_torch
-def test_the_table_is_what_rules_and_decisions_say() -> None:
+def test_the_table_follows_from_rules_and_decisions() -> None:
     evidence = {name: line.evidence for name, line in TABLE.items()}
     made = render(tabulate(NAMES, evidence))
     assert made == PATH.read_text("utf-8"), "run python -m tools.catalogue"
@@ -47,7 +47,7 @@ def test_every_overload_has_a_category_that_somebody_or_some_rule_gave() -> None
     assert [line.name for line in TABLE.values() if line.source.startswith("unknown")] == []
 
 
-def test_what_the_schema_says_is_in_the_table() -> None:
+def test_the_table_follows_the_schema() -> None:
     for name in NAMES:
         signature = signature_of(name)
         assert signature is not None
@@ -58,7 +58,7 @@ def test_what_the_schema_says_is_in_the_table() -> None:
             assert facts.random or "nondeterministic_seeded" not in signature.tags, name
 
 
-def test_a_variant_has_the_category_of_what_it_follows() -> None:
+def test_a_variant_has_the_category_of_its_operator() -> None:
     for line in TABLE.values():
         if line.follows:
             assert line.category is TABLE[line.follows].category, line.name
@@ -154,7 +154,7 @@ SAYS_LITTLE = {
 }
 
 
-def test_what_was_tried_agrees_with_the_category_whoever_gave_it() -> None:
+def test_trials_agree_with_every_category() -> None:
     for name in tried():
         evidence, category = TABLE[name].evidence, TABLE[name].category
         if name in SAYS_LITTLE:

@@ -195,7 +195,7 @@ def test_only_those_that_need_a_step_make_it() -> None:
 
 
 @pytest.mark.parametrize("f", [_until, _chosen])
-def test_tracers_run_what_no_program_does(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracers_run_bodies_that_no_program_can(f: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched.PhysicalBatch, "every", lambda self, body: None)
     x, n = _inputs([3, 0, 5, 1, 3])
     torch.testing.assert_close(specialize(vmap(f))(x, n), _every(f, x, n))
@@ -212,7 +212,7 @@ def test_torchs_own_forward_mode_goes_through_it() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_branch_that_would_fail_or_be_nan_is_not_asked() -> None:
+def test_a_branch_that_would_fail_or_give_nan_does_not_run() -> None:
     def f(x: torch.Tensor) -> Any:
         def checked(x: torch.Tensor) -> torch.Tensor:
             torch._assert_async(x > 0)
@@ -247,7 +247,7 @@ def test_a_body_may_exchange_values_or_draw() -> None:
     )
 
 
-def test_what_all_examples_have_is_not_written_into() -> None:
+def test_a_shared_tensor_is_not_written_into() -> None:
     def f(n: torch.Tensor) -> Any:
         kept = n * 0
 

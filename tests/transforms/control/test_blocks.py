@@ -84,7 +84,7 @@ def _unused_of_associative_scan(p: torch.Tensor, x: torch.Tensor) -> Any:
         (_unused_of_associative_scan, 1, [(2, 1)]),
     ],
 )
-def test_what_is_unused_goes(f: Any, operands: int, sizes: list[tuple[int, int]]) -> None:
+def test_unused_nodes_are_removed(f: Any, operands: int, sizes: list[tuple[int, int]]) -> None:
     p = torch.tensor(True)
     ((op, count),) = _calls(f, p, X)
     assert count == operands
@@ -99,7 +99,7 @@ def test_what_is_unused_goes(f: Any, operands: int, sizes: list[tuple[int, int]]
     torch.testing.assert_close(specialize(gradient)(X), gradient(X))
 
 
-def test_what_a_result_needs_through_other_carries_stays() -> None:
+def test_carries_that_a_result_needs_stay() -> None:
     def f(x: torch.Tensor) -> Any:
         return fori_loop(0, 3, lambda i, c: (c[0] + c[1], c[1] + c[2], c[2] * 2, c[3]), (x,) * 4)[0]
 
@@ -117,7 +117,7 @@ def test_a_scan_of_fixed_length_goes_along_nothing_that_it_does_not_use() -> Non
     torch.testing.assert_close(specialize(f)(X), X * 8)
 
 
-def test_what_alone_says_how_many_steps_there_are_stays() -> None:
+def test_the_only_input_with_the_number_of_steps_stays() -> None:
     def f(x: torch.Tensor, rows: torch.Tensor) -> Any:
         return scan(lambda c, row: (c * 2, row), x, rows.exp())[0]
 
@@ -127,7 +127,7 @@ def test_what_alone_says_how_many_steps_there_are_stays() -> None:
     assert program.cache_info().programs == 1
 
 
-def test_effects_are_kept_with_what_they_need() -> None:
+def test_effects_are_kept_with_their_operands() -> None:
     def f(x: torch.Tensor, seen: torch.Tensor) -> Any:
         def step(carry: Any, row: Any) -> Any:
             seen.add_(row)
@@ -181,7 +181,7 @@ def _checked_steps(x: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("f", [_checked_branch, _checked_steps])
 @pytest.mark.parametrize("wrap", [lambda f: f, grad], ids=["plain", "grad"])
-def test_what_bodies_assert_is_used(f: Any, wrap: Any) -> None:
+def test_assertions_of_bodies_are_used(f: Any, wrap: Any) -> None:
     run = specialize(wrap(lambda x: f(x).sum()))
     run(X)
     with pytest.raises(RuntimeError, match="Expected Tensor with single nonzero value"):

@@ -140,7 +140,7 @@ def test_sizes_of_branches_go_by_the_users_names() -> None:
         s(torch.ones(4, 3), torch.tensor(True))
 
 
-def test_what_is_no_choice_is_refused() -> None:
+def test_invalid_choices_are_refused() -> None:
     x = torch.ones(2)
     with pytest.raises(TypeError, match="expected a bool, an int or a tensor of one element"):
         cond("yes", torch.sin, torch.cos, x)
@@ -156,7 +156,7 @@ def test_what_is_no_choice_is_refused() -> None:
         cond(True, torch.sin, torch.cos, x, batching="both")  # type: ignore[arg-type]
 
 
-def test_a_write_into_what_some_examples_share_is_refused() -> None:
+def test_a_write_into_a_tensor_that_examples_share_is_refused() -> None:
     def f(x: torch.Tensor) -> Any:
         y = x * 1
         return cond(x > 0, lambda: y.add_(1), lambda: y)
@@ -165,7 +165,7 @@ def test_a_write_into_what_some_examples_share_is_refused() -> None:
         vmap(f)(torch.tensor([1.0, -1.0]))
 
 
-def test_branches_in_branches_use_what_is_outside_of_both() -> None:
+def test_nested_branches_use_tensors_from_outside_both() -> None:
     x, w = torch.tensor([0.5, -1.0], dtype=torch.float64), torch.tensor(1.5, dtype=torch.float64)
     yes = torch.tensor(True)
 

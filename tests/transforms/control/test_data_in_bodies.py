@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any], Calls]] = {
 
 
 @pytest.mark.parametrize(("f", "described", "calls"), CASES.values(), ids=CASES)
-def test_a_program_gives_what_the_function_gives(
+def test_a_program_returns_the_results_of_the_function(
     f: Callable[..., Any], described: dict[str, Any], calls: Calls
 ) -> None:
     program = specialize(f, described)
@@ -101,7 +101,7 @@ def test_a_check_is_one_of_its_branch() -> None:
         f(yes, up, number(9))
 
 
-def test_what_a_branch_checks_is_not_known_outside() -> None:
+def test_facts_checked_in_a_branch_do_not_hold_outside() -> None:
     def f(p: Tensor, x: Tensor, n: Tensor) -> Any:
         k = n.item()
 
@@ -116,7 +116,7 @@ def test_what_a_branch_checks_is_not_known_outside() -> None:
         specialize(f)(no, up, number(2))
 
 
-def test_what_a_branch_asks_of_its_arguments_is_checked() -> None:
+def test_the_requirements_of_a_branch_are_checked() -> None:
     def log(x: Tensor) -> Tensor:
         if not (x > 0).all():
             raise ValueError("no logarithm")

@@ -132,7 +132,7 @@ def test_examples_of_drawn_functions_draw_as_alone(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(6, 9))
-def test_derivatives_of_drawn_functions_draw_what_the_functions_draw(number: int) -> None:
+def test_derivatives_of_random_functions_draw_the_same_numbers(number: int) -> None:
     func = _function(number, 1)
     slope = tsfunc.grad(lambda x: func(x)[0])
     whole = _from_seed(drawing(slope), X)

@@ -64,7 +64,7 @@ def test_forms_of_cond(call: Any) -> None:
     [1, 0, 2.5, 0.0, True, np.bool_(True), np.int64(0)],
     ids=["int", "zero", "float", "float-zero", "bool", "numpy-bool", "numpy-int"],
 )
-def test_what_is_not_zero_is_true(pred: Any) -> None:
+def test_nonzero_values_are_true(pred: Any) -> None:
     expected = 1 if pred else 2
     assert cond(pred, lambda: 1, lambda: 2) == expected
     tensor = torch.as_tensor(pred)
@@ -94,7 +94,7 @@ def test_operands_given_twice_are_refused() -> None:
     ],
     ids=["cond", "switch", "while_loop", "fori_loop", "scan", "map", "associative_scan"],
 )
-def test_what_is_no_function_is_refused(call: Any, name: str) -> None:
+def test_non_functions_are_refused(call: Any, name: str) -> None:
     with pytest.raises(TypeError, match=f": {name} must be callable, got int"):
         call()
 
@@ -197,7 +197,7 @@ def test_a_loop_over_a_range_of_floats_has_gradients_by_its_bounds() -> None:
     assert fori_loop(0.0, 2.5, lambda i, c: c + i, 0.0) == 3
 
 
-def test_what_has_a_default_is_no_operand() -> None:
+def test_parameters_with_defaults_are_not_operands() -> None:
     """Functions made in a loop have what they close over as defaults."""
     scaled = [lambda pair, i=i: (pair[0] + pair[1]) * i for i in (1, 10)]
     both = [X, Y]

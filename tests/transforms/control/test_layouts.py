@@ -42,7 +42,7 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("f", [_branches, _scan, _while])
-def test_programs_reshape_what_lies_otherwise(f: Any, transform: str) -> None:
+def test_programs_reshape_other_layouts(f: Any, transform: str) -> None:
     changed = TRANSFORMS[transform](f)
     program = specialize(changed)
     for x in (X, X.T, -X):

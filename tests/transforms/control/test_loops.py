@@ -221,7 +221,7 @@ def test_the_body_of_a_loop_without_steps_keeps_the_type_of_its_carry(run: Any, 
     assert torch.Tensor not in calls  # it was not run
 
 
-def test_nothing_is_said_of_the_body_of_a_loop_without_steps_that_needs_numbers() -> None:
+def test_a_loop_without_steps_does_not_check_a_body_that_reads_numbers() -> None:
     def fails(c: torch.Tensor) -> torch.Tensor:
         raise IndexError
 
@@ -230,7 +230,7 @@ def test_nothing_is_said_of_the_body_of_a_loop_without_steps_that_needs_numbers(
     assert while_loop(lambda c: c.sum() < 0, fails, x) is x
 
 
-def test_what_is_no_bound_and_no_policy_is_refused() -> None:
+def test_invalid_bounds_and_policies_are_refused() -> None:
     with pytest.raises(TypeError, match="the bounds must be integers, got a bool"):
         fori_loop(0, True, lambda i, c: c, 0)
     with pytest.raises(ValueError, match="checkpoint must be None"):

@@ -46,7 +46,7 @@ def test_a_loop_in_a_loop(wrap: Any) -> None:
 
 
 @WRAPS
-def test_an_inner_loop_begins_anew_in_every_turn_of_each_example(wrap: Any) -> None:
+def test_an_inner_loop_restarts_in_every_step_of_each_example(wrap: Any) -> None:
     def f(a: torch.Tensor, b: torch.Tensor) -> Any:
         def turn(state: Any) -> Any:
             value, i = state
@@ -168,7 +168,7 @@ def test_programs_of_jacobians_of_choices_that_differ(derivative: Any, name: str
     torch.testing.assert_close(specialize(vmap(derivative(choosing)))(x), expected)
 
 
-def test_loops_of_two_vmaps_in_each_other_run_on_the_lanes_that_are_left_of_both() -> None:
+def test_loops_of_nested_vmaps_run_on_the_active_examples_of_both() -> None:
     """The inner vmap's subsets are selected from the remaining subset of the outer loop."""
     w = torch.tensor([0.5, -0.25, 1.5], dtype=torch.float64)
 

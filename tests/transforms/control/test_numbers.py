@@ -76,7 +76,7 @@ def test_a_number_is_not_narrowed() -> None:
             run(x)
 
 
-def test_what_a_tensor_chooses_is_a_tensor_whichever_way_all_examples_go() -> None:
+def test_the_result_of_a_tensor_choice_is_a_tensor_for_any_branch() -> None:
     def f(p: torch.Tensor) -> Any:
         return cond(p, lambda: 1.0, lambda: 0.0)
 

@@ -161,7 +161,7 @@ def test_gradients_through_a_scan_of_batches() -> None:
     assert torch.autograd.gradcheck(f, x[0].clone().requires_grad_())
 
 
-def test_what_can_not_be_scanned_is_refused() -> None:
+def test_values_that_can_not_be_scanned_are_refused() -> None:
     step = lambda c, x: (c, x)  # noqa: E731
     with pytest.raises(ValueError, match="there is no tensor to go along; give length="):
         scan(step, 0)

@@ -178,7 +178,7 @@ def test_a_choice_in_a_loop_may_differ_at_both_of_two_vmaps() -> None:
     torch.testing.assert_close(vmap(vmap(f))(rows, n), expected)
 
 
-def test_a_tensor_kept_from_a_step_before_is_that_of_the_lanes_that_are_left() -> None:
+def test_a_tensor_from_an_earlier_step_is_narrowed_to_the_active_examples() -> None:
     def f(n: torch.Tensor) -> Any:
         last = [n * 0]
 
@@ -209,7 +209,7 @@ def test_the_last_example_draws_as_one_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("counts", [[0, 0, 3], [5, 1], [4]])
-def test_the_last_example_is_refused_what_a_batch_is(counts: list[int]) -> None:
+def test_the_last_example_gets_the_refusals_of_a_batch(counts: list[int]) -> None:
     n = torch.tensor(counts)
     outside = torch.zeros(2)
 
@@ -227,7 +227,7 @@ def test_the_last_example_is_refused_what_a_batch_is(counts: list[int]) -> None:
     assert outside.tolist() == [0, 0]
 
 
-def test_the_last_example_may_not_write_into_what_all_have() -> None:
+def test_the_last_example_may_not_write_into_a_shared_tensor() -> None:
     def f(n: torch.Tensor) -> Any:
         kept = n * 0
 
@@ -315,7 +315,7 @@ def test_no_examples_of_an_index() -> None:
     assert out.shape == (0, 3)
 
 
-def test_derivatives_in_a_body_that_a_program_runs_on_lanes() -> None:
+def test_derivatives_in_a_body_that_a_program_runs_on_subsets() -> None:
     """The vmap's level is set apart while the body is traced; autograd is not recorded at it."""
 
     def step(c: torch.Tensor) -> Any:

@@ -263,7 +263,7 @@ def test_a_function_keeps_its_derivative() -> None:
     torch.testing.assert_close(f.to_exported_program().module()(x), (X * X).sum())
 
 
-def test_what_torch_can_not_differentiate() -> None:
+def test_operators_that_torch_can_not_differentiate() -> None:
     f = specialize(lambda x: tsfunc.jvp(_chosen, (x,), (x,))[1])
     torch.testing.assert_close(f(X), tsfunc.jvp(_chosen, (X,), (X,))[1])
     with pytest.raises(ExportError, match="cond_pushforward, which torch has no operator"):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
-from tsfunc.ops.dims import front, logical_rank
+from tsfunc.ops.dims import batch_to_front, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
 from tsfunc.ops.shifts import Shift, shifted, shifted_like
 
@@ -28,7 +28,7 @@ _INDICES = frozenset({int, slice, type(None), type(Ellipsis)})
 _STEPS = frozenset({int, type(None)})
 _INTEGERS = frozenset({torch.int64, torch.int32})
 
-Made = Callable[[Rule], Rule]
+CallForm = Callable[[Rule], Rule]
 
 
 def _all_ints(values: Sequence[Any]) -> bool:
@@ -112,7 +112,7 @@ def with_sizes(rule: Rule) -> Rule:
     return shifted_like(rule_of_call, rule)
 
 
-def reshaping(made: Made, as_view: Callable[..., torch.Tensor]) -> Made:
+def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
     """Return a form that leaves a reshape to the handler if only a copy of the batch is possible.
 
     ``writing/reshaped_views`` then sees the call: one example may have a view.
@@ -177,7 +177,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
         if type(index) is list or dims[0] is None:
             return NotImplemented
         try:
-            out = op(front(x, dims[0]), (_ALL, *items))
+            out = op(batch_to_front(x, dims[0]), (_ALL, *items))
         except (IndexError, ValueError):  # the error must count the dims of an example
             return NotImplemented
         return out, 0
@@ -268,7 +268,7 @@ _CASTS = "double float half bfloat16 long int short bool".split()
 
 
 # The name of functions and methods, the operator whose rule serves them, and their form of call.
-_NAMED: tuple[tuple[str, str, Made], ...] = (
+_NAMED: tuple[tuple[str, str, CallForm], ...] = (
     ("sum", "aten::sum.dim_IntList", over_dims),
     ("mean", "aten::mean.dim", over_dims),
     ("amax", "aten::amax", over_dims),
@@ -283,7 +283,7 @@ _NAMED: tuple[tuple[str, str, Made], ...] = (
 )
 
 # The same for functions that return a view if they can.
-_VIEWS: tuple[tuple[str, str, Made], ...] = (
+_VIEWS: tuple[tuple[str, str, CallForm], ...] = (
     ("reshape", "aten::reshape", reshaping(with_sizes, torch.ops.aten.view.default)),
     ("view", "aten::view", with_sizes),
     ("expand", "aten::expand", with_sizes),

@@ -84,7 +84,7 @@ def _remove_rules(op: Operator, key: DispatchKey | None) -> None:
 
 
 @on_declare
-def _new_row(row: Row) -> None:
+def _forget_operator(row: Row) -> None:
     """Clear the plans, which may hold calls of an operator that had no row before."""
     FUNCTION_PLANS.clear()
 

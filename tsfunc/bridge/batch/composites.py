@@ -25,8 +25,8 @@ from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, innermost_level
 from tsfunc.bridge.writing.emulated_views import gather
-from tsfunc.ops.dims import wrap as wrap_dim
-from tsfunc.ops.random import one_distribution
+from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.random import require_one_distribution
 from tsfunc.ops.refusal import require
 
 function_rules: Final = FunctionRules()
@@ -369,7 +369,7 @@ def _histogramdd(
 def _bernoulli(x: Tensor, p: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Count ``x`` as a tensor of probabilities even if ``p`` is a number, as torch.func does."""
     if isinstance(x, BatchTracer) and p is not None and not isinstance(p, Tensor):
-        one_distribution(torch.bernoulli, x.dispatch_level, [x.bdim])
+        require_one_distribution(torch.bernoulli, x.dispatch_level, [x.bdim])
     return NotImplemented
 
 

@@ -23,13 +23,13 @@ from tsfunc.ops.dims import InplaceRefused
 
 _GOLDEN = 0.6180339887
 # Deliberate errors, which are raised for a batch of any size.
-_MEANT = (TsfuncError, InplaceRefused, NotImplementedError)
+_DELIBERATE = (TsfuncError, InplaceRefused, NotImplementedError)
 
 
 def may_fail_on_empty_batch(level: BatchLevel, error: Exception) -> bool:
     """Return True if an operator may have failed because the batch has no examples."""
     size = level.batch_size
-    return type(size) is int and size == 0 and not isinstance(error, _MEANT)
+    return type(size) is int and size == 0 and not isinstance(error, _DELIBERATE)
 
 
 def run_on_made_up_example(

@@ -35,7 +35,7 @@ from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_code import user_location, warn
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
-from tsfunc.ops.compressed import is_compressed, stacked
+from tsfunc.ops.compressed import is_compressed, stack_examples
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
@@ -196,7 +196,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
     pairs = [unwrap(leaf, level) for leaf in leaves]
     _check_written(op, level, args)
     results = []
-    begin = _beginning(op, level, kwargs)
+    begin = _example_seeder(op, level, kwargs)
     for i in range(needed_number(level.batch_size, _reason(op))):
         begin(i)
         sliced = [v if dim is None else v.select(dim, i) for v, dim in pairs]
@@ -247,7 +247,7 @@ def _written_shapes(op: Operator, args: Sequence[Any]) -> list[torch.Size]:
     return [x.shape for position in op.written for x in tensors_in(args[position : position + 1])]
 
 
-def _beginning(
+def _example_seeder(
     op: Operator, level: BatchLevel, kwargs: Mapping[str, Any]
 ) -> Callable[[int | None], None]:
     """Return the function to call before each example of a loop, and with None after the last.
@@ -310,7 +310,7 @@ def _stack(op: Operator, level: BatchLevel, results: Sequence[Any]) -> Any:
                 f"vmap: {op.name} gave results of different shapes for different examples: "
                 f"{sorted(shapes)}. Results under vmap must have one shape."
             )
-        together = stacked if is_compressed(first) else torch.stack
+        together = stack_examples if is_compressed(first) else torch.stack
         return wrap(together(list(results)), 0, level)
     if isinstance(first, list | tuple):
         parts = [_stack(op, level, part) for part in zip(*results, strict=True)]

@@ -38,7 +38,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _each(single: Single, inplace: bool) -> Single:
+def _per_tensor(single: Single, inplace: bool) -> Single:
     """Return a function that calls ``single`` on each position of its list arguments."""
 
     def each(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def _added(name: str) -> Single:
     return single
 
 
-def _larger(name: str) -> Single:
+def _elementwise_extreme(name: str) -> Single:
     """Return ``maximum`` or ``minimum`` by the clamp ``name``, which also takes numbers."""
     function = getattr(Tensor, name)
     return lambda x, other: function(x, other)
@@ -91,7 +91,10 @@ def _singles() -> dict[str, Single]:
     for name in ("add", "sub", "mul", "div", "pow", "lerp", "clamp_min", "clamp_max"):
         singles[name], singles[f"{name}_"] = getattr(torch, name), getattr(Tensor, f"{name}_")
     for name, clamp in (("maximum", "clamp_min"), ("minimum", "clamp_max")):
-        singles[name], singles[f"{name}_"] = _larger(clamp), _larger(f"{clamp}_")
+        singles[name], singles[f"{name}_"] = (
+            _elementwise_extreme(clamp),
+            _elementwise_extreme(f"{clamp}_"),
+        )
     for name in ("addcmul", "addcdiv"):
         singles[name], singles[f"{name}_"] = _added(name), _added(f"{name}_")
     return singles | {
@@ -114,19 +117,19 @@ def _declare() -> None:
     """
     for name, single in _singles().items():
         inplace = name.endswith("_")
-        each = _each(single, inplace)
+        each = _per_tensor(single, inplace)
         if name.startswith("addc"):
-            each = _with_factors(each)
+            each = _with_tensor_of_factors(each)
         DECOMPOSITIONS[f"aten::_foreach_{name}"] = each
         function = getattr(torch, f"_foreach_{name}", None)
         if function is not None:
             method = _method(each, inplace)
             adds = name in ("add", "add_")
-            rule = _reading_a_number(method) if adds else method
+            rule = _dropping_tangent_of_number(method) if adds else method
             function_rules.add(Stage.METHOD, rule, function)
 
 
-def _with_factors(each: Single) -> Single:
+def _with_tensor_of_factors(each: Single) -> Single:
     """Return ``addcmul`` or ``addcdiv`` that also takes all factors in one tensor."""
 
     def call(x: Any, a: Any, b: Any, value: Any = 1, *, scalars: Any = None) -> Any:
@@ -136,7 +139,7 @@ def _with_factors(each: Single) -> Single:
     return call
 
 
-def _reading_a_number(method: Method) -> Method:
+def _dropping_tangent_of_number(method: Method) -> Method:
     """Drop the tangent of an added tensor without dims: NOTE [added numbers]."""
 
     def call(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

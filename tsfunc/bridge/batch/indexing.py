@@ -29,7 +29,7 @@ from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -43,10 +43,14 @@ def _is_scalar(item: Any) -> bool:
     )
 
 
-def _known(item: Any) -> Any:
+def _as_known_int(item: Any) -> Any:
     """Replace an index that has one value for all examples by the int."""
     if isinstance(item, slice):
-        return slice(_known(item.start), _known(item.stop), item.step) if _is_traced(item) else item
+        return (
+            slice(_as_known_int(item.start), _as_known_int(item.stop), item.step)
+            if _is_traced(item)
+            else item
+        )
     if isinstance(item, list) and any(isinstance(part, Tracer) for part in item):
         # A list acts as a tensor of its items; Python can't build that tensor from tracers.
         return torch.stack([torch.as_tensor(part) for part in item])
@@ -74,7 +78,7 @@ def _is_advanced(item: Any) -> bool:
     return isinstance(item, torch.Tensor | list | tuple | bool)
 
 
-def _consumed(item: Any) -> int:
+def _consumed_dims(item: Any) -> int:
     """Return the number of dims of the indexed tensor that an index item consumes."""
     if item is None or isinstance(item, bool):
         return 0
@@ -86,7 +90,7 @@ def _consumed(item: Any) -> int:
 def _items(index: Any, rank: int) -> list[Any]:
     """Return the items of an index with Ellipsis expanded, so that they cover all dims."""
     items = list(index) if isinstance(index, tuple) else [index]
-    rest = [_ALL] * (rank - sum(_consumed(item) for item in items if item is not Ellipsis))
+    rest = [_ALL] * (rank - sum(_consumed_dims(item) for item in items if item is not Ellipsis))
     for position, item in enumerate(items):
         if item is Ellipsis:
             return [*items[:position], *rest, *items[position + 1 :]]
@@ -105,7 +109,7 @@ def _item_positions(item: Any, size: int) -> torch.Tensor:
     step = 1 if item.step is None else item.step
     start = _bound(item.start, 0, size, like)
     stop = _bound(item.stop, size, size, like)
-    count = _same_count(torch.clamp(stop - start + (step - 1), min=0) // step, item)
+    count = _common_count(torch.clamp(stop - start + (step - 1), min=0) // step, item)
     return start + torch.arange(count, device=like.device) * step
 
 
@@ -114,7 +118,7 @@ def _bound(given: Any, default: int, size: int, like: torch.Tensor) -> torch.Ten
     return _from_front(value, size).clamp(0, size)
 
 
-def _same_count(counts: Any, item: slice) -> int:
+def _common_count(counts: Any, item: slice) -> int:
     """Return the size of a slice, which must be the same for all examples of all vmaps.
 
     Raises:
@@ -153,16 +157,16 @@ def _get(
             return select(x, items)
         if not is_traced_here() or not depends_on_sizes(x, given):
             return NotImplemented
-        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         return view[tuple(left)] if left else view
-    known = tuple([_known(item) for item in given])
+    known = tuple([_as_known_int(item) for item in given])
     if not any(_is_traced(item) for item in known):
         same = all(a is b for a, b in zip(given, known, strict=True))
         return NotImplemented if same else x[known]
     items = _items(known, x.dim())
     for position in reversed(range(len(items))):
         if _is_traced(items[position]):
-            x = _taken(x, items, position)
+            x = _gathered(x, items, position)
     return x[tuple(items)] if items else x
 
 
@@ -174,7 +178,7 @@ def masked_items(x: torch.Tensor, index: Any) -> list[Any] | None:
     return _items(index, x.dim())
 
 
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> Sequence[Any]:
     """Return the input and the arguments with these names, None for each missing one."""
     positions = enumerate(("input", *names))
     return [args[k] if k < len(args) else kwargs.get(name) for k, name in positions]
@@ -184,10 +188,10 @@ def _select(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``select(x, dim, index)`` with a traced index."""
-    x, dim, index = _given(args, kwargs, "dim", "index")
+    x, dim, index = _arguments(args, kwargs, "dim", "index")
     if not _is_scalar(index):
         return NotImplemented
-    index = _known(index)
+    index = _as_known_int(index)
     if isinstance(index, int):
         return x.select(dim, index)
     return gather(x, wrap_dim(dim, x.dim()), index)
@@ -197,7 +201,7 @@ def _masked_select(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """``masked_select(x, mask)`` with a mask that differs between examples."""
-    x, mask = _given(args, kwargs, "mask")
+    x, mask = _arguments(args, kwargs, "mask")
     if not is_lazy(mask) or "out" in kwargs:
         return NotImplemented
     x, mask = torch.broadcast_tensors(x, mask)
@@ -216,10 +220,10 @@ def _tensor_split(
     return torch.tensor_split(args[0] if args else kwargs["input"], where.tolist(), dim)
 
 
-def _taken(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
+def _gathered(x: torch.Tensor, items: list[Any], position: int) -> torch.Tensor:
     """Gather one traced item from ``x`` and update ``items`` for the dims of the result."""
     item = items.pop(position)
-    dim = sum(_consumed(item) for item in items[:position])
+    dim = sum(_consumed_dims(item) for item in items[:position])
     positions = _item_positions(item, x.shape[dim])
     if positions.dim():
         items.insert(position, _ALL)
@@ -240,7 +244,7 @@ def _set(
     if not any(_is_traced(item) for item in given):
         if not is_traced_here() or not depends_on_sizes(x, given):
             return NotImplemented
-        view, left = basic_view(x, _items(index, x.dim()), _consumed)
+        view, left = basic_view(x, _items(index, x.dim()), _consumed_dims)
         view[tuple(left) or Ellipsis] = value
         return None
     if not isinstance(value, torch.Tensor):
@@ -250,7 +254,7 @@ def _set(
         # Gather the part that the traced items select, write into a clone of it, and put it back.
         chosen: list[Any] = []
         for item in items:
-            chosen += [item] if _is_traced(item) else [_ALL] * _consumed(item)
+            chosen += [item] if _is_traced(item) else [_ALL] * _consumed_dims(item)
         part = _get(func, types, (x, tuple(chosen)), {}).clone()
         rest = [_ALL if _is_bound_by_tracers(i) else i for i in items if not _is_scalar(i)]
         part[tuple(rest)] = value

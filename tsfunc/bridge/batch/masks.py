@@ -50,7 +50,7 @@ def write_by_mask(
     if isinstance(value, Selection):
         value = spread(value, mask, right).to(x.dtype)
     elif isinstance(value, torch.Tensor):
-        value = _at_the_places(value.to(x.dtype), mask, value.dim() - right - 1)
+        value = _expanded_to_mask(value.to(x.dtype), mask, value.dim() - right - 1)
     mask = mask.reshape(*mask.shape, *[1] * right)
     if accumulate:
         view.add_(torch.where(mask, value, 0))
@@ -58,7 +58,7 @@ def write_by_mask(
         view.copy_(torch.where(mask, value, view))
 
 
-def _at_the_places(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:
+def _expanded_to_mask(value: torch.Tensor, mask: torch.Tensor, dim: int) -> torch.Tensor:
     """Expand the dim of the selected elements in ``value`` to the dims of the mask.
 
     A dim of size 1 becomes dims of size 1, which broadcast.

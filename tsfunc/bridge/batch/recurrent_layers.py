@@ -83,7 +83,7 @@ def _layers(
             at = k * directions + d
             weights = params[at * count : (at + 1) * count]
             first = [state[at] for state in states]
-            out, *ended = _over_time(cell, x, first, weights, has_biases, reverse=d == 1)
+            out, *ended = _one_layer(cell, x, first, weights, has_biases, reverse=d == 1)
             outs.append(out)
             last.append(ended)
         x = torch.cat(outs, -1) if bidirectional else outs[0]
@@ -93,7 +93,7 @@ def _layers(
     return (x.transpose(0, 1) if batch_first else x), *ends
 
 
-def _over_time(
+def _one_layer(
     cell: _Cell, x: Tensor, first: Sequence[Tensor], weights: Sequence[Tensor], has_biases: bool,
     reverse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip

@@ -19,7 +19,7 @@ from tsfunc.bridge.batch.selections import (
     together,
 )
 from tsfunc.bridge.tracers.function_registry import WRITERS
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 from tsfunc.ops.refusal import require
 
 _T = torch.Tensor
@@ -35,14 +35,14 @@ def _get(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
             return NotImplemented
         return index.like(x[items[0].elements], items[0].after + x.dim() - 1)
     if isinstance(index, Selection):
-        return _narrowed(x, index)
+        return _restricted(x, index)
     front = x.elements.dim() + x.at
     if not all(item is None or item is ... or isinstance(item, int | slice) for item in items):
         return NotImplemented
     return _basic(x, items, front)
 
 
-def _narrowed(x: Selection, by: Selection) -> Any:
+def _restricted(x: Selection, by: Selection) -> Any:
     """Restrict a selection to the selected elements for which the selection ``by`` is True."""
     if by.dtype is not torch.bool or by.after or by.elements.dim() != 1 or not x.is_first:
         return NotImplemented
@@ -52,7 +52,7 @@ def _narrowed(x: Selection, by: Selection) -> Any:
     return out
 
 
-def _one(x: Selection, number: int) -> torch.Tensor:
+def _select_one(x: Selection, number: int) -> torch.Tensor:
     """Return one selected element, counted from the front or, for negative numbers, the end."""
     count = x.count()
     least = number + 1 if number >= 0 else -number
@@ -74,7 +74,7 @@ def _basic(x: Selection, items: Sequence[Any], front: int) -> Any:
     for k, item in enumerate(whole):
         if item is not None and dim == front:
             if isinstance(item, int) and k == 0:
-                return _one(x, item)[tuple(whole[1:])]
+                return _select_one(x, item)[tuple(whole[1:])]
             if item != _ALL:
                 return NotImplemented
             behind = whole[k + 1 :]
@@ -129,18 +129,18 @@ def _flattened(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> 
     return (
         x.like(x.elements.reshape(-1), 0)
         if x.elements.dim() == 1
-        else _of(x, x.elements.reshape(-1), mask)
+        else _selection_like(x, x.elements.reshape(-1), mask)
     )
 
 
-def _of(x: Selection, elements: torch.Tensor, mask: torch.Tensor) -> Any:
+def _selection_like(x: Selection, elements: torch.Tensor, mask: torch.Tensor) -> Any:
     """Return a selection of ``elements`` with a new mask."""
     out = x.like(elements, 0 if elements.dim() == 1 else None)
     out.mask, out.source = mask, None
     return out
 
 
-def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
+def _cat(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     """``cat`` along the dim of the elements; the elements of plain tensors are all selected."""
     parts, dim = args[0], named(args, kwargs, "dim").get("dim", 0)
     lead = next(selections_in(parts))
@@ -156,19 +156,19 @@ def _joined(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any
             masks.append(lead.mask.new_ones(part.shape[dim]))
     if wrap_dim(dim, lead.elements.dim()) != lead.at + lead.elements.dim():
         return NotImplemented
-    return _of(lead, torch.cat(elements, dim), torch.cat(masks))
+    return _selection_like(lead, torch.cat(elements, dim), torch.cat(masks))
 
 
 def _masked_select(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     x, mask = (*args, *kwargs.values())
     if not isinstance(x, Selection) or not isinstance(mask, Selection):
         return NotImplemented
-    return _narrowed(x, mask)
+    return _restricted(x, mask)
 
 
 function_rules: Final = SelectionRules()
 function_rules.serve(_flattened, "flatten ravel reshape view")
-function_rules.serve(_joined, "cat concat concatenate")
+function_rules.serve(_cat, "cat concat concatenate")
 function_rules.serve(_masked_select, "masked_select")
 function_rules.serve(_index_put, "index_put index_put_")
 function_rules.serve(_get, "__getitem__", _T)

@@ -20,7 +20,7 @@ from tsfunc.bridge.batch.selections import (
     together,
 )
 from tsfunc.bridge.tracers.function_registry import Stage
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 
 _T = torch.Tensor
 
@@ -97,7 +97,7 @@ def _pairs(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     return lead.like(out, lead.after if keepdim else lead.after - 1)
 
 
-def _of_loss(kwargs: Given) -> dict[str, Any] | None:
+def _loss_options(kwargs: Given) -> dict[str, Any] | None:
     """Return the options of a loss, or None if a deprecated option is given."""
     given = dict(kwargs)
     old = [given.pop(name, None) for name in ("size_average", "reduce")]
@@ -106,7 +106,7 @@ def _of_loss(kwargs: Given) -> dict[str, Any] | None:
 
 def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     """Compute the elementwise losses of a selection, then apply ``reduction``."""
-    given = _of_loss(kwargs)
+    given = _loss_options(kwargs)
     if given is None or len(args) != 2:
         return NotImplemented
     reduction = given.pop("reduction", "mean")
@@ -114,10 +114,10 @@ def _loss(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     lead, values = together([*args, *given.values()], func.__name__)
     given = dict(zip(names, values[len(args) :], strict=True))
     each = func(*torch.broadcast_tensors(*values[: len(args)]), reduction="none", **given)
-    return _summed_up(lead.like(each), reduction)
+    return _reduced(lead.like(each), reduction)
 
 
-def _summed_up(each: Selection, reduction: str) -> Any:
+def _reduced(each: Selection, reduction: str) -> Any:
     if reduction == "none":
         return each
     if reduction == "batchmean":
@@ -129,7 +129,7 @@ def _summed_up(each: Selection, reduction: str) -> Any:
 
 def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     """``cross_entropy`` or ``nll_loss`` of a selection of rows and a selection of classes."""
-    given = _of_loss(named(args, kwargs, "target", "weight"))
+    given = _loss_options(named(args, kwargs, "target", "weight"))
     if given is None or len(args) > 3:
         return NotImplemented
     x, target = args[0], given.pop("target")
@@ -141,7 +141,7 @@ def _cross_entropy(func: Callable[..., Any], args: Sequence[Any], kwargs: Given)
     classes = target.on(x.mask, x.source)
     each = x.like(func(x.elements, classes, reduction="none", **given), x.after - 1)
     if reduction != "mean" or classes.is_floating_point():
-        return _summed_up(each, reduction)
+        return _reduced(each, reduction)
     # The mean divides by the weights of the rows' classes, and skips ignored rows.
     counted = classes != given.get("ignore_index", -100)
     weight = given.get("weight")

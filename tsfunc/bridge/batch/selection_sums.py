@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional
 
 from tsfunc.bridge.batch.selections import Given, Selection, SelectionRules, named
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 from tsfunc.ops.refusal import require
 
 _T = torch.Tensor
 _DIM = ("dim", "keepdim")
 
 
-def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
+def _reduced_dims(x: Selection, dim: Any) -> tuple[list[int], bool]:
     """Return the reduced dims, and True if the dim of the elements is among them."""
     rank = x.elements.dim()
     dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
@@ -29,7 +29,7 @@ def _spans(x: Selection, dim: Any) -> tuple[list[int], bool]:
     return wrapped, x.at + rank in wrapped
 
 
-def _left(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
+def _as_reduced(x: Selection, out: torch.Tensor, spans: Sequence[int], keepdim: bool) -> Any:
     """Return a result that keeps the dim of the elements, as a selection."""
     behind = [dim for dim in spans if dim > x.at + x.elements.dim()]
     return x.like(out, x.after if keepdim else x.after - len(behind))
@@ -56,9 +56,9 @@ def _reduction(names: Sequence[str], neutral: Callable[[torch.Tensor], Any], som
         dim = given.get("dim")
         if not isinstance(x, Selection) or not isinstance(dim, int | tuple | list | None):
             return NotImplemented
-        spans, over = _spans(x, dim)
+        spans, over = _reduced_dims(x, dim)
         if not over:
-            return _left(x, func(x.elements, **given), spans, given.get("keepdim", False))
+            return _as_reduced(x, func(x.elements, **given), spans, given.get("keepdim", False))
         if some:
             _require_some(x, func.__name__)
         return func(x.filled(neutral(x.elements)), **given)
@@ -72,9 +72,9 @@ def _require_some(x: Selection, name: str) -> None:
 
 def _mean(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
     x, given = args[0], named(args, kwargs, *_DIM)
-    spans, over = _spans(x, given.get("dim"))
+    spans, over = _reduced_dims(x, given.get("dim"))
     if not over:
-        return _left(x, func(x.elements, **given), spans, given.get("keepdim", False))
+        return _as_reduced(x, func(x.elements, **given), spans, given.get("keepdim", False))
     dtype = given.get("dtype") or x.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         return func(x.elements, **given)  # torch raises the error
@@ -97,10 +97,10 @@ def _variance(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> A
     if correction is None:
         correction = int(unbiased)
     keepdim = given.get("keepdim", False)
-    spans, over = _spans(x, given.get("dim"))
+    spans, over = _reduced_dims(x, given.get("dim"))
     if not over:
         out = func(x.elements, spans, correction=correction, keepdim=keepdim)
-        return _left(x, out, spans, keepdim)
+        return _as_reduced(x, out, spans, keepdim)
     keep = x.column().expand_as(x.elements)
     count = keep.sum(spans, True)
     mean = torch.where(keep, x.elements, 0).sum(spans, True) / count
@@ -137,28 +137,28 @@ def _extremum(largest: bool) -> Any:
         if isinstance(other, torch.Tensor):
             return both(args[0], other)
         x = args[0]
-        if other is not None and not _spans(x, other)[1]:
+        if other is not None and not _reduced_dims(x, other)[1]:
             values, at = func(x.elements, **given)
             keepdim = given.get("keepdim", False)
-            spans = _spans(x, other)[0]
+            spans = _reduced_dims(x, other)[0]
             return type(func(torch.zeros(1), 0))(
-                (_left(x, values, spans, keepdim), _left(x, at, spans, keepdim))
+                (_as_reduced(x, values, spans, keepdim), _as_reduced(x, at, spans, keepdim))
             )
         _require_some(x, func.__name__)
         if other is None:
             return func(x.filled(_limit(x.elements, not largest)))
-        return func(_in_front(x, _limit(x.elements, not largest)), **given)
+        return func(_selected_first(x, _limit(x.elements, not largest)), **given)
 
     return served
 
 
-def _in_front(x: Selection, rest: Any) -> torch.Tensor:
+def _selected_first(x: Selection, rest: Any) -> torch.Tensor:
     """Move the selected elements to the front, so that an index along the dim counts them."""
     order = (~x.mask).byte().argsort(stable=True)
     return x.filled(rest).index_select(x.at, order)
 
 
-def _place(largest: bool) -> Any:
+def _arg_extremum(largest: bool) -> Any:
     """Return the handler of ``argmax`` or ``argmin``."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
@@ -166,23 +166,23 @@ def _place(largest: bool) -> Any:
         dim, keepdim = given.get("dim"), given.get("keepdim", False)
         if dim is None and not x.is_first:
             return NotImplemented  # the result is an index into the flattened tensor
-        spans, over = _spans(x, dim)
+        spans, over = _reduced_dims(x, dim)
         if not over:
-            return _left(x, func(x.elements, **given), spans, keepdim)
+            return _as_reduced(x, func(x.elements, **given), spans, keepdim)
         _require_some(x, func.__name__)
-        return func(_in_front(x, _limit(x.elements, not largest)), **given)
+        return func(_selected_first(x, _limit(x.elements, not largest)), **given)
 
     return served
 
 
-def _along(neutral: Callable[[torch.Tensor], Any]) -> Any:
+def _keeping_size(neutral: Callable[[torch.Tensor], Any]) -> Any:
     """Return the handler of functions along a dim that keep its size."""
 
     def served(func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> Any:
         x, given = args[0], named(args, kwargs, "dim")
         if not isinstance(x, Selection) or not isinstance(given.get("dim"), int):
             return NotImplemented
-        over = _spans(x, given["dim"])[1]
+        over = _reduced_dims(x, given["dim"])[1]
         return x.like(func(x.filled(neutral(x.elements)) if over else x.elements, **given))
 
     return served
@@ -218,9 +218,11 @@ function_rules.serve(_norm, "norm")
 function_rules.serve(_norm, "vector_norm", torch.linalg)
 function_rules.serve(_extremum(True), "max")
 function_rules.serve(_extremum(False), "min")
-function_rules.serve(_place(True), "argmax")
-function_rules.serve(_place(False), "argmin")
+function_rules.serve(_arg_extremum(True), "argmax")
+function_rules.serve(_arg_extremum(False), "argmin")
 function_rules.serve(_median, "median")
-function_rules.serve(_along(lambda x: -math.inf), "softmax log_softmax", torch, _T, functional)
-function_rules.serve(_along(lambda x: 0), "cumsum")
-function_rules.serve(_along(lambda x: 1), "cumprod")
+function_rules.serve(
+    _keeping_size(lambda x: -math.inf), "softmax log_softmax", torch, _T, functional
+)
+function_rules.serve(_keeping_size(lambda x: 0), "cumsum")
+function_rules.serve(_keeping_size(lambda x: 1), "cumprod")

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer
 from tsfunc.bridge.tracers.function_registry import (
     METHODS,
@@ -334,7 +334,7 @@ def _serve(
 ) -> Any:
     """The function handler for calls with selections among their arguments."""
     rule = SELECTIONS.get(func)
-    if rule is None and func in LOOKS and isinstance(args[0], Selection):
+    if rule is None and func in PROPERTY_METHODS and isinstance(args[0], Selection):
         return METHODS[func](func, types, args, kwargs)
     if rule is None:
         rule = _elementwise if _is_elementwise(func) else _composite

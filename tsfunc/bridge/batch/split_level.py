@@ -226,19 +226,19 @@ class SplitTracer(FastBatchTracer):
     __slots__ = ()
 
     _generation: int
-    _held: torch.Tensor
+    _value: torch.Tensor
 
     @property
     def value(self) -> torch.Tensor:
         level: Any = self.dispatch_level
         if self._generation != level.generation and self.bdim is not None:
-            self.value = level.narrowed(self._held, self.bdim, self._generation)
-        return self._held
+            self.value = level.narrowed(self._value, self.bdim, self._generation)
+        return self._value
 
     @value.setter
     def value(self, value: torch.Tensor) -> None:
         level: Any = self.dispatch_level
-        self._held = value
+        self._value = value
         self._generation = level.generation
 
 

@@ -42,7 +42,7 @@ def run_torch_rule(
         return NotImplemented
     rule = vmap_rule(op.name)
     if rule is not None:
-        note("rule", name_of_rule(rule), _place(rule))
+        note("rule", name_of_rule(rule), _rule_source(rule))
         dims, values = _batched(args, level)
         info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
         returned = rule(info, tuple(dims), *values, **kwargs)
@@ -104,6 +104,6 @@ def _by_tag(
     return wrap(out[0], out[1], level)
 
 
-def _place(rule: Callable[..., Any]) -> str:
+def _rule_source(rule: Callable[..., Any]) -> str:
     code = getattr(rule, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.generators import GeneratorStates
 
 
@@ -37,7 +37,7 @@ class Attempt:
         # With randomness="error" nothing is drawn.
         self._generators = None if level.randomness == "error" else GeneratorStates(self._before)
         self._drawn = 0 if self._before is None else self._before.drawn
-        self._counts = DrawnBefore()
+        self._counts = DrawCountSnapshot()
 
     def __enter__(self) -> Attempt:
         if self._generators is not None:

@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,56 +36,15 @@ from tsfunc.bridge.control.attempts import CannotUnbatch
 from tsfunc.bridge.control.subsets import is_remapped
 from tsfunc.bridge.grad.linear_maps import Layout, is_recorded
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced, traced_as
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import Level, capturing, tls, using
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One tracer around a value: its level, and its batch dim if it has one."""
-
-    level: TracerLevel
-    bdim: int | None
-
-
-@dataclass(frozen=True)
-class TracerStack:
-    """The tracers around a traced value, the innermost level first."""
-
-    frames: tuple[Frame, ...] = ()
-
-    def around(self, value: torch.Tensor) -> torch.Tensor:
-        """Wrap a value in these tracers."""
-        for frame in reversed(self.frames):
-            if isinstance(frame.level, BatchLevel):
-                value = wrap(value, frame.bdim, frame.level)
-            else:
-                value = frame.level.lift(value)
-        return value
-
-    def behind(self, dims: int) -> TracerStack:
-        """Return the layout of physical values with more dims in front."""
-        return TracerStack(
-            tuple(
-                Frame(frame.level, None if frame.bdim is None else frame.bdim + dims)
-                for frame in self.frames
-            )
-        )
-
-
-def unwrap_all(value: Any) -> tuple[Any, TracerStack]:
-    """Return the innermost value of a tracer, and the tracers around it."""
-    frames = []
-    while isinstance(value, BatchTracer | GradTracer):
-        frames.append(Frame(value.dispatch_level, getattr(value, "bdim", None)))
-        value = value.value
-    return value, TracerStack(tuple(frames))
 
 
 class HiddenVmap(Level, LevelProxy):
@@ -128,15 +86,15 @@ class HiddenVmaps:
 
     def stack(self, frames: dict[int, Frame]) -> TracerStack:
         """Return the layout of a tensor with these frames: the dims of these vmaps come first."""
-        found: list[Frame] = []
+        stacked: list[Frame] = []
         before = 0  # dims of the hidden vmaps further in
         for depth, frame in sorted(frames.items(), reverse=True):
             own = depth in self.levels
             if frame.bdim is not None:
                 frame = Frame(frame.level, 0 if own else before)
                 before += own
-            found.append(frame)
-        return TracerStack(tuple(found))
+            stacked.append(frame)
+        return TracerStack(tuple(stacked))
 
     def around_result(self, stack: TracerStack) -> TracerStack:
         """Return the layout of a call's result, from that of a body's result."""
@@ -403,11 +361,6 @@ def needed_frames(value: Any, levels: Sequence[Level] | None = None) -> dict[int
             if isinstance(level, BatchLevel) and level.depth <= value.dispatch_level.depth:
                 needed[level.depth] = Frame(own.get(level.depth, level), 0)
     return needed
-
-
-def stack_of(frames: dict[int, Frame]) -> TracerStack:
-    """Return the stack of these tracers."""
-    return TracerStack(tuple(frame for _, frame in sorted(frames.items(), reverse=True)))
 
 
 def rewrap_as(value: Any, stack: TracerStack) -> Any:

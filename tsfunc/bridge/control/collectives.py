@@ -226,32 +226,32 @@ def total(level: Axis, value: torch.Tensor) -> torch.Tensor:
     """Return the sum over an axis, which is the same for each of its indices."""
     if isinstance(level, MeshLevel):
         return level.exchanged("sum", (), value)
-    found: torch.Tensor = Sum(level).of(value)
-    return found
+    result: torch.Tensor = Sum(level).of(value)
+    return result
 
 
 def gathered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return all values of an axis along a new dim."""
     if isinstance(level, MeshLevel):
         return level.exchanged("gather", (dim,), value)
-    found: torch.Tensor = Gather(level, dim).of(value)
-    return found
+    result: torch.Tensor = Gather(level, dim).of(value)
+    return result
 
 
 def scattered(level: Axis, value: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over an axis, with one slice of ``dim`` for each index."""
     if isinstance(level, MeshLevel):
         return level.exchanged("scatter", (dim,), value)
-    found: torch.Tensor = SumScatter(level, dim).of(value)
-    return found
+    result: torch.Tensor = SumScatter(level, dim).of(value)
+    return result
 
 
 def exchanged(level: Axis, value: torch.Tensor, split: int, concat: int) -> torch.Tensor:
     """Send each index its slice of ``split``, and return the received slices along ``concat``."""
     if isinstance(level, MeshLevel):
         return level.exchanged("all_to_all", (split, concat), value)
-    found: torch.Tensor = AllToAll(level, split, concat).of(value)
-    return found
+    result: torch.Tensor = AllToAll(level, split, concat).of(value)
+    return result
 
 
 def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -259,8 +259,8 @@ def permuted(level: Axis, value: torch.Tensor, pairs: Sequence[tuple[int, int]])
     if isinstance(level, MeshLevel):
         ints = [source for source, _ in pairs] + [destination for _, destination in pairs]
         return level.exchanged("permute", ints, value)
-    found: torch.Tensor = Permute(level, pairs).of(value)
-    return found
+    result: torch.Tensor = Permute(level, pairs).of(value)
+    return result
 
 
 def index(level: Axis, device: torch.device | None) -> torch.Tensor:

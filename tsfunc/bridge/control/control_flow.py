@@ -127,8 +127,8 @@ class ControlFlow:
         Raises:
             NoTorchOperator: torch has no such operator.
         """
-        found: list[torch.fx.Node] = writer.traced(self, operands)
-        return found
+        nodes: list[torch.fx.Node] = writer.traced(self, operands)
+        return nodes
 
     def torch_form(self, writer: Any, operands: Sequence[Any]) -> Callable[..., Any]:
         """Return an equivalent function made of torch's own operators.
@@ -144,8 +144,8 @@ class ControlFlow:
         """
         if type(self).in_torch is ControlFlow.in_torch:
             raise NoTorchOperator(self.name)
-        found: Callable[..., Any] = writer.module(self, operands)
-        return found
+        form: Callable[..., Any] = writer.module(self, operands)
+        return form
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """Return the operator without unused operands and results, or None if it can't be reduced.
@@ -223,5 +223,5 @@ def random_state(device: torch.device) -> torch.Tensor:
     """Return the state of a device's generator."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    found: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return found
+    rng_state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return rng_state

@@ -14,13 +14,7 @@ import torch
 import torch.fx
 from torch.autograd import Function
 
-from tsfunc.bridge.control.bodies import (
-    Frame,
-    TracerStack,
-    needed_frames,
-    rewrap_as,
-    unwrap_all,
-)
+from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import ControlFlow, RandomStates, random_state
 from tsfunc.bridge.control.traced_bodies import TracedResult
 from tsfunc.bridge.grad.autograd import outside_graph
@@ -31,6 +25,7 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, traced_as
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer import TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 
 
 def call(
@@ -69,10 +64,10 @@ class _Call:
             # Others are lifted: their own graphs go on inside (NOTE [operands of outer levels]).
             lift = own[0].dispatch_level.lift
             lifted = [x if x.dispatch_level.depth == depth else lift(x) for x in inputs]
-            found: tuple[Any, ...] = torch_apply(
+            outputs: tuple[Any, ...] = torch_apply(
                 _Recorded, self, results, torch.is_grad_enabled(), *lifted
             )
-            return found
+            return outputs
         return self.inward(inputs, results)
 
     def inward(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
@@ -90,10 +85,10 @@ class _Call:
             frames.append(wrapped[0] if own else None)
             rest = TracerStack(wrapped[1:]) if own else result.stack
             stripped.append(TracedResult(result.value, rest))
-        found = self.at(inner, stripped)
+        outputs = self.at(inner, stripped)
         return tuple(
             value if frame is None else TracerStack((frame,)).around(value)
-            for value, frame in zip(found, frames, strict=True)
+            for value, frame in zip(outputs, frames, strict=True)
         )
 
     def record(self, inputs: Sequence[Any], results: Sequence[TracedResult]) -> tuple[Any, ...]:
@@ -139,9 +134,13 @@ class _Recorded(Function):
         level = inputs[0].dispatch_level
         # Results are tracers of the node's level: torch hangs its graph and tangents on them.
         outs = tuple(x if x.dispatch_level.depth >= level.depth else level.lift(x) for x in outs)
-        ctx.smooth = [_depends_on(result, level, call.trace) for result in results]
+        ctx.differentiable = [_depends_on(result, level, call.trace) for result in results]
         ctx.mark_non_differentiable(
-            *[x for x, smooth in zip(outs, ctx.smooth, strict=True) if not smooth]
+            *[
+                x
+                for x, differentiable in zip(outs, ctx.differentiable, strict=True)
+                if not differentiable
+            ]
         )
         return outs
 
@@ -150,7 +149,7 @@ class _Recorded(Function):
         inputs, results = ctx.saved_tensors, ctx.results
         by = [i for i, x in enumerate(inputs) if ctx.needs_input_grad[3 + i] and differentiable(x)]
         level = inputs[0].dispatch_level
-        of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.smooth[j]]
+        of = [j for j, ct in enumerate(cotangents) if ct is not None and ctx.differentiable[j]]
         pulled: list[Any] = [None] * len(inputs)
         if by and of:
             # Cotangents may be batched by vmaps inside of the level.
@@ -162,8 +161,8 @@ class _Recorded(Function):
                 op = op.mapped(batched)
             wanted = [_mapped(_like(inputs[i]), inside, ctx.call.trace) for i in by]
             operands = [*inputs, *given, *ctx.states]
-            found = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
-            for i, value in zip(by, found, strict=True):
+            gradients = call(op, ctx.call.trace, operands, ctx.call.numbers, wanted)
+            for i, value in zip(by, gradients, strict=True):
                 pulled[i] = value
         return (None, None, None, *pulled)
 
@@ -175,7 +174,10 @@ class _Recorded(Function):
         op = _replayed(ctx, ctx.call.op.pushforward(len(inputs), by), len(inputs) + len(by))
         operands = [*inputs, *given, *ctx.states]
         pushed = call(op, ctx.call.trace, operands, ctx.call.numbers, results)
-        return tuple(t if smooth else None for t, smooth in zip(pushed, ctx.smooth, strict=True))
+        return tuple(
+            t if differentiable else None
+            for t, differentiable in zip(pushed, ctx.differentiable, strict=True)
+        )
 
 
 def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
@@ -185,12 +187,12 @@ def _replayed(ctx: Any, op: ControlFlow, count: int) -> ControlFlow:
 
 def _frames_inside(values: Sequence[Any], level: TracerLevel) -> list[Frame]:
     """Return the vmaps inside of a level that batch some values, the innermost first."""
-    found: dict[int, Frame] = {}
+    frames: dict[int, Frame] = {}
     for value in values:
         for depth, frame in needed_frames(value).items():
             if depth > level.depth and frame.bdim is not None:
-                found[depth] = frame
-    return [frame for _, frame in sorted(found.items(), reverse=True)]
+                frames[depth] = frame
+    return [frame for _, frame in sorted(frames.items(), reverse=True)]
 
 
 def _batched(stack: TracerStack, inside: Sequence[Frame]) -> TracerStack:

@@ -26,12 +26,11 @@ import torch
 import torch.library
 from torch import Tensor
 
-from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import operator_of
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.dispatch.state import tls
 
@@ -95,23 +94,18 @@ def example_indices(value: Tensor) -> list[Tensor]:
     Each index is a batched tensor of its vmap's level, and counts the examples of the whole call.
     """
     _, stack = unwrap_all(as_seen_by_current_level(value))
-    levels = [frame.level for frame in reversed(stack.frames) if frame.bdim is not None]
-    return [
-        index(level, value.device) + level.origin.first
-        for level in levels
-        if isinstance(level, BatchLevel)
-    ]
+    return [index(level, value.device) + level.origin.first for level in stack.batch_levels]
 
 
 def _run(values: Sequence[Tensor], effect: int, batch_dims: int) -> None:
-    found = _effects.get(effect)
-    if found is None:
+    known = _effects.get(effect)
+    if known is None:
         raise RuntimeError(
             "debug: a program calls a Python function that is gone, because the program that it "
             "was copied from is. Keep that program."
         )
-    if found.checks or not _muted.depth:
-        found.call([value.detach() for value in values], batch_dims)
+    if known.checks or not _muted.depth:
+        known.call([value.detach() for value in values], batch_dims)
 
 
 _library.impl("call", _run, "CompositeExplicitAutograd")

@@ -26,11 +26,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.control.bodies import unwrap_all
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.bridge.tracers.boundaries import Lines, on_debug_nans
-from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
+from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
 from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
@@ -55,7 +55,7 @@ def watch_nans() -> Iterator[None]:
     if _active.watching:
         yield
         return
-    lines = Lines()
+    lines = UserLines()
     recorder = _NanRecorder(lines.here)
     _active.watching = True
     try:
@@ -80,7 +80,7 @@ def call_watched(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 class _NanRecorder(Recorder):
     """Looks at the results of calls on tracers."""
 
-    def run(self, use: Use, call: Callable[[], Any], *, alone: bool = False) -> Any:
+    def run(self, use: KernelUse, call: Callable[[], Any], *, alone: bool = False) -> Any:
         outermost = not self.running
         out = super().run(use, call, alone=alone)
         if outermost and _is_written(use.operator):
@@ -91,7 +91,7 @@ class _NanRecorder(Recorder):
 class _NanMode(TorchDispatchMode):
     """Looks at the results of calls on plain tensors."""
 
-    def __init__(self, recorder: Recorder, lines: Lines) -> None:
+    def __init__(self, recorder: Recorder, lines: UserLines) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.lines = recorder, lines
 
@@ -136,19 +136,15 @@ def _look(operator: str, out: Any, location: Location, backward: bool) -> None:
         nan = _nan_mask(value)
         if nan is None:
             continue
-        levels: list[BatchLevel] = []
-        for frame in reversed(stack.frames):  # the outermost level first
-            if isinstance(frame.level, BatchLevel) and frame.bdim is not None:
-                nan = nan.movedim(frame.bdim + len(levels), len(levels))
-                levels.append(frame.level)
+        nan, levels = stack.in_front(nan), stack.batch_levels
         at = nan.nonzero()[0].tolist()
-        found = []
+        examples = []
         for i, level in enumerate(levels):
             with torch.no_grad():
                 number, _ = unwrap_all(index(level, None))
-            found.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
-        text = _message(operator, location, backward, levels, found, at[len(levels) :], nan)
-        raise NanError(text, operator, tuple(found))
+            examples.append(int(number.reshape(-1)[at[i]]) + level.origin.first)
+        text = _message(operator, location, backward, levels, examples, at[len(levels) :], nan)
+        raise NanError(text, operator, tuple(examples))
 
 
 def _nan_mask(value: Any) -> torch.Tensor | None:

@@ -17,7 +17,6 @@ import torch.fx
 from tsfunc.bridge.control.bodies import NumberInputs
 from tsfunc.bridge.control.control_flow import Body, NoTorchOperator
 from tsfunc.bridge.control.traced_bodies import in_graph_order, inputs_first
-from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.torch_settings import is_compiling, outside_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output, traced_as
@@ -57,7 +56,7 @@ def retraced(
         symbols.record_in(level.graph, {})
         try:
             with (
-                is_compiling(), level, watching_random(), watching_factories(), unlogged(),
+                is_compiling(), level, watching_random(), watching_factories(),
                 symbols.in_body(level.graph, numbers), torch.enable_grad(),
             ):  # fmt: skip
                 for i in tensors:

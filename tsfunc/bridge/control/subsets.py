@@ -104,16 +104,16 @@ class SubsetLevel(BatchLevel, LevelProxy):
             known = self._composed[id(level)] = parents.index_select(0, index)
             return known
         with self.restored():
-            found: torch.Tensor = as_seen_by_current_level(parents).index_select(
+            selected: torch.Tensor = as_seen_by_current_level(parents).index_select(
                 0, as_seen_by_current_level(index)
             )
-            return found
+            return selected
 
     def _seen_outside(self, value: torch.Tensor) -> torch.Tensor:
         """Return a value of the outer levels as the currently active outer levels see it."""
         with self.restored():
-            found: torch.Tensor = as_seen_by_current_level(value)
-            return found
+            seen: torch.Tensor = as_seen_by_current_level(value)
+            return seen
 
     @property
     def numbers(self) -> torch.Tensor | None:
@@ -277,8 +277,8 @@ def run_guarded(
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
     subset = subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
-    found = run_in_subset(subset, what, func, args)
-    return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), found)
+    result = run_in_subset(subset, what, func, args)
+    return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), result)
 
 
 # --- the remapping of a body's arguments by the function handler

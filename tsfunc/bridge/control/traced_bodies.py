@@ -11,19 +11,10 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import (
-    BodyLevel,
-    Frame,
-    HiddenVmaps,
-    TracerStack,
-    in_body,
-    needed_frames,
-    rewrap_as,
-    stack_of,
-    unwrap_all,
-)
+from tsfunc.bridge.control.bodies import BodyLevel, HiddenVmaps, in_body, needed_frames, rewrap_as
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, stack_of, unwrap_all
 from tsfunc.errors import DataDependentError
 
 

@@ -442,7 +442,7 @@ _dual_level_entered = False
 _dual_owner = 0
 
 
-class DualLevelTaken(RuntimeError):
+class DualLevelInUse(RuntimeError):
     """Raised if another thread holds torch's dual level."""
 
 
@@ -505,7 +505,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     """Context manager: the level's tensors can carry tangents.
 
     Raises:
-        DualLevelTaken: another thread does not exit the dual level in time.
+        DualLevelInUse: another thread does not exit the dual level in time.
     """
     global _dual_users, _dual_level_entered, _dual_owner
     if not _formulas_loaded:
@@ -514,7 +514,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     with _dual_lock:
         me = threading.get_ident()
         if not _dual_lock.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
-            raise DualLevelTaken
+            raise DualLevelInUse
         _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
             _dual_level_entered = (

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.replay import recording_objects, replaying
@@ -44,22 +44,22 @@ _Steps = Generator[None, None, None]
 _CURRENT = "_checkpoint_without_reentrant_generator_impl"
 _FORMER = "_checkpoint_without_reentrant_generator"
 _NAME = _CURRENT if hasattr(torch.utils.checkpoint, _CURRENT) else _FORMER
-_theirs: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
+_torch_generators: Callable[..., Any] = getattr(torch.utils.checkpoint, _NAME)
 # The number of parameters between the function and the function's own arguments.
-_OPTIONS = list(inspect.signature(_theirs).parameters).index("args") - 1
+_OPTIONS = list(inspect.signature(_torch_generators).parameters).index("args") - 1
 
 
-@functools.wraps(_theirs)
+@functools.wraps(_torch_generators)
 def _current(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any
 ) -> _Steps:
-    return _generator(fn, args, lambda again: _theirs(again, args, kwargs, **options))
+    return _generator(fn, args, lambda again: _torch_generators(again, args, kwargs, **options))
 
 
-@functools.wraps(_theirs)
+@functools.wraps(_torch_generators)
 def _former(fn: Callable[..., Any], *options_and_args: Any, **kwargs: Any) -> _Steps:
     args = options_and_args[_OPTIONS:]
-    return _generator(fn, args, lambda again: _theirs(again, *options_and_args, **kwargs))
+    return _generator(fn, args, lambda again: _torch_generators(again, *options_and_args, **kwargs))
 
 
 # Checkpoints rerun functions at the levels where they were made.
@@ -87,7 +87,7 @@ def _generator(
     recorded = [(x, x.autograd) for x in state.levels if isinstance(x, TracerLevel)]
     duals = Duals(state)
     made: list[Any] = []
-    drawn = DrawnBefore()
+    drawn = DrawCountSnapshot()
 
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
@@ -101,10 +101,12 @@ def _generator(
         ):
             return fn(*given, **kwargs)
 
-    return _noting(make(again), duals, args, made)
+    return _rerunnable_steps(make(again), duals, args, made)
 
 
-def _noting(generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]) -> _Steps:
+def _rerunnable_steps(
+    generator: _Steps, duals: Duals, args: Sequence[Any], made: list[Any]
+) -> _Steps:
     """Return the steps of the generator; the function's first run is at the ``yield``."""
     next(generator)
     try:

@@ -85,7 +85,7 @@ def _apply(cls: Any, *args: Any) -> Any:
         return torch_apply(cls, *args)
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
         return torch_apply(cls, *args)
-    return _at_level(cls, level, args)
+    return _apply_at_level(cls, level, args)
 
 
 apply_hook.hook(_apply)
@@ -101,7 +101,7 @@ def on_trace(record: Callable[[Any, TraceLevel, Sequence[Any]], Any]) -> None:
     _record.append(record)
 
 
-def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
+def _apply_at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
     """Handle a call at one level: a node if the level records, and the outer levels inside."""
     mapped = isinstance(level, BatchLevel) and cls.vmap is not _torch_vmap
     trace = None if mapped else trace_of(args)
@@ -109,15 +109,15 @@ def _at_level(cls: Any, level: TracerLevel, args: tuple[Any, ...]) -> Any:
         return _record[-1](cls, trace, args)
     if isinstance(level, TraceLevel):
         return torch_apply(cls, *args)
-    if not mapped and not any(_differentiated_outside(arg, level) for arg in args):
+    if not mapped and not any(_differentiated_by_outer(arg, level) for arg in args):
         return torch_apply(_returning_tracers(cls) if level.autograd else cls, *args)
     if not level.autograd:
-        return _inside(cls, level, args)
+        return _apply_inside(cls, level, args)
     grad_mode = torch.is_grad_enabled()
 
     def forward(*tracers: Any) -> Any:
         with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
-            return _inside(cls, level, tracers)
+            return _apply_inside(cls, level, tracers)
 
     def forward_with_context(ctx: Any, *tracers: Any) -> Any:
         with torch.set_grad_enabled(grad_mode), forward_ad._set_fwd_grad_enabled(True):
@@ -174,7 +174,7 @@ def _lifted(arg: Any, level: TracerLevel) -> Any:
     return arg
 
 
-def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
+def _differentiated_by_outer(arg: Any, level: TracerLevel) -> bool:
     """Return True if an outer level differentiates by an argument, in either mode."""
     value = value_of(arg, level)
     with DisableTorchFunctionSubclass():
@@ -188,7 +188,7 @@ def _differentiated_outside(arg: Any, level: TracerLevel) -> bool:
     return False
 
 
-def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
+def _apply_inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     """Apply the class to the values inside of the level's tracers, and wrap the results."""
     if not isinstance(level, BatchLevel):
         values = [value_of(arg, level) for arg in args]
@@ -200,12 +200,12 @@ def _inside(cls: Any, level: TracerLevel, args: Sequence[Any]) -> Any:
     if cls.vmap is not _torch_vmap:
         leaves, tree = pytrees.flatten(args)  # the arguments may be containers of tensors
         if any(dim_of(leaf, level) is not None for leaf in leaves):
-            return _by_own_rule(cls, level, leaves, tree)
+            return _apply_vmap_staticmethod(cls, level, leaves, tree)
     needs = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
     return MappedFunction(cls, level, args, needs)(args)[0]
 
 
-def _by_own_rule(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
+def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], tree: Any) -> Any:
     """Call the class's ``vmap`` staticmethod with the values and their batch dims.
 
     Raises:

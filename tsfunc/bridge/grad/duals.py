@@ -55,7 +55,7 @@ class Duals:
     @contextmanager
     def first(self, args: Sequence[Any]) -> Iterator[None]:
         """Context manager for the first run, which stores the tangents."""
-        self.given = [_how(arg) for arg in args]
+        self.given = [_rebuilder(arg) for arg in args]
         with _TangentCollector(self.keep, self.around):
             yield
 
@@ -79,7 +79,7 @@ class Duals:
     def keep(self, value: torch.Tensor) -> torch.Tensor:
         """Store how to rebuild the tangents of a tensor while it lives; return the tensor."""
         key = id(value)
-        if key not in self.closed and (build := _how(value)) is not None:
+        if key not in self.closed and (build := _rebuilder(value)) is not None:
             self.closed[key] = weakref.ref(value, lambda _: self.closed.pop(key, None)), build
         return value
 
@@ -123,22 +123,22 @@ class _TangentCollector(TorchFunctionMode):
         return value
 
 
-def _how(value: Any) -> _Build | None:
+def _rebuilder(value: Any) -> _Build | None:
     """Return a function that rebuilds a tensor's tangents; None if no level has one for it."""
     if not isinstance(value, torch.Tensor):
         return None
     tracer = isinstance(value, BatchTracer | GradTracer)
-    inside = _how(value.value) if isinstance(value, BatchTracer | GradTracer) else None
+    inside = _rebuilder(value.value) if isinstance(value, BatchTracer | GradTracer) else None
     tangent = unpack_dual(value)[1]
     if tangent is None and inside is None:
         return None
     level = value.dispatch_level if tracer else None  # type: ignore[attr-defined]
-    pushed = _how(tangent)  # a jvp around the tangent's own jvp
+    pushed = _rebuilder(tangent)  # a jvp around the tangent's own jvp
 
     def build(value: Any) -> torch.Tensor:
         inner = None if inside is None else inside(value.value)
         # A tensor that still has all of its tangents is returned itself: a call may write to it.
-        primal = value if inner is None or inner is value.value else _around(inner, value)
+        primal = value if inner is None or inner is value.value else _wrap_like(inner, value)
         if tangent is None or unpack_dual(primal)[1] is not None:
             return primal
         return make_dual(primal, tangent if pushed is None else pushed(tangent), level)
@@ -146,7 +146,7 @@ def _how(value: Any) -> _Build | None:
     return build
 
 
-def _around(inner: torch.Tensor, tracer: Any) -> torch.Tensor:
+def _wrap_like(inner: torch.Tensor, tracer: Any) -> torch.Tensor:
     """Return a tracer like another one with another value and the same ``requires_grad``."""
     level = tracer.dispatch_level
     if isinstance(tracer, BatchTracer):

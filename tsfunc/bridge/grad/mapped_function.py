@@ -22,7 +22,7 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import outside_all_levels, tls, using
-from tsfunc.ops.dims import batched_at
+from tsfunc.ops.dims import expand_at
 
 _torch_setup_context = Function.setup_context
 torch_jvp = Function.jvp
@@ -65,12 +65,12 @@ def rewrapped(
 
 
 def results_of_rule(
-    found: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
+    returned: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
 ) -> Any:
     """Return tracers for the results of a rule in torch's form, ``(output, out_dims)``.
 
     Args:
-        found: the results of the rule.
+        returned: the results of the rule.
         what: a description of the rule, for errors.
         values: the values that the rule got for ``args``.
         args: the arguments of the call.
@@ -79,12 +79,16 @@ def results_of_rule(
     Raises:
         RuntimeError: the results are not a pair, or ``out_dims`` does not fit the output.
     """
-    if not isinstance(found, tuple) or len(found) != 2:
-        got = f"{len(found)} of them" if isinstance(found, tuple) else f"a {type(found).__name__}"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        got = (
+            f"{len(returned)} of them"
+            if isinstance(returned, tuple)
+            else f"a {type(returned).__name__}"
+        )
         raise RuntimeError(
             f"vmap: {what} is expected to have two returns, (output, out_dims), got {got}."
         )
-    output, out_dims = found
+    output, out_dims = returned
     leaves, tree = pytrees.flatten(output)
     try:
         dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
@@ -190,10 +194,10 @@ class MappedFunction:
         level = self.outer
         values = [value_of(arg, level) for arg in args]
         with level.restored():
-            found = _function_of(self).apply(*values)
-        found = rewrapped(found, self.out_dims, values, args, level)
-        stored = self.restored(self.stored_of(args, found))
-        return pytrees.unflatten(self.tree, found[: self.results]), stored
+            results = _function_of(self).apply(*values)
+        results = rewrapped(results, self.out_dims, values, args, level)
+        stored = self.restored(self.stored_tensors(args, results))
+        return pytrees.unflatten(self.tree, results[: self.results]), stored
 
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
         """Call a function with a new level and tracers of it for the values."""
@@ -269,7 +273,7 @@ class MappedFunction:
         """True if any result is batched."""
         return any(dim is not None for dim in self.out_dims[: self.results])
 
-    def stored_of(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+    def stored_tensors(self, inputs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """Return the tensors stored on the ctx, from a call's inputs and results."""
         known = {"input": inputs, "result": results}
         return [known[kind][where] for kind, where in self.state if kind != "other"]
@@ -283,7 +287,7 @@ class MappedFunction:
         return ctx
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
-        tensors = self.stored_of(inputs, output)
+        tensors = self.stored_tensors(inputs, output)
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
         stored = self.restored(tensors)
@@ -299,13 +303,13 @@ class MappedFunction:
         kept = ctx.saved_tensors  # read outside of the level: may rerun a checkpoint
 
         def call(level: TracerLevel, inputs: Sequence[Any]) -> Any:
-            dims = self.stored_of(self.dims, self.out_dims)
+            dims = self.stored_tensors(self.dims, self.out_dims)
             saved = _wrapped(kept, dims, level) if isinstance(level, BatchLevel) else kept
             own = self.restored(saved).seen_by(method)
             own.needs_input_grad = tuple(ctx.needs_input_grad)
-            found = getattr(self.cls, method)(own, *inputs)
-            found = found if isinstance(found, tuple) else (found,)
-            return [moved(x, i, level) for i, x in enumerate(found)]
+            derivatives = getattr(self.cls, method)(own, *inputs)
+            derivatives = derivatives if isinstance(derivatives, tuple) else (derivatives,)
+            return [moved(x, i, level) for i, x in enumerate(derivatives)]
 
         out: list[Any] = self.run(call, given, at)
         return out
@@ -331,18 +335,18 @@ class MappedFunction:
             if dim is not None:
                 return value.sum(dim)
             return value * _size(level) if self.batched else value
-        return batched_at(value, dim, _size(level), to)
+        return expand_at(value, dim, _size(level), to)
 
     def jvp(self, ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         """Run the class's ``jvp``; each tangent has the batch dim of its result."""
-        found = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
-        return (*found, *[None] * (len(self.out_dims) - self.results))
+        tangents_out = self.derivative("jvp", ctx, tangents, self.dims, self._tangent)
+        return (*tangents_out, *[None] * (len(self.out_dims) - self.results))
 
     def _tangent(self, x: Any, i: int, level: TracerLevel) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
         value, dim, to = value_of(x, level), dim_of(x, level), self.out_dims[i]
-        return value if to is None else batched_at(value, dim, _size(level), to)
+        return value if to is None else expand_at(value, dim, _size(level), to)
 
 
 def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
@@ -410,10 +414,10 @@ class _Primals:
         self._ctx = ctx
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._ctx, name)
+        attribute = getattr(self._ctx, name)
         if name == "saved_tensors":
-            return tuple(_primal(x) for x in found)
-        return _primal(found)
+            return tuple(_primal(x) for x in attribute)
+        return _primal(attribute)
 
 
 def _primal(value: Any) -> Any:

@@ -67,10 +67,10 @@ _Interceptor = Callable[[str, Callable[..., Any], Sequence[Any], Any], Any]
 
 _libraries: dict[str, torch.library.Library] = {}
 _custom: weakref.WeakSet[Any] = weakref.WeakSet()
-_watched: set[str] = set()
+_intercepted: set[str] = set()
 
 
-class _Known:
+class _OperatorListing:
     """The state of the list of operators at the last listing."""
 
     references: Sequence[Any] = ()
@@ -81,31 +81,31 @@ def watch() -> None:
     """Intercept the operators defined since the last call; called before forward mode begins."""
     if not _libraries:
         for name in _LISTS:
-            _install(f"aten::{name}", _refuse)
+            _intercept(f"aten::{name}", _refuse)
         for name in _SCATTERED:
-            _install(f"aten::{name}", _refuse_product)
+            _intercept(f"aten::{name}", _refuse_product)
     references = OPDEFS.valuerefs()
-    if references != _Known.references:
-        _Known.references = references
+    if references != _OperatorListing.references:
+        _OperatorListing.references = references
         for made in [made for made in OPDEFS.values() if made not in _custom]:
             _custom.add(made)
             name = made._opoverload.name()
-            _watched.add(name)
-            _install(name, _interceptor_for(name), made._lib)
+            _intercepted.add(name)
+            _intercept(name, _interceptor_for(name), made._lib)
     # A module import or torch.ops.load_library loads C++ extensions.
     counts = len(_defs), len(torch.ops.loaded_libraries), len(sys.modules)
-    if counts != _Known.counts:
-        _Known.counts = counts
+    if counts != _OperatorListing.counts:
+        _OperatorListing.counts = counts
         for name in _dispatch_get_all_op_names():
-            if name.partition("::")[0] not in _OF_TORCH and name not in _watched:
-                _watched.add(name)
+            if name.partition("::")[0] not in _OF_TORCH and name not in _intercepted:
+                _intercepted.add(name)
                 if _may_be_differentiated(name):
-                    _install(name, _interceptor_for(name))
+                    _intercept(name, _interceptor_for(name))
 
 
 def _interceptor_for(name: str) -> _Interceptor:
     if name in LINEAR:
-        return _push
+        return _map_tangents
     return _refuse_write if name.startswith("c10d::") else _require_tangent
 
 
@@ -123,7 +123,9 @@ def _may_be_differentiated(name: str) -> bool:
     )
 
 
-def _install(name: str, meet: _Interceptor, library: torch.library.Library | None = None) -> None:
+def _intercept(
+    name: str, interceptor: _Interceptor, library: torch.library.Library | None = None
+) -> None:
     """Intercept calls of an operator with tangents before autograd."""
     overload = overload_of(name)
     if overload is None:
@@ -140,13 +142,13 @@ def _install(name: str, meet: _Interceptor, library: torch.library.Library | Non
         called = overload_of(name)
         assert called is not None
 
-        def go_on(*args: Any, **kwargs: Any) -> Any:
+        def proceed(*args: Any, **kwargs: Any) -> Any:
             return called.redispatch(keys & rest, *args, **kwargs)
 
         pushing = forward_ad._current_level >= 0 and not below_autograd()
         if pushing and _carries_tangents((args, kwargs)):
-            return meet(name, go_on, args, kwargs)
-        return go_on(*args, **kwargs)
+            return interceptor(name, proceed, args, kwargs)
+        return proceed(*args, **kwargs)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*[Ww]arning only once")
@@ -159,30 +161,34 @@ def _carries_tangents(values: Any) -> bool:
         return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _refuse(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _refuse(name: str, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     raise NotImplementedError(f"{name} does not support forward AD: it has no forward formula")
 
 
-def _refuse_product(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _refuse_product(
+    name: str, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
     if "prod" in (*args[4:5], kwargs.get("reduce")):
-        _refuse(name, go_on, args, kwargs)
-    return go_on(*args, **kwargs)
+        _refuse(name, proceed, args, kwargs)
+    return proceed(*args, **kwargs)
 
 
-def _refuse_write(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _refuse_write(name: str, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     raise MissingRuleError(
         f"jvp: {name} writes into its arguments and has no derivative. Use tsfunc.psum and its "
         f"like, or the functional collectives of torch."
     )
 
 
-def _require_tangent(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _require_tangent(
+    name: str, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Any
+) -> Any:
     """Run the call; refuse it if its results can carry tangents and none does."""
     overload = overload_of(name)
     assert overload is not None
     if operator_of(overload).writes:
-        _refuse(name, go_on, args, kwargs)
-    out = go_on(*args, **kwargs)
+        _refuse(name, proceed, args, kwargs)
+    out = proceed(*args, **kwargs)
     results = [x for x in pytrees.leaves_of(out) if isinstance(x, torch.Tensor)]
     if not any(x.is_floating_point() or x.is_complex() for x in results):
         return out
@@ -193,7 +199,7 @@ def _require_tangent(name: str, go_on: Callable[..., Any], args: Sequence[Any], 
                 f"torch.library.register_autograd, or call it on x.detach() if its derivative is "
                 f"zero."
             )
-        _refuse(name, go_on, args, kwargs)
+        _refuse(name, proceed, args, kwargs)
     return out
 
 
@@ -205,10 +211,10 @@ def _has_autograd(name: str) -> bool:
     )
 
 
-def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+def _map_tangents(name: str, proceed: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Run a linear operator on the primals and on the tangents."""
     if not LINEAR[name](args):
-        _refuse(name, go_on, args, kwargs)
+        _refuse(name, proceed, args, kwargs)
     overload = overload_of(name)
     with DisableTorchFunctionSubclass():
         primals = pytrees.tree_map(_primal, tuple(args))
@@ -218,7 +224,7 @@ def _push(name: str, go_on: Callable[..., Any], args: Sequence[Any], kwargs: Any
         # An asynchronous tensor, which waits at its first use, can't carry a tangent.
         out, pushed = wait(*primals), wait(*tangents)
     else:
-        out = go_on(*primals, **kwargs)
+        out = proceed(*primals, **kwargs)
         pushed = pytrees.tree_map(wait, overload(*tangents, **kwargs))  # type: ignore[misc]
     with DisableTorchFunctionSubclass():
         if isinstance(out, torch.Tensor):

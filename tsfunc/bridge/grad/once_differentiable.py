@@ -71,7 +71,7 @@ class _Guard(Function):
         return torch.zeros(())
 
 
-class _Pulled(Function):
+class _GuardedCotangent(Function):
     """A cotangent that depends on the guard and on other cotangents, without a derivative."""
 
     @staticmethod
@@ -117,7 +117,7 @@ def _guarded(cls: Any) -> Any:
         if torch.is_grad_enabled() or can_carry_tangents():
             others = [ctx.once_guard, *[ct for ct in cotangents if ct is not None]]
             results = tuple(
-                _Pulled.apply(cls.__name__, x, *others)  # type: ignore[no-untyped-call]
+                _GuardedCotangent.apply(cls.__name__, x, *others)  # type: ignore[no-untyped-call]
                 if isinstance(x, torch.Tensor)
                 else x
                 for x in results

@@ -107,7 +107,7 @@ class _Node(Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         # torch calls this with tangents switched off, but those of outer levels are propagated.
         with forward_ad._set_fwd_grad_enabled(True):
-            return _pushed(ctx.function, ctx.saved_tensors, tangents[3:], ctx.level)
+            return _tangents(ctx.function, ctx.saved_tensors, tangents[3:], ctx.level)
 
 
 def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLevel | None) -> _Map:
@@ -130,7 +130,7 @@ def _pullback(function: _Map, count: int, given: Sequence[int], level: TracerLev
     return pull
 
 
-def _pushed(
+def _tangents(
     function: _Map,
     values: Sequence[Tensor],
     tangents: Sequence[Tensor | None],

@@ -102,7 +102,7 @@ class SavedResults:
 
     def contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Return the context managers for the first run and for the later runs."""
-        return _First(self), _Again(self)
+        return _RecordMode(self), _ReplayMode(self)
 
 
 class _Mode(TorchDispatchMode):
@@ -131,7 +131,7 @@ class _Mode(TorchDispatchMode):
         raise NotImplementedError
 
 
-class _First(_Mode):
+class _RecordMode(_Mode):
     def at(self, key: Any, position: int, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         context = SelectiveCheckpointContext(is_recompute=False, op_output=out)
@@ -140,7 +140,7 @@ class _First(_Mode):
         return out
 
 
-class _Again(_Mode):
+class _ReplayMode(_Mode):
     def at(self, key: Any, position: int, func: Any, args: Any, kwargs: Any) -> Any:
         saved = self.saved.results[key].get(position) if key in self.saved.results else None
         if saved is None or not saved.valid:
@@ -153,7 +153,7 @@ class _SavedResult:
 
     def __init__(self, out: Any) -> None:
         self.leaves, self.tree = pytrees.flatten(out)
-        self.leaves = [_another(x) for x in self.leaves]
+        self.leaves = [_new_alias(x) for x in self.leaves]
         self.versions = self._versions()
 
     def _versions(self) -> list[int]:
@@ -165,10 +165,10 @@ class _SavedResult:
 
     def given(self) -> Any:
         """Return the result as new aliases, like another call of the operator."""
-        return pytrees.unflatten(self.tree, [_another(x) for x in self.leaves])
+        return pytrees.unflatten(self.tree, [_new_alias(x) for x in self.leaves])
 
 
-def _another(value: Any) -> Any:
+def _new_alias(value: Any) -> Any:
     if isinstance(value, Tracer):
         return value.aliased_here()
     if not isinstance(value, torch.Tensor):

@@ -36,14 +36,14 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.state import tls
 
-_theirs = saved_tensors_hooks.__enter__
+_torch_hooks = saved_tensors_hooks.__enter__
 
 
 def _enter(self: saved_tensors_hooks) -> None:
     pack, unpack = self.pack_hook, self.unpack_hook
     self.pack_hook, self.unpack_hook = _packing(pack, next(serials)), _unpacking(unpack)
     try:
-        _theirs(self)
+        _torch_hooks(self)
     finally:
         self.pack_hook, self.unpack_hook = pack, unpack
 
@@ -82,7 +82,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], entered: int) -> Callable[[tor
 
     def packed(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, Tracer):
-            return _UnhookedTensor(tensor) if _traced_since(entered) else pack(tensor)
+            return _UnhookedTensor(tensor) if _is_traced_after(entered) else pack(tensor)
         alone = tensor.aliased_here()
         if tensor.dispatch_level.root.serial > entered:
             return _UnhookedTensor(alone)
@@ -92,7 +92,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], entered: int) -> Callable[[tor
     return packed
 
 
-def _traced_since(serial: int) -> bool:
+def _is_traced_after(serial: int) -> bool:
     """Return True if the running code is traced at a level with a larger serial number."""
     return any(
         level.key is DispatchKey.Trace and level.serial > serial

@@ -90,22 +90,30 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
     The last item is True if one derivative without forward mode never meets the condition.
     """
     tables: list[tuple[Mapping[str, _Decomposition | None], _Condition, bool]] = [
-        (dict.fromkeys(f"aten::{name}" for name in PULLED_BACK), _pushed_and_differentiated, True),
-        (DECOMPOSED, _pushed_and_differentiated, True),
+        (
+            dict.fromkeys(f"aten::{name}" for name in PULLED_BACK),
+            _has_tangent_and_is_differentiated,
+            True,
+        ),
+        (DECOMPOSED, _has_tangent_and_is_differentiated, True),
         (TWICE_DECOMPOSED, _differentiated_twice, True),
         (NESTED_DECOMPOSED, lambda x: _differentiated_twice(x) or _recorded_again(x), False),
-        (PUSHED_DECOMPOSED, _pushed_forward, True),
-        (BACKWARD_DECOMPOSED, lambda x: _recorded(x) or _pushed_and_differentiated(x), False),
-        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _pushed_forward(x), False),
+        (PUSHED_DECOMPOSED, _has_tangent, True),
+        (
+            BACKWARD_DECOMPOSED,
+            lambda x: _recorded(x) or _has_tangent_and_is_differentiated(x),
+            False,
+        ),
+        (UNDIFFERENTIABLE_DECOMPOSED, lambda x: _recorded(x) or _has_tangent(x), False),
     ]
-    for table, met, twice in tables:
+    for table, applies, twice in tables:
         for name, decomposition in table.items():
-            yield name, decomposition, met, twice
+            yield name, decomposition, applies, twice
 
 
 def _replaced(
     decomposition: _Decomposition | None,
-    met: _Condition,
+    applies: _Condition,
     overload: Any,
     rest: Any,
     keys: Any,
@@ -116,7 +124,7 @@ def _replaced(
 
     Args:
         decomposition: the operator in other operators. None: its tangents come from its pullback.
-        met: True for arguments with which torch's own formulas are not used.
+        applies: True for arguments with which torch's own formulas are not used.
         overload: the operator.
         rest: the keys after the one that this is a kernel of.
         keys: the keys of the call.
@@ -124,7 +132,7 @@ def _replaced(
         kwargs: its keyword arguments.
     """
     # Below autograd, in the kernel of another operator, no derivatives are taken.
-    wanted = not below_autograd() and met((*args, *kwargs.values()))
+    wanted = not below_autograd() and applies((*args, *kwargs.values()))
     if wanted or _is_of_number(overload, args):
         if decomposition is None:
             return pullbacks.call(overload, args, kwargs)
@@ -156,7 +164,7 @@ def _recorded(values: Sequence[Any]) -> bool:
         return any(isinstance(x, torch.Tensor) and x.requires_grad for x in values)
 
 
-def _pushed_forward(values: Sequence[Any]) -> bool:
+def _has_tangent(values: Sequence[Any]) -> bool:
     """Return True if one of the tensors has a tangent."""
     if forward_ad._current_level < 0:
         return False
@@ -165,14 +173,14 @@ def _pushed_forward(values: Sequence[Any]) -> bool:
         return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
-def _pushed_and_differentiated(values: Sequence[Any]) -> bool:
+def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
     """Return True if an argument has a tangent and another transform differentiates by one."""
-    return _pushed_forward(values) and (_recorded(values) or _differentiated_inside(values))
+    return _has_tangent(values) and (_recorded(values) or _differentiated_inside(values))
 
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:
     """Return True if two transforms differentiate by the arguments, or one does in a trace."""
-    recorded, pushed = _recorded(values), _pushed_forward(values)
+    recorded, pushed = _recorded(values), _has_tangent(values)
     if not (recorded or pushed):
         return False
     traced = any(hasattr(x, "node") for x in values if isinstance(x, Tracer))
@@ -207,7 +215,7 @@ def _differentiated(value: torch.Tensor) -> bool:
 on_first_level(
     register_replacements,
     {
-        name: (functools.partial(_replaced, decomposition, met), twice)
-        for name, decomposition, met, twice in _replacements()
+        name: (functools.partial(_replaced, decomposition, applies), twice)
+        for name, decomposition, applies, twice in _replacements()
     },
 )

@@ -25,7 +25,7 @@ _LAZY = "add.Tensor sub.Tensor mul.Tensor div.Tensor linalg_cross".split()
 _KEY = "ZeroTensor"
 
 
-def _meeting_tracers(
+def _call_on_lazy_zero(
     lazy: Any, overload: Any, rest: Any, keys: Any, x: Any, y: Any, **kwargs: Any
 ) -> Any:
     """Call an operator on a lazy zero and another operand.
@@ -41,13 +41,13 @@ def _meeting_tracers(
     """
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         # C++ hands Python numbers, lazy zeros among them, to Python as numbers.
-        return overload.overloadpacket(_in_memory(x), _in_memory(y), **kwargs)
+        return overload.overloadpacket(_materialized(x), _materialized(y), **kwargs)
     if isinstance(x, Tracer) or isinstance(y, Tracer):
-        return overload.redispatch(keys & rest, _in_memory(x), _in_memory(y), **kwargs)
+        return overload.redispatch(keys & rest, _materialized(x), _materialized(y), **kwargs)
     return lazy.call_boxed(keys, x, y, **kwargs)
 
 
-def _in_memory(value: Any) -> Any:
+def _materialized(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value._is_zerotensor():
         zero: torch.Tensor = torch.zeros((), dtype=value.dtype, device=value.device)
         return zero.expand(value.shape)
@@ -58,7 +58,7 @@ on_first_level(
     register_kernels,
     _KEY,
     {
-        name: functools.partial(_meeting_tracers, torch.library.get_kernel(name, _KEY))
+        name: functools.partial(_call_on_lazy_zero, torch.library.get_kernel(name, _KEY))
         for name in (f"aten::{each}" for each in _LAZY)
     },
 )

@@ -61,20 +61,20 @@ COLLECTIVES = {
     "permute": "ppermute",
 }
 
-# The kinds whose argument must be equal on all ranks, by the caller's promise.
-_PROMISED = frozenset({"slice", "enter", "leave", "share", "join"})
+# The kinds whose argument must be equal on all ranks, by the caller's guarantee.
+_GUARANTEED_EQUAL = frozenset({"slice", "enter", "leave", "share", "join"})
 
 
 def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, axis: str) -> None:
     """Return after the ranks have agreed on an exchange, if its check requires an agreement.
 
     Raises:
-        RanksDisagree: the ranks make different exchanges, or promised values differ.
+        RanksDisagree: the ranks make different exchanges, or guaranteed values differ.
     """
     if check.startswith("program:"):
         if (axis, check) not in mesh.agreed:
             agree_on_program(axis, f"{mesh.text};{check}", _call(x, kind, ints))
-    elif check == "values" and kind in _PROMISED:
+    elif check == "values" and kind in _GUARANTEED_EQUAL:
         digest = _checksum(x.resolve_conj().resolve_neg())
         where = (
             "a result whose spec"
@@ -84,7 +84,7 @@ def _agree(check: str, x: Tensor, kind: str, ints: Sequence[int], mesh: Mesh, ax
         agree(
             mesh,
             axis,
-            f"{where} promises equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
+            f"{where} guarantees equal values: {x.dtype} {tuple(x.shape)}, checksum {digest:x}",
         )
     elif check != "unchecked" and kind in COLLECTIVES:
         agree(mesh, axis, f"{_call(x, kind, ints)} at {user_call_location()}{_transposed.call}")
@@ -103,7 +103,7 @@ _transposed = _Transposed()
 def transposing(call: str) -> Iterator[None]:
     """Context manager: exchanges in the block are the transpose of those of a call.
 
-    All transposes of a backward pass run from one line of the user's, so agreements compare the
+    All transposes of a backward pass run from one line of user code, so agreements compare the
     lines of their calls too.
     """
     outer = _transposed.call
@@ -121,7 +121,7 @@ def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:
 
 def _checksum(x: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bytes."""
-    octets = _in_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
+    octets = _as_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
     weights = torch.arange(1, octets.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 | 1
     return int(((octets + 1) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
@@ -133,18 +133,18 @@ def result_dtype(kind: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _in_reals(x: Tensor) -> Tensor:
+def _as_real(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can sum."""
     if x.is_floating_point():
         return x
     return torch.view_as_real(x) if x.is_complex() else x.to(result_dtype("sum", x.dtype))
 
 
-def _as_before(x: Tensor, like: Tensor) -> Tensor:
+def _restore_dtype(x: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(x) if like.is_complex() else x
 
 
-def _in_bytes(x: Tensor) -> Tensor:
+def _as_bytes(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can send, for exchanges without sums."""
     if x.is_complex():
         return torch.view_as_real(x)
@@ -158,14 +158,14 @@ def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    out = _in_reals(x).clone(memory_format=torch.contiguous_format)
+    out = _as_real(x).clone(memory_format=torch.contiguous_format)
     wait_for(mesh.group(axis).allreduce([out]), mesh, axis, out)
-    return _as_before(out, x)
+    return _restore_dtype(out, x)
 
 
 def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the values of all ranks, stacked along a new first dim."""
-    sent = _in_bytes(x.contiguous())
+    sent = _as_bytes(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
     wait_for(mesh.group(axis)._allgather_base(out, sent.view(-1)), mesh, axis, out)
@@ -182,15 +182,15 @@ def _tile(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 
 def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    sent = _in_reals(x.movedim(ints[0], 0)).contiguous()
+    sent = _as_real(x.movedim(ints[0], 0)).contiguous()
     out = sent.new_empty(sent.shape[1:])
     work = mesh.group(axis)._reduce_scatter_base(out.view(-1), sent.view(-1))
     wait_for(work, mesh, axis, out)
-    return _as_before(out, x)
+    return _restore_dtype(out, x)
 
 
 def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    sent = _in_bytes(x.movedim(ints[0], 0).contiguous())
+    sent = _as_bytes(x.movedim(ints[0], 0).contiguous())
     out = torch.empty_like(sent)
     wait_for(mesh.group(axis).alltoall_base(out, sent, [], []), mesh, axis, out)
     return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
@@ -199,7 +199,7 @@ def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor
 def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     """Send values between ranks; each rank sends and receives at most one value."""
     size, me = mesh.sizes[axis], mesh.index(axis)
-    sent = _in_bytes(x.contiguous()).reshape(-1)
+    sent = _as_bytes(x.contiguous()).reshape(-1)
     elements = sent.numel()
     half = len(ints) // 2
     sends, receives = [0] * size, [0] * size

@@ -35,7 +35,7 @@ from tsfunc.tracebacks import LIBRARIES
 _PATIENCE = datetime.timedelta(seconds=1)
 _LONGEST = 4000  # characters of a report
 # The axes along which this process has left a collective: their groups can't be used again.
-_left: set[str] = set()
+_abandoned_axes: set[str] = set()
 
 
 def wait_for(work: Any, mesh: Mesh, axis: str, x: torch.Tensor) -> None:
@@ -52,13 +52,13 @@ def wait_for(work: Any, mesh: Mesh, axis: str, x: torch.Tensor) -> None:
         work.wait(_PATIENCE)
     except RuntimeError as error:
         try:
-            _wait_longer(work, mesh, axis, error)
+            _wait_and_read_reports(work, mesh, axis, error)
         except BaseException:
-            _left.add(axis)
+            _abandoned_axes.add(axis)
             raise
 
 
-def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
+def _wait_and_read_reports(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
     reported_before = False
     while not work.is_completed():
         reports = _reports(mesh, axis)
@@ -87,7 +87,7 @@ def _wait_longer(work: Any, mesh: Mesh, axis: str, error: RuntimeError) -> None:
 
 def has_unusable_groups() -> bool:
     """Return True if this process has left a collective, so that its group can't be used again."""
-    return bool(_left)
+    return bool(_abandoned_axes)
 
 
 def report(mesh: Mesh, error: BaseException, informed: Collection[str] = ()) -> None:

@@ -35,19 +35,19 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 def _all_reduce(tensors: Sequence[Tensor], group: Any, reduction: Any, *rest: Any) -> Any:
     for x in tensors:
         _write("all_reduce", x, (x,), _functional.all_reduce(x, _word(reduction), _name(group)))
-    return list(tensors), _done()
+    return list(tensors), _completed_work()
 
 
 def _broadcast(tensors: Sequence[Tensor], group: Any, source: int, *rest: Any) -> Any:
     for x in tensors:
         _write("broadcast", x, (x,), _functional.broadcast(x, source, _name(group)))
-    return list(tensors), _done()
+    return list(tensors), _completed_work()
 
 
 def _all_gather(out: Tensor, x: Tensor, group: Any, *rest: Any) -> Any:
     gathered = _functional.all_gather_into_tensor(x.contiguous(), _size(group), _name(group))
     _write("all_gather_into_tensor", out, (out, x), gathered)
-    return out, _done()
+    return out, _completed_work()
 
 
 def _all_gather_list(
@@ -61,7 +61,7 @@ def _all_gather_list(
         waited = _functional.wait_tensor(gathered)
         for part, value in zip(parts, waited.unbind(0), strict=True):
             _write("all_gather", part, (part, x), value, waited=True)
-    return [list(parts) for parts in outs], _done()
+    return [list(parts) for parts in outs], _completed_work()
 
 
 def _reduce_scatter(out: Tensor, x: Tensor, group: Any, reduction: Any, *rest: Any) -> Any:
@@ -69,7 +69,7 @@ def _reduce_scatter(out: Tensor, x: Tensor, group: Any, reduction: Any, *rest: A
         x.contiguous(), _word(reduction), _size(group), _name(group)
     )
     _write("reduce_scatter_tensor", out, (out, x), scattered)
-    return out, _done()
+    return out, _completed_work()
 
 
 def _all_to_all(
@@ -80,7 +80,7 @@ def _all_to_all(
     split = list(given) or [x.shape[0] // size] * size
     exchanged = _functional.all_to_all_single(x.contiguous(), received, split, _name(group))
     _write("all_to_all_single", out, (out, x), exchanged)
-    return _done()
+    return _completed_work()
 
 
 def _write(
@@ -129,7 +129,7 @@ def _word(reduction: Any) -> str:
     )
 
 
-def _done() -> Any:
+def _completed_work() -> Any:
     """Return a completed work."""
     from torch._C._distributed_c10d import FakeWork, Work
 
@@ -147,7 +147,7 @@ def _refused(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _at_own_level(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _run_at_level(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return the kernel, run at the level itself, so that it calls torch on tracers."""
 
     def run(*args: Any) -> Any:
@@ -181,4 +181,4 @@ for _operator, _kernel in _KERNELS.items():
     _overload = overload_of(f"c10d::{_operator}")
     if _overload is not None:
         for _key in (DispatchKey.Batch, DispatchKey.Grad, DispatchKey.Trace):
-            register(_overload, _key, _at_own_level(_kernel))
+            register(_overload, _key, _run_at_level(_kernel))

@@ -115,7 +115,7 @@ class MeshLevel(Level):
         return axis_index(self.axis_name, self.mesh.text, device)
 
 
-def copied(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> torch.Tensor:
+def cross_boundary(levels: Sequence[MeshLevel], kind: str, x: torch.Tensor) -> torch.Tensor:
     """Return a value that all ranks along the axes have, as one per rank or as one of all.
 
     Args:

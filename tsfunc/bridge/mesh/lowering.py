@@ -29,36 +29,38 @@ def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -
         reals = reals.to(result_dtype(kind, reals.dtype))
     elif reals.dtype is torch.bool:
         reals = reals.to(torch.uint8)
-    out = _of_reals(reals, kind, list(ints), group, size, me)
+    out = _exchange_reals(reals, kind, list(ints), group, size, me)
     if x.is_complex():
         return torch.view_as_complex(out)
     return out.to(result_dtype(kind, x.dtype))
 
 
-def _of_reals(x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int) -> Tensor:
+def _exchange_reals(
+    x: Tensor, kind: str, ints: list[int], group: str, size: int, me: int
+) -> Tensor:
     if kind in ("sum", "total"):
-        return _waited("all_reduce", _own(x), "sum", group)
+        return _waited("all_reduce", _own_copy(x), "sum", group)
     if kind == "scatter":
         sent = x.movedim(ints[0], 0)
-        flat = _waited("reduce_scatter_tensor", _own(sent).view(-1), "sum", size, group)
+        flat = _waited("reduce_scatter_tensor", _own_copy(sent).view(-1), "sum", size, group)
         return flat.view(sent.shape[1:])
     if kind in ("gather", "tile"):
-        flat = _waited("all_gather_into_tensor", _own(x).view(-1), size, group)
+        flat = _waited("all_gather_into_tensor", _own_copy(x).view(-1), size, group)
         parts = flat.view(size, *x.shape).movedim(0, ints[0])
-        return _own(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
+        return _own_copy(parts.flatten(ints[0], ints[0] + 1) if kind == "tile" else parts)
     if kind == "all_to_all":
         sent = x.movedim(ints[0], 0)
         each = [sent.numel() // size] * size
-        flat = _waited("all_to_all_single", _own(sent).view(-1), each, each, group)
-        return _own(flat.view(sent.shape).movedim(0, ints[1]))
+        flat = _waited("all_to_all_single", _own_copy(sent).view(-1), each, each, group)
+        return _own_copy(flat.view(sent.shape).movedim(0, ints[1]))
     if kind == "permute":
         return _permuted(x, ints, group, size, me)
     if kind == "slice":
         length = x.shape[ints[0]] // size
-        return _own(x.narrow(ints[0], me * length, length))
+        return _own_copy(x.narrow(ints[0], me * length, length))
     if kind == "share":
-        return _own(x / size)
-    return _own(x)  # enter, leave, join
+        return _own_copy(x / size)
+    return _own_copy(x)  # enter, leave, join
 
 
 def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
@@ -69,12 +71,12 @@ def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Ten
             sends[destination] = elements
         if destination == me:
             receives[source] = elements
-    sent = _own(x).view(-1) if any(sends) else x.new_empty(0)
+    sent = _own_copy(x).view(-1) if any(sends) else x.new_empty(0)
     flat = _waited("all_to_all_single", sent, receives, sends, group)
     return flat.view(x.shape) if any(receives) else torch.zeros_like(x)
 
 
-def _own(x: Tensor) -> Tensor:
+def _own_copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -111,7 +111,7 @@ def registered(groups: Mapping[str, Any]) -> Mesh:
             return other
     mesh = Mesh(groups)
     known = _registered.get(mesh.text)
-    if known is not None and known.ranks != mesh.ranks and _in_use(known):
+    if known is not None and known.ranks != mesh.ranks and _has_live_groups(known):
         raise MeshError(
             f"mesh ({mesh.text}): expected one mesh for these names and sizes in a process, got a "
             f"second one over the ranks {mesh.ranks}; the first is over {known.ranks}. Programs "
@@ -126,7 +126,7 @@ def is_registered(mesh: Mesh) -> bool:
     return _registered.get(mesh.text) is mesh
 
 
-def _in_use(mesh: Mesh) -> bool:
+def _has_live_groups(mesh: Mesh) -> bool:
     """True if the mesh's groups have not been destroyed."""
     try:
         return all(dist.get_rank(mesh.group(axis)) >= 0 for axis in mesh.sizes)

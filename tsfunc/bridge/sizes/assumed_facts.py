@@ -26,7 +26,7 @@ _COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
 _LARGEST_POWER = 8
 
 
-class _Untold(Exception):
+class _NotASize(Exception):
     """A fact that cannot be added to the environment."""
 
 
@@ -41,7 +41,7 @@ def assume(facts: Sequence[str], sizes: Mapping[str, Any]) -> None:
     for fact in facts:
         try:
             holds = _fact(ast.parse(fact, mode="eval").body, sizes)
-        except (_Untold, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError):
+        except (_NotASize, SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError):
             continue
         if isinstance(holds, torch.SymBool) and holds.node.hint:
             bool(holds)  # the environment relies on a condition that was true
@@ -60,18 +60,18 @@ def _fact(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _COMPARISONS[type(op)](_size(left, sizes), _size(right, sizes))
         case _:
-            raise _Untold
+            raise _NotASize
 
 
 def _size(node: ast.expr, sizes: Mapping[str, Any]) -> Any:
     form = _form(node)
     if not is_small(form):
-        raise _Untold
+        raise _NotASize
     return size_of_form(form, sizes)
 
 
 def _form(node: ast.expr) -> Any:
-    """Return a size as plain data, see ``expressions``; raise _Untold if it has none."""
+    """Return a size as plain data, see ``expressions``; raise _NotASize if it has none."""
     match node:
         case ast.Constant(value=int() as value) if not isinstance(value, bool):
             return value
@@ -90,4 +90,4 @@ def _form(node: ast.expr) -> Any:
         case ast.Call(func=ast.Name(id="min" | "max" as name), args=[_, _, *_] as args):
             return [name, *map(_form, args)]
         case _:
-            raise _Untold
+            raise _NotASize

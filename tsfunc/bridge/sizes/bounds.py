@@ -16,8 +16,8 @@ from typing import Any
 from tsfunc.bridge.sizes.remainders import holds_by_remainders
 from tsfunc.types import Dim
 
-_MANY = 4096  # combinations of sizes that are tried one by one
-_FAR = 64  # no larger least size is tried
+_MOST_COMBINATIONS = 4096  # combinations of sizes that are tried one by one
+_LARGEST_LEAST_SIZE = 64  # no larger least size is tried
 
 
 def smallest(dim: Dim) -> int:
@@ -29,13 +29,13 @@ def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
     """Return True if a fact provably holds for all sizes that the dims allow.
 
     If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
-    that the dims promise, the bounds of both sides of a comparison, or the remainders of the
+    that the dims guarantee, the bounds of both sides of a comparison, or the remainders of the
     sizes.
     """
     names = sorted(str(symbol) for symbol in fact.free_symbols)
     ranges = [_few_sizes(dims[name]) for name in names]
     every: list[Sequence[int]] = [sizes for sizes in ranges if sizes is not None]
-    if len(every) == len(names) and math.prod(map(len, every)) <= _MANY:
+    if len(every) == len(names) and math.prod(map(len, every)) <= _MOST_COMBINATIONS:
         combinations = itertools.product(*every)
         return all(holds_at(fact, dict(zip(names, each, strict=True))) for each in combinations)
     if is_true(in_steps(fact, dims)) or _holds_by_bounds(fact, dims):
@@ -49,7 +49,7 @@ def with_larger(fact: Any, dims: Mapping[str, Dim]) -> dict[str, Dim] | None:
 
     None means that the fact holds for no least size below 64.
     """
-    for low in range(2, _FAR):
+    for low in range(2, _LARGEST_LEAST_SIZE):
         if any(dim.max is not None and dim.max < low for dim in dims.values()):
             return None
         raised = {name: replace(dim, min=max(low, dim.min or 0)) for name, dim in dims.items()}
@@ -63,8 +63,8 @@ def holds_at(fact: Any, sizes: Mapping[str, int]) -> bool:
     return bool(fact.subs({symbol: sizes[str(symbol)] for symbol in fact.free_symbols}))
 
 
-def promises_of(dim: Dim) -> list[Any]:
-    """Return the facts that a dim promises about its size."""
+def dim_constraints(dim: Dim) -> list[Any]:
+    """Return the facts that a dim guarantees about its size."""
     from sympy import Eq, Ge, Le, Or, Symbol
     from torch.utils._sympy.functions import Mod
 
@@ -82,7 +82,7 @@ def promises_of(dim: Dim) -> list[Any]:
 def _few_sizes(dim: Dim) -> Sequence[int] | None:
     """Return the sizes that a dim allows if they are few, else None."""
     low = smallest(dim)
-    if dim.max is None or dim.max - low >= _MANY:
+    if dim.max is None or dim.max - low >= _MOST_COMBINATIONS:
         return dim.one_of  # None if all sizes within the bounds are allowed
     return [size for size in range(low, dim.max + 1) if dim.admits(size)]
 
@@ -130,7 +130,7 @@ def least(expr: Any, dims: Mapping[str, Dim]) -> float:
     for symbol in expr.free_symbols:
         dim = dims[str(symbol)]
         step = dim.multiple_of or 1
-        most = _ENDLESS if dim.max is None else dim.max // step
+        most = _UNBOUNDED if dim.max is None else dim.max // step
         ranges[_number_of_steps(symbol)] = ValueRanges(-(-smallest(dim) // step), most)
     try:
         return float(bound_sympy(in_steps(expr, dims), ranges).lower)
@@ -138,7 +138,7 @@ def least(expr: Any, dims: Mapping[str, Dim]) -> float:
         return -math.inf
 
 
-_ENDLESS = 1 << 40
+_UNBOUNDED = 1 << 40
 
 
 def has_maximum(fact: Any) -> bool:

@@ -65,7 +65,7 @@ def is_multiple(fact: Any) -> bool:
     return bool(fact.has(Mod, PythonMod))
 
 
-def keeping(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
+def satisfying(facts: Sequence[Any], sizes: _Sizes) -> dict[Any, int]:
     """Return sizes changed to satisfy equalities, as far as these determine a symbol."""
     kept = dict(sizes)
     for _ in facts:  # one change may affect the others
@@ -132,7 +132,7 @@ def _breaking(fact: Any, kept: Sequence[Any], hints: _Sizes) -> Iterator[dict[An
     count = 0
     for _ in range(_DRAWS):
         sizes = {symbol: drawn.randrange(2, 2 * size + 8) for symbol, size in hints.items()}
-        sizes = keeping(kept, sizes)
+        sizes = satisfying(kept, sizes)
         if _breaks(fact, kept, sizes):
             yield sizes
             count += 1

@@ -33,7 +33,7 @@ _OPERATORS = {
     "Add": "+", "Mul": "*", "FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%",
     "Max": "max", "Min": "min",
 }  # fmt: skip
-_ON_SIZES: dict[str, Callable[[Any, Any], Any]] = {
+_SIZE_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "*": operator.mul,
     "//": operator.floordiv,
@@ -41,7 +41,7 @@ _ON_SIZES: dict[str, Callable[[Any, Any], Any]] = {
     "max": torch.sym_max,
     "min": torch.sym_min,
 }
-OPERATORS = frozenset(_ON_SIZES)
+OPERATORS = frozenset(_SIZE_OPERATORS)
 _MOST_FACTORS = 8
 # Limits on a form from a file: sympy takes minutes to simplify larger ones.
 _MOST_TERMS = 256
@@ -133,7 +133,7 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
             raise ValueError(f"expected the name of a dim, got {leaf[:40]!r}")
         return sizes[leaf]
 
-    return fold_form(form, size_of, _ON_SIZES)
+    return fold_form(form, size_of, _SIZE_OPERATORS)
 
 
 # --- text for people, and code
@@ -154,7 +154,7 @@ def python_text(expr: Any) -> str:
         return word.join(sorted(map(python_text, expr.args)))
     # sympy's own text of functions is not Python.
     known = expr.has(Function, Max, Min, Float)
-    return str(_printer_for_people()().doprint(expr)) if known else str(expr)
+    return str(_display_printer()().doprint(expr)) if known else str(expr)
 
 
 def code_text(expr: Any) -> str:
@@ -187,7 +187,7 @@ def _printer() -> Any:
 
 
 @functools.cache
-def _printer_for_people() -> Any:
+def _display_printer() -> Any:
     from sympy.printing.precedence import PRECEDENCE
 
     base: Any = _printer()

@@ -47,7 +47,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import CodeType, MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -85,6 +84,7 @@ from tsfunc.ops import (
     tensor_iterator,
     views,
 )
+from tsfunc.tracebacks import in_public_call
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -357,20 +357,13 @@ def _is_served(overload: OpOverload) -> bool:
 # --- errors of fake tensors
 
 
-@contextmanager
-def unlogged() -> Iterator[None]:
-    """Disable torch's log of operators that raise on fake tensors within a block.
-
-    The errors are still raised; only the extra traceback on stderr is suppressed.
-    """
-    before, _logger.disabled = _logger.disabled, True
-    try:
-        yield
-    finally:
-        _logger.disabled = before
+def _is_of_users(record: logging.LogRecord) -> bool:
+    return not in_public_call()
 
 
-_logger = logging.getLogger(FakeTensorMode.__module__)
+# torch logs a traceback for an operator that raises on fake tensors. The error is raised too, and
+# the user of a public function sees it there, folded.
+logging.getLogger(FakeTensorMode.__module__).addFilter(_is_of_users)
 
 
 # --- calls of operators on small tensors
@@ -384,13 +377,13 @@ _RULES: Final[tuple[Any, ...]] = (
     feature_batched.layer_norm, feature_batched.native_layer_norm,
     feature_batched.native_layer_norm_backward, fixed.added_product,
     fixed.added_product_inplace, fixed.addmm, fixed.addr, fixed.bmm, fixed.linear,
-    fixed.matmul, fixed.of_ranks, fixed.outer, indexing.gather, indexing.index_fill,
+    fixed.matmul, fixed.outer, fixed.product_of_ranks, indexing.gather, indexing.index_fill,
     indexing.index_select, indexing.index_write, indexing.scatter,
     losses.nll_loss_backward, losses.nll_loss_forward, losses.pointwise_loss,
     losses.pointwise_loss_backward, n_dimensional.flip, n_dimensional.triangle,
-    n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along,
+    n_dimensional.triangle_inplace, reductions.all_or_any, reductions.along_dim,
     reductions.along_inplace, reductions.aminmax, reductions.arg_extreme,
-    reductions.count_nonzero, reductions.norm, reductions.over_all, reductions.prod,
+    reductions.count_nonzero, reductions.norm, reductions.over_all_dims, reductions.prod,
     reductions.reduction, reductions.variance, sorting.sort, tensor_iterator.clamp,
     tensor_iterator.masked_fill, tensor_iterator.masked_fill_scalar_inplace,
     tensor_iterator.masked_fill_tensor, tensor_iterator.masked_fill_tensor_inplace,
@@ -429,7 +422,7 @@ _OTHER_INTS: Final = frozenset({
 _MOST_SCALED: Final = 1 << 16
 
 
-class _Unserved(Exception):
+class _NotScalable(Exception):
     """A call that a call on small tensors does not represent."""
 
 
@@ -513,7 +506,7 @@ def _all_sizes(
 ) -> Iterator[int]:
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
         if name == "dropout_p" and value:
-            raise _Unserved
+            raise _NotScalable
         if name in _SIZES:
             yield from (value,) if isinstance(value, int) else value
             continue
@@ -552,7 +545,7 @@ class _Scale:
     def _tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Return a small tensor with the order and the gaps of a tensor's strides."""
         if value.is_conj() or value.is_neg():
-            raise _Unserved
+            raise _NotScalable
         shape, strides = value.shape, value.stride()
         small, steps = [self._small[n] for n in shape], [0] * len(shape)
         large_step, small_step = 1, 1
@@ -560,14 +553,14 @@ class _Scale:
             if strides[dim] == 0:
                 continue
             if strides[dim] < large_step:
-                raise _Unserved  # the tensor overlaps itself, or a dim of size 1 is out of order
+                raise _NotScalable  # the tensor overlaps itself, or a dim of size 1 is out of order
             if strides[dim] > large_step:  # a gap
                 large_step, small_step = strides[dim], 2 * small_step
             steps[dim] = small_step
             large_step *= max(shape[dim], 1)
             small_step *= max(small[dim], 1)
         if small_step > _MOST_SCALED:
-            raise _Unserved
+            raise _NotScalable
         memory = torch.zeros(small_step, dtype=value.dtype)
         return memory.as_strided(small, steps)
 
@@ -576,14 +569,14 @@ class _Scale:
         if isinstance(value, list | tuple):
             return type(value)([self.result(each, sums) for each in value])
         if not isinstance(value, torch.Tensor):
-            raise _Unserved
+            raise _NotScalable
         for given, small in self._tensors.values():
             if value is small:
                 return given
             if value.untyped_storage()._cdata == small.untyped_storage()._cdata:
-                raise _Unserved  # a view
+                raise _NotScalable  # a view
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
-            raise _Unserved
+            raise _NotScalable
         shape = [sums[d] if d in sums else self._large[n] for d, n in enumerate(value.shape)]
         return Metadata(shape, self._strides(value, shape), value.dtype)
 
@@ -595,10 +588,10 @@ class _Scale:
         for dim in sorted(range(value.dim()), key=lambda d: strides[d]):
             if value.shape[dim] > 1:
                 if strides[dim] != small_step:
-                    raise _Unserved  # a gap, or an expanded dim
+                    raise _NotScalable  # a gap, or an expanded dim
                 small_step *= value.shape[dim]
                 large_step *= shape[dim]
                 steps[small_step] = large_step
         if any(step not in steps for step in strides):
-            raise _Unserved
+            raise _NotScalable
         return [steps[step] for step in strides]

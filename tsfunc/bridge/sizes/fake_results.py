@@ -26,7 +26,7 @@ so a cached result needs no further guard.
 
 Nothing is cached for
 
-- operators that are not torch's own, whose rules may depend on anything, and those in ``UNKEPT``;
+- operators that are not torch's own, whose rules may depend on anything, and those in ``UNCACHED``;
 - arguments that their metadata does not fully describe: a tensor that is not strided or has a
   constant value, a generator;
 - sizes that depend on data (NOTE [sizes of data] in ``symbols``): each call makes new symbols, and
@@ -98,7 +98,7 @@ _META: Final = torch.device("meta")
 
 # The results of these operators depend on the size of the storage behind an argument, which caches
 # of results ignore (here the cache of torch's fake mode).
-UNKEPT = frozenset({"aten::_new_zeros_with_same_feature_meta"})
+UNCACHED = frozenset({"aten::_new_zeros_with_same_feature_meta"})
 
 
 def results_of(
@@ -122,22 +122,22 @@ def results_of(
     # With symbolic sizes the cache of the mode is not used: a look-up takes longer than most
     # rules, and a hit tests no condition and may be wrong.
     symbolic = env is not None and bool(symbols_among((args, kwargs)))
-    keeps = name not in UNKEPT and not symbolic
+    keeps = name not in UNCACHED and not symbolic
     if not symbolic and name not in RULES_OF_FIXED_SIZES:
         results = results_of_fixed_sizes(fake, call, args, kwargs)
         if results is not NotImplemented:
             return results
     update_versions(args)
     if name in SHAPE_RULES:
-        with _kept(fake, keeps):
+        with _with_cache(fake, keeps):
             results = SHAPE_RULES[name](*args, **kwargs)
         if results is not NotImplemented:
             return results
     if env is None or writes:
-        with _kept(fake, keeps), counting_writes(args) if writes else nullcontext():
+        with _with_cache(fake, keeps), counting_writes(args) if writes else nullcontext():
             return call(*args, **kwargs)
     try:
-        with defer_guards(env) as conditions, _kept(fake, keeps):
+        with defer_guards(env) as conditions, _with_cache(fake, keeps):
             results = call(*args, **kwargs)
     except (DataDependentOutputException, DynamicOutputShapeException):
         raise
@@ -159,12 +159,12 @@ def results_of(
     if results is not None:
         probe.guard_required(multiples=name in OTHER_SHAPES)
         return results
-    with _kept(fake, False):
+    with _with_cache(fake, False):
         return call(*args, **kwargs)
 
 
 @contextmanager
-def _kept(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
+def _with_cache(fake: FakeTensorMode, keeps: bool) -> Iterator[None]:
     """Run operators on fake tensors in a block, with or without the mode's cache."""
     cached, fake.cache_enabled = fake.cache_enabled, fake.cache_enabled and keeps
     try:
@@ -194,7 +194,7 @@ _SETTINGS: Final = (
 )  # fmt: skip
 
 
-class UnknownError(Exception):
+class IncompleteMetadataError(Exception):
     """A value has properties that its metadata does not describe."""
 
 
@@ -280,7 +280,7 @@ class TraceMetadata:
         The tensor keeps it until an operator writes to it, which may change its sizes.
 
         Raises:
-            UnknownError: the metadata would not describe the tensor fully.
+            IncompleteMetadataError: the metadata would not describe the tensor fully.
         """
         attributes = value.__dict__
         found: KnownMetadata | None = attributes.get(_KNOWN)
@@ -297,10 +297,10 @@ class TraceMetadata:
         """Return the metadata of a fake tensor.
 
         Raises:
-            UnknownError: the metadata would not describe the tensor fully.
+            IncompleteMetadataError: the metadata would not describe the tensor fully.
         """
         if value.layout is not torch.strided or value.is_quantized or value.constant is not None:
-            raise UnknownError
+            raise IncompleteMetadataError
         return MetadataKey(
             tuple([x if type(x) is int else self.number(x) for x in value.shape]),
             tuple([x if type(x) is int else self.number(x) for x in value.stride()]),
@@ -312,7 +312,7 @@ class TraceMetadata:
         """Return a number, or the expression of a symbolic number.
 
         Raises:
-            UnknownError: the number depends on data.
+            IncompleteMetadataError: the number depends on data.
         """
         if type(value) is int:
             return value
@@ -321,7 +321,7 @@ class TraceMetadata:
         if of_data is None:
             of_data = self._of_data[expr] = expr is None or is_of_data(value)
         if of_data:
-            raise UnknownError
+            raise IncompleteMetadataError
         return expr
 
 
@@ -335,7 +335,7 @@ class FakeCache:
     def __init__(self, fake: FakeTensorMode) -> None:
         self.fake = fake
         self.metadata = TraceMetadata()
-        self._kept: dict[Any, CachedResults] = {}
+        self._cached: dict[Any, CachedResults] = {}
         self._settings: list[Any] = []
 
     def settings(self) -> int:
@@ -347,7 +347,7 @@ class FakeCache:
 
     def keeps(self, op: TorchOperator) -> bool:
         """True if the metadata of arguments, without offsets, determines an operator's results."""
-        return op.name not in UNKEPT and op.name not in _OF_OFFSETS
+        return op.name not in UNCACHED and op.name not in _OF_OFFSETS
 
     def of(self, op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of an operator on fake values: NOTE [cached results]."""
@@ -359,23 +359,23 @@ class FakeCache:
         if moved is not None and self._is_plain(moved[0][0]):
             first, further = moved
             result = self._of(op, first, kwargs)
-            return self._like(self._further(result, first[0], further), first[:1])
+            return self._like(self._further_view(result, first[0], further), first[:1])
         tensors: list[Any] = []
         try:
             key = self._key(op, args, kwargs, tensors)
-        except UnknownError:
-            return self._worked_out(op, args, kwargs)
-        kept = self._kept.get(key)
+        except IncompleteMetadataError:
+            return self._compute(op, args, kwargs)
+        kept = self._cached.get(key)
         if kept is not None:
             if op.writes:  # a mode's constants for a tensor depend on its version
                 for i in op.written:
                     count_write(args[i])
             return self.made(kept, tensors)
-        results = self._worked_out(op, args, kwargs)
+        results = self._compute(op, args, kwargs)
         try:
             if self._key(op, args, kwargs, []) == key:  # no argument has changed its metadata
-                self._kept[key] = self.described(results, tensors)
-        except UnknownError:
+                self._cached[key] = self.described(results, tensors)
+        except IncompleteMetadataError:
             pass
         return results
 
@@ -383,12 +383,12 @@ class FakeCache:
         """True if sizes, strides and dtype describe the views of a tensor fully."""
         try:
             metadata = self.metadata.of(x)
-        except UnknownError:
+        except IncompleteMetadataError:
             return False
         own = x.fake_mode is self.fake and not x.requires_grad
         return own and not metadata.is_conj and not metadata.is_neg
 
-    def _further(self, view: Any, source: Any, further: int) -> _Result:
+    def _further_view(self, view: Any, source: Any, further: int) -> _Result:
         """Describe a view like another view of the same tensor, further on in the storage."""
         offset = view.storage_offset() - source.storage_offset() + further
         return _Result(
@@ -404,7 +404,7 @@ class FakeCache:
             None,
         )
 
-    def _worked_out(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
+    def _compute(self, op: TorchOperator, args: Any, kwargs: Any) -> Any:
         results = results_of(self.fake, op.name, op.overload, op.writes, args, kwargs)
         if op.writes:
             for x in fakes_in((*args, *kwargs.values())):
@@ -421,17 +421,17 @@ class FakeCache:
         self, op: TorchOperator, args: Any, kwargs: Mapping[str, Any], tensors: list[Any]
     ) -> tuple[Any, ...]:
         """Return the key of a call, and append its tensors to ``tensors``."""
-        if op.overload.namespace != "aten" or op.name in UNKEPT:
-            raise UnknownError
+        if op.overload.namespace != "aten" or op.name in UNCACHED:
+            raise IncompleteMetadataError
         if op.writes and (op.reshapes or not op.inplace or torch.is_inference_mode_enabled()):
-            raise UnknownError
+            raise IncompleteMetadataError
         parts: list[Any] = [op, self.settings()]
         self._take(op, args, parts, tensors)
         for name, value in kwargs.items():
             parts.append(name)
             self._take(op, (value,), parts, tensors)
         if not tensors:  # the arguments alone do not determine the result of a factory
-            raise UnknownError
+            raise IncompleteMetadataError
         return tuple(parts)
 
     def _take(self, op: TorchOperator, values: Any, parts: list[Any], tensors: list[Any]) -> None:
@@ -452,7 +452,7 @@ class FakeCache:
             elif kind in _SYMBOLIC:
                 parts += (kind, self.metadata.number(value))
             else:
-                raise UnknownError
+                raise IncompleteMetadataError
 
     # --- storing
 
@@ -460,7 +460,7 @@ class FakeCache:
         """Return the metadata of the results of a call, given its tensor arguments.
 
         Raises:
-            UnknownError: new tensors can't have the metadata.
+            IncompleteMetadataError: new tensors can't have the metadata.
         """
         memories = {storage_address(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
@@ -476,19 +476,20 @@ class FakeCache:
         """Describe a result.
 
         Raises:
-            UnknownError: sizes and strides over a storage do not describe the result fully.
+            IncompleteMetadataError: sizes and strides over a storage do not describe the result
+                fully.
         """
         if type(value) is not FakeTensor or value.fake_mode is not self.fake:
-            raise UnknownError
+            raise IncompleteMetadataError
         metadata = self.metadata.of(value)
         same = next((i for i, given in enumerate(tensors) if given is value), _OWN_MEMORY)
         source = same if same >= 0 else memories.get(storage_address(value), _OWN_MEMORY)
         if source == _ANOTHER_RESULT or value.requires_grad or metadata.is_conj or metadata.is_neg:
-            raise UnknownError
+            raise IncompleteMetadataError
         if source >= 0:
             given = self.metadata.of(tensors[source])
             if given.dtype != metadata.dtype or given.is_conj or given.is_neg:
-                raise UnknownError
+                raise IncompleteMetadataError
         shape, strides, offset = value.shape, value.stride(), value.storage_offset()
         if source >= 0:
             offset = offset - tensors[source].storage_offset()

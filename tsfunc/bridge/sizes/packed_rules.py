@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from tsfunc.bridge.sizes.shape_rules import new_like, shape_rule
 
 
-def _found(x: Any, overload: Any) -> Any:
+def _fresh_size(x: Any, overload: Any) -> Any:
     """Return a fresh symbolic size without a hint, of at least 1."""
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
@@ -34,7 +34,7 @@ def _found(x: Any, overload: Any) -> Any:
 @shape_rule("_pack_padded_sequence", fixed=True)
 def _pack(x: Any, lengths: Any, batch_first: bool) -> Any:
     overload = torch.ops.aten._pack_padded_sequence.default
-    rows, steps = _found(x, overload), _found(x, overload)
+    rows, steps = _fresh_size(x, overload), _fresh_size(x, overload)
     return new_like(x, [rows, *x.shape[2:]]), new_like(lengths, [steps], torch.int64)
 
 
@@ -42,7 +42,7 @@ def _pack(x: Any, lengths: Any, batch_first: bool) -> Any:
 def _pad(
     data: Any, batch_sizes: Any, batch_first: bool, padding_value: Any, total_length: Any
 ) -> Any:
-    count = _found(data, torch.ops.aten._pad_packed_sequence.default)
+    count = _fresh_size(data, torch.ops.aten._pad_packed_sequence.default)
     shape = [total_length, count, *data.shape[1:]]
     order = [1, 0, *range(2, len(shape))]
     if batch_first:

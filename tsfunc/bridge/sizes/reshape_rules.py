@@ -1,6 +1,6 @@
 """Result shapes of reshapes, which require only that the number of elements stays the same.
 
-A size of -1 must divide evenly. For a single dim, whose descriptor can promise it
+A size of -1 must divide evenly. For a single dim, whose descriptor can guarantee it
 (``multiple_of``), this is guarded; otherwise the operator checks it when the program runs.
 
 torch's fake-tensor rules walk the dims of both shapes, merge and split them until they agree, and

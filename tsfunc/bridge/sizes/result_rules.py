@@ -19,7 +19,7 @@ from tsfunc.bridge.sizes.kernel_sizes import upsampled_sizes
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule, view_like
 from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.user_queries import suppress_guards, suppress_guards_of
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 
 
 @shape_rule("cov", "corrcoef")
@@ -32,7 +32,7 @@ def _covariance(x: Any, correction: int = 1, fweights: Any = None, aweights: Any
     return new_like(x, [x.shape[0]] * 2 if x.dim() > 1 else [], dtype)
 
 
-def _answer(overload: Any) -> Any:
+def _data_dependent_bool(overload: Any) -> Any:
     """Return the rule of an operator that returns a data-dependent bool: NOTE [sizes of data]."""
 
     def rule(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,8 +44,8 @@ def _answer(overload: Any) -> Any:
     return rule
 
 
-shape_rule("equal")(_answer(torch.ops.aten.equal.default))
-shape_rule("allclose")(_answer(torch.ops.aten.allclose.default))
+shape_rule("equal")(_data_dependent_bool(torch.ops.aten.equal.default))
+shape_rule("allclose")(_data_dependent_bool(torch.ops.aten.allclose.default))
 
 
 def _in_place(functional: Any) -> Callable[..., Any]:
@@ -126,15 +126,15 @@ def _adaptive_max_pool(x: Any, output_size: Sequence[Any]) -> Any:
 
 @shape_rule("pixel_shuffle")
 def _pixel_shuffle(x: Any, upscale_factor: int) -> Any:
-    return _other_pixels(x, upscale_factor, lambda c, h, w, f: (c // (f * f), h * f, w * f))
+    return _rearranged_pixels(x, upscale_factor, lambda c, h, w, f: (c // (f * f), h * f, w * f))
 
 
 @shape_rule("pixel_unshuffle")
 def _pixel_unshuffle(x: Any, downscale_factor: int) -> Any:
-    return _other_pixels(x, downscale_factor, lambda c, h, w, f: (c * f * f, h // f, w // f))
+    return _rearranged_pixels(x, downscale_factor, lambda c, h, w, f: (c * f * f, h // f, w // f))
 
 
-def _other_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) -> Any:
+def _rearranged_pixels(x: Any, factor: int, sizes: Callable[..., tuple[Any, ...]]) -> Any:
     """Return the rearranged pixels; the operator checks the divisibility when the program runs."""
     if x.dim() < 3 or factor < 1 or all(isinstance(size, int) for size in x.shape):
         return NotImplemented

@@ -20,8 +20,7 @@ import torch
 from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tsfunc.bridge.sizes.equalities import is_multiple, keeping, or_one, required
-from tsfunc.bridge.sizes.fake_mode import unlogged
+from tsfunc.bridge.sizes.equalities import is_multiple, or_one, required, satisfying
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _TRIES = 8  # the number of accepted other sizes at which results are compared
@@ -119,7 +118,7 @@ class ShapeProbe:
     def _bounded(self, sizes: Mapping[Any, Any]) -> dict[Any, Any]:
         kept = {symbol: self.hints[symbol] for symbol in self.fixed}
         within = {symbol: self._within(symbol, size) for symbol, size in {**sizes, **kept}.items()}
-        return keeping(self.needed, within)
+        return satisfying(self.needed, within)
 
     def _least(self, symbol: Any) -> float:
         """Return the least number that a symbol may be."""
@@ -143,7 +142,7 @@ class ShapeProbe:
                 return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
             return at([leaf], sizes)[0] if isinstance(leaf, _SYMBOLIC) else leaf
 
-        with DisableTorchFunction(), mode, unlogged():
+        with DisableTorchFunction(), mode:
             try:
                 args, kwargs = optree.tree_map(fixed, (self.args, self.kwargs), none_is_leaf=True)
                 return self.call(*args, **kwargs)

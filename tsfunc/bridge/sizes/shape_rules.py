@@ -2,7 +2,7 @@
 
 NOTE [slices of named dims]
 ``x[:5]`` has the length of ``x`` if ``x`` is shorter. torch's rule guards on the case that applies,
-and the guard would violate a descriptor that promises neither case. Here the size is the smaller
+and the guard would violate a descriptor that guarantees neither case. Here the size is the smaller
 one, ``min(5, n)``, as an expression. Only the sign of a bound is guarded if it is not known,
 because a negative bound counts from the end.
 
@@ -30,7 +30,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch
 
 from tsfunc.bridge.tracers.user_queries import suppress_guards
-from tsfunc.ops.dims import wrap as wrap_dim
+from tsfunc.ops.dims import wrap_dim as wrap_dim
 
 # By the operator's name; each rule takes the operator's arguments, with fake tensors, and returns
 # fake results, or NotImplemented to use torch's own rule.

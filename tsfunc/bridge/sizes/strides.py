@@ -33,7 +33,7 @@ _CONTIGUOUS = frozenset(
     {"aten::masked_fill.Scalar", "aten::masked_fill.Tensor", "aten::pow.Scalar"}
 )
 # Operators for whose kernel a number is a tensor without dims, besides those of overload "Tensor".
-_WRAPPING = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
+_NUMBER_OPERANDS = frozenset({"Scalar", "Scalar_Other", "Scalar_Self", "ScalarOther", "ScalarSelf"})
 _CAPTURING = frozenset({"aten::lerp.Scalar"})
 
 
@@ -66,7 +66,7 @@ def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
     """Return True if a number is an operand: a tensor without dims for the kernel."""
     if not any(isinstance(x, int | float | complex) for x in args):
         return False
-    if op.name.partition(".")[2] in _WRAPPING:
+    if op.name.partition(".")[2] in _NUMBER_OPERANDS:
         return op.name not in _CAPTURING
     types = [argument.type.kind() for argument in op.overload._schema.arguments]
     pairs = zip(args, types, strict=False)

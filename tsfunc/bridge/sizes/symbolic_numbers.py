@@ -142,10 +142,10 @@ def _hinted(values: Sequence[Any]) -> list[Any]:
 
 def _hint(value: Any) -> Any:
     hint = value.node.hint
-    return _STANDS_FOR_DATA[type(value)] if hint is None else hint
+    return _DATA_STAND_IN[type(value)] if hint is None else hint
 
 
-_STANDS_FOR_DATA = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
+_DATA_STAND_IN = {torch.SymInt: 2, torch.SymFloat: 2.0, torch.SymBool: True}
 
 
 def _takes_plain_int(overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -153,7 +153,7 @@ class Symbols:
         self._nodes: dict[Any, Any] = {}
         self._bodies: list[tuple[torch.fx.Graph, Callable[[Any], Any]]] = []
         if dims or scalars:
-            self._open()
+            self._make_symbols()
         for i, (name, dim) in enumerate(dims.items()):
             hint = _hint(dim, sizes.get(name, 0), i)
             # Without a hint, only the size of the call is allowed.
@@ -161,7 +161,7 @@ class Symbols:
         for name, value in scalars.items():
             self.scalars[name] = self._scalar(name, value)
 
-    def _open(self) -> None:
+    def _make_symbols(self) -> None:
         """Make the environment of the symbols."""
         self._env = environment_class()(self)
         self.fake.shape_env = self._env
@@ -195,7 +195,7 @@ class Symbols:
             variable: its variable in the guard.
         """
         if self._env is None:
-            self._open()
+            self._make_symbols()
         self._values[name], self._read[name] = value, variable
         self.scalars[name] = self._scalar(name, value)
         return self.scalars[name]
@@ -205,7 +205,7 @@ class Symbols:
         self._inputs = {**self._inputs, name: node}
 
     def _scalar(self, name: str, value: int | float) -> Any:
-        """Return a symbolic number without promises."""
+        """Return a symbolic number without guarantees."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         source = source_called(name)
@@ -231,7 +231,7 @@ class Symbols:
         """Let operators return symbols for data-dependent results; True if they did not before."""
         if self._env is not None:
             return False
-        self._open()
+        self._make_symbols()
         return True
 
     def fresh(self) -> list[Any]:
@@ -339,7 +339,7 @@ class Symbols:
             for symbol, name in called.items()
             if name is not None
         }
-        stored, named = self._of_call(), self._as_names()
+        stored, named = self._as_dims_or_numbers(), self._as_names()
         found = [
             Condition(
                 code_text(guard.expr.xreplace(known)),
@@ -376,7 +376,7 @@ class Symbols:
             for symbol, name in self._names.items()
         }
 
-    def _of_call(self) -> dict[Any, Any]:
+    def _as_dims_or_numbers(self) -> dict[Any, Any]:
         """Return each symbol as an expression in its named dim, or as the call's number."""
         from sympy import sympify
 
@@ -420,7 +420,8 @@ class Symbols:
     def in_users_names(self, text: str) -> str:
         """Return a text with the user's names in place of the trace's symbols."""
         names = {str(symbol): name for symbol, name in self._all_names().items()}
-        return re.sub(r"\b[a-z]+\d+\b", lambda at: names.get(at[0], at[0]), text)
+        # torch writes shapes as (1xs39xs94), too.
+        return re.sub(r"(?:\b|(?<=\dx))[a-z]+\d+(?=\b|x)", lambda at: names.get(at[0], at[0]), text)
 
     def _all_names(self) -> dict[Any, str]:
         """Return a name for each symbol; those that no node has yet are numbers of data."""

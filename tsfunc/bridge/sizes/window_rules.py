@@ -15,7 +15,7 @@ import torch
 from tsfunc.bridge.sizes.shape_rules import known, new_like, shape_rule
 
 
-def _average(dims: int) -> Callable[..., Any]:
+def _average_pool(dims: int) -> Callable[..., Any]:
     """Return the rule for averages over windows in the last dims."""
 
     def rule(
@@ -28,7 +28,7 @@ def _average(dims: int) -> Callable[..., Any]:
     return rule
 
 
-def _largest(dims: int, *, with_indices: bool) -> Callable[..., Any]:
+def _max_pool(dims: int, *, with_indices: bool) -> Callable[..., Any]:
     """Return the rule for maxima over windows in the last dims, with or without indices."""
 
     def rule(
@@ -47,9 +47,9 @@ def _largest(dims: int, *, with_indices: bool) -> Callable[..., Any]:
 
 
 for _dims in (1, 2, 3):
-    shape_rule(f"avg_pool{_dims}d")(_average(_dims))
-    shape_rule(f"max_pool{_dims}d")(_largest(_dims, with_indices=False))
-    shape_rule(f"max_pool{_dims}d_with_indices")(_largest(_dims, with_indices=True))
+    shape_rule(f"avg_pool{_dims}d")(_average_pool(_dims))
+    shape_rule(f"max_pool{_dims}d")(_max_pool(_dims, with_indices=False))
+    shape_rule(f"max_pool{_dims}d_with_indices")(_max_pool(_dims, with_indices=True))
 
 
 @shape_rule("im2col")
@@ -57,7 +57,7 @@ def _patches(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any)
     if not _is_symbolic(kernel_size, dilation, padding, stride) or x.dim() not in (3, 4):
         return NotImplemented
     counts = _counts(x.shape[-2:], kernel_size, stride, padding, dilation)
-    values = x.shape[-3] * math.prod(_each(kernel_size, 2))
+    values = x.shape[-3] * math.prod(_per_dim(kernel_size, 2))
     return new_like(x, [*x.shape[:-3], values, math.prod(counts)])
 
 
@@ -80,14 +80,14 @@ def _counts(
     sizes: Sequence[Any], kernel: Any, stride: Any, padding: Any, dilation: Any
 ) -> list[Any]:
     """Return the number of windows along each dim."""
-    window = (_each(given, len(sizes)) for given in (kernel, stride, padding, dilation))
+    window = (_per_dim(given, len(sizes)) for given in (kernel, stride, padding, dilation))
     return [
         (size + 2 * around - apart * (length - 1) - 1) // step + 1
         for size, length, step, around, apart in zip(sizes, *window, strict=True)
     ]
 
 
-def _each(given: Any, dims: int) -> Sequence[Any]:
+def _per_dim(given: Any, dims: int) -> Sequence[Any]:
     """Return an argument for each dim; torch accepts one value for all dims."""
     numbers = [*given] if isinstance(given, list | tuple) else [given]
     return numbers * dims if len(numbers) == 1 else numbers

@@ -12,8 +12,8 @@ torch keeps the code that Inductor made in a directory (``TORCHINDUCTOR_CACHE_DI
 by the graph and the settings, in later processes too. It does so only if a tracing context has the
 ``ShapeEnv`` of the example inputs, which are therefore fake tensors. A graph with an exchange
 between ranks is compiled without: a decomposition of this package replaces the exchange by that of
-a rank, and the decompositions are not a part of what torch finds the code by. A graph with loops
-has a pass of its own, which is not either.
+a rank, and the decompositions are not a part of what torch finds the code by. A graph that computes
+numbers (NOTE [loops in Inductor]) is compiled without, too.
 
 Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
 uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
@@ -78,7 +78,7 @@ def inductor(
     if decompositions and any(node.target in decompositions for node in _every_node(module)):
         table = {**select_decomp_table(), **decompositions}
     compiler = functools.partial(compile_fx, config_patches=patches, decompositions=table)
-    if _has_loops(module) or table is not None:
+    if _has_numbers(module) or table is not None:
         return _compiled(compiler, module, examples)
     mode, fakes = _as_fakes(examples)
     with tracing(TracingContext(mode)):
@@ -87,8 +87,8 @@ def inductor(
 
 def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
     """Return the result of a torch backend for a module."""
-    if _has_loops(module):
-        examples = _for_loops(examples)
+    if _has_numbers(module):
+        examples = _with_numbers(examples)
     try:
         with copied_views():
             return backend(module, list(examples))
@@ -107,8 +107,14 @@ def _has_loops(module: torch.fx.GraphModule) -> bool:
     return any(isinstance(node.target, HigherOrderOperator) for node in module.graph.nodes)
 
 
-def _for_loops(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return fake examples for a graph with loops, with symbols for numbers in the loops."""
+def _has_numbers(module: torch.fx.GraphModule) -> bool:
+    """True if the graph computes numbers: in loops, or of tensors, as Adam does its step size."""
+    number = torch.ops.aten._local_scalar_dense.default
+    return _has_loops(module) or any(node.target is number for node in _every_node(module))
+
+
+def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return fake examples for a graph that computes numbers, with symbols for these."""
     mode, fakes = _as_fakes(examples)
     env = mode.shape_env
     assert env is not None

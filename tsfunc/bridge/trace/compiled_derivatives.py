@@ -75,14 +75,18 @@ class _Call(Function):
             results = compiled(*inside)
         outs = [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
         ctx.uncompiled = uncompiled
-        ctx.smooth = [
+        ctx.differentiable = [
             i for i, x in enumerate(results) if isinstance(x, torch.Tensor) and x.requires_grad
         ]
         ctx.wrt = [i for i, x in enumerate(tensors) if x.requires_grad]
-        ctx.recorded = [results[i] for i in ctx.smooth], [inside[i] for i in ctx.wrt]
+        ctx.recorded = [results[i] for i in ctx.differentiable], [inside[i] for i in ctx.wrt]
         ctx.save_for_backward(*tensors)
         ctx.mark_non_differentiable(
-            *[x for i, x in enumerate(outs) if isinstance(x, torch.Tensor) and i not in ctx.smooth]
+            *[
+                x
+                for i, x in enumerate(outs)
+                if isinstance(x, torch.Tensor) and i not in ctx.differentiable
+            ]
         )
         return tuple(outs)
 
@@ -97,8 +101,8 @@ class _Call(Function):
             with torch.enable_grad():
                 tensors = [x.view_as(x) if x.requires_grad else x for x in tensors]
                 results = ctx.uncompiled(*tensors)
-            outs, inputs = [results[i] for i in ctx.smooth], [tensors[i] for i in ctx.wrt]
-        given = [cotangents[i] for i in ctx.smooth]
+            outs, inputs = [results[i] for i in ctx.differentiable], [tensors[i] for i in ctx.wrt]
+        given = [cotangents[i] for i in ctx.differentiable]
         pairs = [
             (x, g) for x, g in zip(outs, given, strict=True) if g is not None and x.requires_grad
         ]

@@ -30,7 +30,7 @@ class PrepareLoops(CustomGraphPass):
             with graph.inserting_before(node):
                 if name in _CARRIES:
                     at = _CARRIES[name]
-                    carries = tuple(_owned(graph, x) for x in node.args[at])
+                    carries = tuple(_contiguous_clone(graph, x) for x in node.args[at])
                     node.update_arg(at, type(node.args[at])(carries))
                 if name in _STACKED:
                     _name_symbols(graph, node, _STACKED[name])
@@ -61,7 +61,7 @@ def assert_in_bodies(module: torch.fx.GraphModule) -> None:
             body.recompile()
 
 
-def _owned(graph: torch.fx.Graph, node: Any) -> Any:
+def _contiguous_clone(graph: torch.fx.Graph, node: Any) -> Any:
     """Return a contiguous clone of an initial value that is expanded, other values unchanged."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor) or 0 not in value.stride():

@@ -34,7 +34,7 @@ from tsfunc.bridge.trace.property_reads import PROPERTY_READERS, VERSION, refuse
 from tsfunc.bridge.trace.tensor_guards import is_user_query
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, is_traced
 from tsfunc.bridge.trace.trace_rules import _reads_requires_grad
-from tsfunc.bridge.tracers.attributes import LOOKS
+from tsfunc.bridge.tracers.attributes import PROPERTY_METHODS
 from tsfunc.bridge.tracers.backward import leaves_of, nodes_of
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.methods import refuse_storage
@@ -199,7 +199,7 @@ def _run_nodes(results: Sequence[Any], inputs: Sequence[Any] | None) -> Iterator
 
 
 # Calls that read only metadata, or that concern the tensor from outside itself.
-_LOOKS = frozenset({*LOOKS, _reads_requires_grad, refuse_storage})
+_METADATA_CALLS = frozenset({*PROPERTY_METHODS, _reads_requires_grad, refuse_storage})
 
 
 _GRAD = vars(torch.Tensor.__base__)["grad"]
@@ -251,7 +251,7 @@ class Lifting(UserCode):
                 return passes.set(args[0], self._lifted(args[1]) if len(args) > 1 else None)
         if func == VERSION and not is_traced(args[0]) and is_user_query():
             refuse_version(self.level.tensor_guards)
-        if METHODS.get(func) not in _LOOKS and func not in PROPERTY_READERS:
+        if METHODS.get(func) not in _METADATA_CALLS and func not in PROPERTY_READERS:
             args = tuple([self._lifted(arg) for arg in args])
             kwargs = {name: self._lifted(arg) for name, arg in kwargs.items()}
         if has_symbols(args, kwargs):

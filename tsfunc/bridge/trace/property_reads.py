@@ -104,7 +104,7 @@ def _hooks(guards: TensorGuards, value: Any) -> None:
         guards.refuse("hooks are read", "a program does not call them", "Pass what they tell.")
 
 
-def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
+def _argument_property(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
     """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
     found = getattr(_T, name)
     func = found if callable(found) else found.__get__
@@ -116,7 +116,7 @@ def _of_argument(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
     return read
 
 
-def _bit(name: str) -> Callable[[TensorGuards, Any], Any]:
+def _lazy_bit(name: str) -> Callable[[TensorGuards, Any], Any]:
     """Answer for lazy conjugation or negation, which views take from arguments."""
 
     def read(guards: TensorGuards, value: Any) -> Any:
@@ -167,17 +167,17 @@ PROPERTY_READERS: Final[Mapping[Any, Callable[[TensorGuards, Any], Any]]] = {
     _GETS["_version"]: _version,
     _GETS["_base"]: _base,
     _GETS["_backward_hooks"]: _hooks,
-    _GETS["retains_grad"]: _of_argument("retains_grad", "{}.retains_grad"),
+    _GETS["retains_grad"]: _argument_property("retains_grad", "{}.retains_grad"),
     _GRAD: _grad,
     vars(_T.__base__)["grad"].__set__: _set_grad,
     vars(_T.__base__)["grad"].__delete__: _set_grad,
     _T._is_view: _is_view,
-    _T.is_inference: _of_argument("is_inference", "{}.is_inference()"),
-    torch.is_inference: _of_argument("is_inference", "{}.is_inference()"),
-    _T.is_conj: _bit("is_conj"),
-    torch.is_conj: _bit("is_conj"),
-    _T.is_neg: _bit("is_neg"),
-    torch.is_neg: _bit("is_neg"),
+    _T.is_inference: _argument_property("is_inference", "{}.is_inference()"),
+    torch.is_inference: _argument_property("is_inference", "{}.is_inference()"),
+    _T.is_conj: _lazy_bit("is_conj"),
+    torch.is_conj: _lazy_bit("is_conj"),
+    _T.is_neg: _lazy_bit("is_neg"),
+    torch.is_neg: _lazy_bit("is_neg"),
     _T.is_set_to: _is_set_to,
 }
 

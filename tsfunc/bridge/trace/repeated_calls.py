@@ -36,7 +36,12 @@ import torch
 from torch._C import DisableTorchFunction, _functorch
 from torch._ops import OpOverload
 
-from tsfunc.bridge.sizes.fake_results import PLAIN, CachedResults, FakeCache, UnknownError
+from tsfunc.bridge.sizes.fake_results import (
+    PLAIN,
+    CachedResults,
+    FakeCache,
+    IncompleteMetadataError,
+)
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.torch_state import any_autocast, in_dispatch_modes
@@ -126,7 +131,7 @@ class RepeatedCalls:
             return NotImplemented
         return self._repeat(known, found[1], False)
 
-    def first_or_again(
+    def record_or_repeat(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
         dispatched: bool,
     ) -> Any:  # fmt: skip
@@ -181,15 +186,15 @@ class RepeatedCalls:
             return None
         parts: list[Any] = [func, dispatched, self._results.settings()]
         operands: list[Any] = []
-        if not self._take(args, parts, operands):
+        if not self._add_key(args, parts, operands):
             return None
         if kwargs:
             parts += kwargs
-            if not self._take(kwargs.values(), parts, operands):
+            if not self._add_key(kwargs.values(), parts, operands):
                 return None
         return (tuple(parts), operands) if operands else None
 
-    def _take(self, values: Any, parts: list[Any], operands: list[Any]) -> bool:
+    def _add_key(self, values: Any, parts: list[Any], operands: list[Any]) -> bool:
         """Append the key of arguments, and their tensors; False if they have none."""
         for value in values:
             kind = type(value)
@@ -198,7 +203,7 @@ class RepeatedCalls:
                     return False
                 try:
                     parts.append(self._results.metadata.known(value.value))
-                except UnknownError:
+                except IncompleteMetadataError:
                     return False
                 if operands:
                     parts.append(next((i for i, x in enumerate(operands) if x is value), -1))
@@ -209,7 +214,7 @@ class RepeatedCalls:
                 parts += (kind, value)  # 1, 1.0 and True compare equal
             elif kind is list or kind is tuple or kind is torch.Size:
                 parts += (kind, len(value))
-                if not self._take(value, parts, operands):
+                if not self._add_key(value, parts, operands):
                     return False
             else:
                 return False
@@ -247,12 +252,12 @@ class RepeatedCalls:
             return None
         positions = {id(operand): _Operand(i) for i, operand in reversed([*enumerate(operands)])}
         try:
-            given = [_placed(arg, positions) for arg in args]
-            named = {name: _placed(arg, positions) for name, arg in kwargs.items()}
+            given = [_with_operands(arg, positions) for arg in args]
+            named = {name: _with_operands(arg, positions) for name, arg in kwargs.items()}
             values = [x.value for x in results] if container else results.value
             with DisableTorchFunction():
                 described = self._results.described(values, [x.value for x in operands])
-        except UnknownError:
+        except IncompleteMetadataError:
             return None
         return RepeatedCall(op, given, named, described, container)
 
@@ -278,21 +283,21 @@ def _has_no_own_kernel(op: TorchOperator) -> bool:
     return all(entry is not None and entry.kind == "column" for entry in entries)
 
 
-def _placed(arg: Any, positions: Mapping[int, _Operand]) -> Any:
+def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
     """Return an argument of an operator with the call's tensors replaced by their positions.
 
     Raises:
-        UnknownError: it is a tensor that the call does not have, or a symbolic number.
+        IncompleteMetadataError: it is a tensor that the call does not have, or a symbolic number.
     """
     if isinstance(arg, torch.Tensor):
         found = positions.get(id(arg))
         if found is None:
-            raise UnknownError
+            raise IncompleteMetadataError
         return found
     if type(arg) is list or type(arg) is tuple:
-        return type(arg)([_placed(item, positions) for item in arg])
+        return type(arg)([_with_operands(item, positions) for item in arg])
     if type(arg) not in PLAIN:
-        raise UnknownError
+        raise IncompleteMetadataError
     return arg
 
 

@@ -14,7 +14,6 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.sizes.assumed_facts import assume
-from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.fake_results import results_of
 from tsfunc.bridge.sizes.symbolic_numbers import size_text
 from tsfunc.bridge.tracers import torch_state
@@ -23,7 +22,7 @@ from tsfunc.bridge.tracers.user_queries import same_size
 from tsfunc.dispatch import state
 
 
-class Rerun:
+class FakeRerun:
     """Runs operators on fake tensors, outside of all levels and modes.
 
     Args:
@@ -58,19 +57,21 @@ class Rerun:
         rules for composites are wrong: that of ``nll_loss`` has its arguments in another order.
         """
         outside = torch_state.outside_all_levels(), state.outside_all_levels()
-        with outside[0], outside[1], torch.no_grad(), unlogged():
+        with outside[0], outside[1], torch.no_grad():
             op = operator_of(target) if isinstance(target, OpOverload) else None
             name, writes = (op.name, op.writes) if op is not None else ("", False)
-            return results_of(self._mode, name, target, writes, _lists(args), _lists(dict(kwargs)))
+            return results_of(
+                self._mode, name, target, writes, _plain_lists(args), _plain_lists(dict(kwargs))
+            )
 
 
-def _lists(value: Any) -> Any:
+def _plain_lists(value: Any) -> Any:
     """Replace the list class of torch.fx, which other code does not flatten, by lists."""
     if isinstance(value, dict):
-        return {name: _lists(item) for name, item in value.items()}
+        return {name: _plain_lists(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_lists(item) for item in value]
-    return tuple([_lists(item) for item in value]) if type(value) is tuple else value
+        return [_plain_lists(item) for item in value]
+    return tuple([_plain_lists(item) for item in value]) if type(value) is tuple else value
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor) -> str | None:

@@ -154,13 +154,13 @@ def _is_user_call() -> bool:
 # --- the flag of torch.compiler.is_compiling
 
 
-class _Here(threading.local):
+class _TracingBlocks(threading.local):
     """The active blocks of :func:`as_if_compiling` on this thread."""
 
     blocks = 0
 
 
-_here: Final = _Here()
+_tracing_blocks: Final = _TracingBlocks()
 
 
 class _TrueOnTracingThreads:
@@ -169,7 +169,9 @@ class _TrueOnTracingThreads:
     __slots__ = ()
 
     def __bool__(self) -> bool:
-        return _here.blocks > 0 or any(level.key is DispatchKey.Trace for level in tls.state.levels)
+        return _tracing_blocks.blocks > 0 or any(
+            level.key is DispatchKey.Trace for level in tls.state.levels
+        )
 
     def __eq__(self, other: object) -> bool:
         return bool(self) == other
@@ -220,9 +222,9 @@ def is_compiling() -> Iterator[None]:
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` True on this thread, in a block without a trace."""
-    _here.blocks += 1
+    _tracing_blocks.blocks += 1
     try:
         with is_compiling():
             yield
     finally:
-        _here.blocks -= 1
+        _tracing_blocks.blocks -= 1

@@ -77,7 +77,7 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch_state.outside_all_levels(), state.outside_all_levels():
-        mode, values = _of_one_mode(values)
+        mode, values = _in_one_mode(values)
         with mode, copied_views(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's control flow warns about its own code
             module: torch.fx.GraphModule = make_fx(run, tracing_mode="real")(*values)
@@ -122,7 +122,7 @@ def draws(module: torch.nn.Module) -> bool:
     )
 
 
-def _of_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
+def _in_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
     """Return a fake mode with symbols, which loops need for their length, and the values in it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

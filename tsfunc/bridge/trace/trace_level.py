@@ -56,7 +56,7 @@ from tsfunc.bridge.trace.tensor_guards import (
     stride,
 )
 from tsfunc.bridge.trace.tracer_copies import copied
-from tsfunc.bridge.tracers.boundaries import Lines
+from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
@@ -160,7 +160,7 @@ class TraceLevel(TracerLevel):
         self.results = FakeCache(self.fake)
         self.originals: dict[MetadataKey, torch.Tensor] = {}
         self.sizes: Callable[[Any], Any] = symbols.record
-        self.lines = Lines()
+        self.lines = UserLines()
         self.lifted: dict[int, tuple[torch.Tensor, TraceTracer]] = {}
         self.on_lift: Callable[[TraceTracer, torch.Tensor], None] = lambda tracer, tensor: None
         self.bodies: list[TraceLevel] = []
@@ -300,7 +300,7 @@ class TraceTracer(Tracer):
         if calls is None:
             return function_handler(func, types, args, kwargs)
         handle = functools.partial(function_handler, func, types, args, kwargs)
-        return calls.first_or_again(func, args, kwargs, handle, False)
+        return calls.record_or_repeat(func, args, kwargs, handle, False)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -313,7 +313,7 @@ class TraceTracer(Tracer):
         kwargs = kwargs or NO_KWARGS
         calls = innermost_calls(args)
         call = functools.partial(operator_of(func).call, args, kwargs, True)
-        return call() if calls is None else calls.first_or_again(func, args, kwargs, call, True)
+        return call() if calls is None else calls.record_or_repeat(func, args, kwargs, call, True)
 
     def aliased_here(self) -> TraceTracer:
         return traced_as(self.value, self.node, self.dispatch_level, False)

@@ -138,7 +138,7 @@ def _lift_fresh(value: torch.Tensor) -> Any:
     return trace_kernel(operator_of(torch.ops.aten.lift_fresh_copy.default), (value,), {})
 
 
-def surely(guard: Callable[..., T | None], *args: Any) -> T | None:
+def guard_or_none(guard: Callable[..., T | None], *args: Any) -> T | None:
     """Return the result of a guard; None if it holds only for some sizes of a running trace.
 
     A program that serves some sizes only would restrict the trace to them.

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C import _DisableTorchDispatch
 
-from tsfunc.bridge.sizes.fake_results import MetadataKey, TraceMetadata, UnknownError
+from tsfunc.bridge.sizes.fake_results import IncompleteMetadataError, MetadataKey, TraceMetadata
 from tsfunc.bridge.tracers.torch_state import without_autograd
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.user_queries import suppress_guards
@@ -51,7 +51,7 @@ def copied(
     """
     try:
         key = metadata.of(value)
-    except UnknownError:
+    except IncompleteMetadataError:
         return None
     original = originals.get(key)
     if original is None:

@@ -85,7 +85,7 @@ def read_from_value(
     return metadata(func, types, args, kwargs)
 
 
-def _part(
+def _real_or_imaginary(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the real or imaginary part as a view, also of a value that is lazily conjugated.
@@ -157,7 +157,12 @@ function_rules.add(
 )
 _IMAGINARY = frozenset({torch.imag, *_existing("imag", attributes=True)})
 function_rules.add(
-    Stage.METHOD, _part, torch.real, *_existing("real", attributes=True), *_IMAGINARY, view=True
+    Stage.METHOD,
+    _real_or_imaginary,
+    torch.real,
+    *_existing("real", attributes=True),
+    *_IMAGINARY,
+    view=True,
 )
 function_rules.add(Stage.METHOD, _show, _T.__repr__)
 function_rules.add(Stage.METHOD, _format, _T.__format__)
@@ -170,7 +175,7 @@ function_rules.add(
 
 # The methods among these that only read properties, and those that do not need data.
 OF_TYPES = frozenset({metadata, read_from_value})
-LOOKS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
+PROPERTY_METHODS = OF_TYPES | {_show, _require_grad, backward, _make_dual}
 
 
 def _property(name: str) -> property:

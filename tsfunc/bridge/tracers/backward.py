@@ -47,7 +47,9 @@ def backward(
     if level is None or not level.serves_backward(call):
         leaves = list(leaves_of(results)) if inputs is None else inputs
         if not leaves or not all(map(_graph_is_internal, (*results, *leaves))):
-            raise RuntimeError(_from_outside(level.name if level is not None else "a transform"))
+            raise RuntimeError(
+                _refuse_use_in_backward(level.name if level is not None else "a transform")
+            )
     return metadata(func, types, args, kwargs)
 
 
@@ -137,7 +139,7 @@ def refuse_backward(leaf: torch.Tensor) -> None:
     leaf._post_accumulate_grad_hooks = _REFUSED
 
 
-def _from_outside(name: str) -> str:
+def _refuse_use_in_backward(name: str) -> str:
     return (
         f"backward() was called inside of {name}, where it would store traced values in the "
         f".grad of tensors that outlive it (torch.func says: backward() called inside a functorch "

@@ -17,7 +17,7 @@ from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.torch_state import alone, in_backward_formula
+from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
 from tsfunc.dispatch import DispatchKey, Operator, messages
@@ -26,7 +26,7 @@ from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import LAYOUTS as _COMPRESSED
 from tsfunc.ops.compressed import check_batch
 from tsfunc.ops.registry import Splitter
-from tsfunc.ops.splitting import answers_of, same_answer
+from tsfunc.ops.splitting import common_value, comparison_rows
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -108,7 +108,7 @@ class BatchLevel(TracerLevel):
         return torch.arange(self.first, self.first + self.batch_size, device=device)
 
     def outside(self) -> AbstractContextManager[None]:
-        return alone()
+        return on_plain_tensors()
 
     @property
     def origin(self) -> BatchLevel:
@@ -322,12 +322,12 @@ def read(tracer: BatchTracer, name: str) -> Any:
     at, value = tracer.bdim, tracer.value
     assert at is not None
     if type(value) is torch.Tensor and value.numel() == level.batch_size:
-        answer = same_answer(value, name)
+        answer = common_value(value, name)
         if answer is not None:
             return answer
     with level.restored():
         if tracer.numel() == 1 or name in ("tolist", "numpy", "__array__"):
-            level.splitter.agree(answers_of(value, at, name))
+            level.splitter.agree(comparison_rows(value, at, name))
         # One result for all; it raises if the tensors have no single value.
         return getattr(tracer.value.select(at, 0), name)()
 

@@ -70,7 +70,7 @@ R = TypeVar("R")
 _ENABLED = _TorchFunctionState.ENABLED
 
 
-class _Entered(threading.local):
+class _OutermostTransform(threading.local):
     """The outermost transform of a thread.
 
     Attributes:
@@ -92,7 +92,7 @@ class _Entered(threading.local):
         self.random_guards: list[Any] = []
 
 
-outermost = _Entered()
+outermost = _OutermostTransform()
 
 # Called with the index of torch's dual level before the transform, -1 for none.
 _leave_dual_level: list[Callable[[int], None]] = []
@@ -164,7 +164,7 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
             tls.state = state
 
 
-def protected(call: F) -> F:
+def restoring_thread_state(call: F) -> F:
     """Decorate a function that may be the outermost one of a thread: NOTE [interrupts]."""
 
     @functools.wraps(call)
@@ -254,7 +254,7 @@ def _size(size: Any) -> str:
 # --- the user's lines of calls
 
 
-class Lines:
+class UserLines:
     """Finds the user's line of a call; in a backward pass, the line of the forward call.
 
     Autograd numbers its nodes as it makes them, each just before its operator reaches a tracer.

@@ -38,6 +38,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.bridge.tracers.user_queries import caller_of_handlers, forwards_call
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.dispatch.user_code import user_location
@@ -127,24 +128,18 @@ def _outcome(tracer: BatchTracer, refused: bool) -> bool:
     """Return the outcome of a test for all examples, and record those with a refused outcome."""
     holds = tracer.reshape(()) != 0
     level = tracer.dispatch_level
-    value: Any = holds
-    levels = []
-    while isinstance(value, BatchTracer | GradTracer):
-        if isinstance(value, BatchTracer) and value.bdim is not None:
-            levels.append((value.dispatch_level, value.bdim))
-        value = value.value
+    value, stack = unwrap_all(holds)
     if type(value) is not torch.Tensor:
         with level.restored():
             below, _ = unwrap(holds, level)
             return bool(below.any() if refused else below.all())
-    for i, (_, bdim) in enumerate(reversed(levels)):  # the outermost level's dim comes first
-        value = value.movedim(bdim + i, i)
+    value = stack.in_front(value)
     failed = (value if refused else ~value).nonzero()
     if not len(failed):
         return not refused
-    indices = [each.examples(value.device) for each, _ in reversed(levels)]
+    indices = [each.examples(value.device) for each in stack.batch_levels]
     examples = [tuple(int(x[i]) for x, i in zip(indices, at, strict=True)) for at in failed]
-    roots = [each.origin.whole for each, _ in levels]
+    roots = [each.origin.whole for each in reversed(stack.batch_levels)]
     check = FailedCheck(examples, value.numel(), roots)
     if not any(check.repeats(each) for each in FAILED_CHECKS):
         FAILED_CHECKS.append(check)

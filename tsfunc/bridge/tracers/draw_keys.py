@@ -192,7 +192,7 @@ def keeping_draw_counts(first: int = 0) -> Iterator[None]:
 
     Those of vmaps outside of the depth ``first`` go on, since all of their examples are in it.
     """
-    before = DrawnBefore(_counting_levels(tls.state.levels, first))
+    before = DrawCountSnapshot(_counting_levels(tls.state.levels, first))
     try:
         yield
     finally:
@@ -230,16 +230,16 @@ def counted(func: Callable[..., Any], first: int = 0) -> Callable[..., tuple[Any
     return run
 
 
-class DrawnBefore:
+class DrawCountSnapshot:
     """The numbers of draws at some time, for code that runs again from there."""
 
     def __init__(self, levels: Sequence[_Vmap] | None = None) -> None:
         levels = _counting_levels(tls.state.levels) if levels is None else levels
         self._counts = [(level, level.drawn) for level in levels]
 
-    def now(self) -> DrawnBefore:
+    def now(self) -> DrawCountSnapshot:
         """Return the present numbers of draws at the same levels."""
-        return DrawnBefore([level for level, _ in self._counts])
+        return DrawCountSnapshot([level for level, _ in self._counts])
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -260,9 +260,9 @@ class DrawnBefore:
         """True if no number of draws has changed since that time."""
         return all(level.drawn is drawn for level, drawn in self._counts)
 
-    def or_further(self, other: DrawnBefore) -> DrawnBefore:
+    def or_further(self, other: DrawCountSnapshot) -> DrawCountSnapshot:
         """Return the larger number of draws of each example, of two times at the same levels."""
-        further = DrawnBefore(())
+        further = DrawCountSnapshot(())
         further._counts = [
             (level, _larger(a, b))
             for (level, a), (_, b) in zip(self._counts, other._counts, strict=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore, draws_are_counted
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, draws_are_counted
 
 
 class GeneratorStates:
@@ -28,7 +28,7 @@ class GeneratorStates:
     def __init__(self, outside: GeneratorStates | None = None, always: bool = False) -> None:
         self._outside = outside
         self._saves = always or not draws_are_counted()
-        self._counts = self._counts_ended = DrawnBefore()
+        self._counts = self._counts_ended = DrawCountSnapshot()
         self.drawn = 0
         self._most = -1
         self._began: list[tuple[torch.Generator, torch.Tensor]] = []

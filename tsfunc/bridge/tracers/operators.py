@@ -219,7 +219,7 @@ def operator_of(overload: OpOverload) -> TorchOperator:
 
 
 @on_declare
-def _declared_late(row: Row) -> None:
+def _update_row(row: Row) -> None:
     """Update the row of an operator that was called before its declaration."""
     op = find_operator(row.name)
     if isinstance(op, TorchOperator):
@@ -238,8 +238,8 @@ def overload_of(name: str) -> OpOverload | None:
     return chosen if isinstance(chosen, OpOverload) else None
 
 
-_MADE = ("dtype", "device")
-_ALSO_MADE = frozenset({*_MADE, "layout", "pin_memory"})
+_FACTORY_ATTRIBUTES = ("dtype", "device")
+_ALSO_MADE = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
 
 @functools.cache
@@ -261,7 +261,7 @@ def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | 
         made = {a.name for a in given} & _ALSO_MADE - known
         rest = [_facts(a) for a in given if a.name not in made]
         if rest == wanted and not any(a.is_out for a in given):
-            return form, [name for name in _MADE if name in made]
+            return form, [name for name in _FACTORY_ATTRIBUTES if name in made]
     return None
 
 
@@ -359,11 +359,11 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
         for owner in (torch, torch.nn.functional):
             found = getattr(owner, name, None)
             if isinstance(found, type(torch.sin)):
-                return found, _place_of(overload, "reduction")
+                return found, _argument_position(overload, "reduction")
     return None, None
 
 
-def _place_of(overload: OpOverload, name: str) -> int | None:
+def _argument_position(overload: OpOverload, name: str) -> int | None:
     """Return the position of an argument in an overload's schema, or None."""
     names = [argument.name for argument in overload._schema.arguments]
     return names.index(name) if name in names else None

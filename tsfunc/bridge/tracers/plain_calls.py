@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
-from tsfunc.dispatch.recorder import Recorder, Use
+from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_code import called_by_user
 
@@ -39,7 +39,7 @@ class PlainCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         location, backward = self.recorder.location()
         name = resolve_name(func) or getattr(func, "__name__", repr(func))
-        use = Use(name, location, backward, "", "", 0, "torch")
+        use = KernelUse(name, location, backward, "", "", 0, "torch")
         return self.recorder.run(use, lambda: func(*args, **kwargs), alone=True)
 
 

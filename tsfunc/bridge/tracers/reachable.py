@@ -41,7 +41,7 @@ from tsfunc.dispatch.user_code import is_installed
 
 _HEAP_TYPE: Final = 1 << 9  # of CPython's type flags
 # Objects of these classes hold no tensors.
-_LEAVES: Final = frozenset({
+_LEAF_CLASSES: Final = frozenset({
     str, bytes, int, float, complex, bool, type(None), type(Ellipsis), types.CodeType,
     torch.Size, torch.dtype, torch.device, torch.layout,
 })  # fmt: skip
@@ -96,7 +96,7 @@ class Reachable:
         while stack:
             value = stack.pop()
             kind = type(value)  # not ``isinstance``, which may call code of the user
-            if kind in _LEAVES or (kind in _CONTAINERS and not value) or id(value) in met:
+            if kind in _LEAF_CLASSES or (kind in _CONTAINERS and not value) or id(value) in met:
                 continue
             met[id(value)] = value
             if kind in _CONTAINERS:

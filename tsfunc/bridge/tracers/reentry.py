@@ -12,7 +12,7 @@ from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import State, active_levels, capturing, using
 
-_running: Counter[int] = Counter()  # the number of active reruns of an ended level, by id
+_rerun_counts: Counter[int] = Counter()  # the number of active reruns of an ended level, by id
 _lock = threading.Lock()
 
 
@@ -20,9 +20,11 @@ _lock = threading.Lock()
 def reenter(state: State) -> Iterator[None]:
     """Activate a state and its levels on this thread within the block."""
     with _lock:
-        levels = [root for root in map(_root, state.levels) if not root.alive or _running[id(root)]]
+        levels = [
+            root for root in map(_root, state.levels) if not root.alive or _rerun_counts[id(root)]
+        ]
         for level in levels:
-            _running[id(level)] += 1
+            _rerun_counts[id(level)] += 1
             level.alive = True
             active_levels[level] = threading.get_ident()
     # Levels inside a subset captured the subset's level in place of the vmap's.
@@ -34,9 +36,9 @@ def reenter(state: State) -> Iterator[None]:
     finally:
         with _lock:
             for level in levels:
-                _running[id(level)] -= 1
-                if not _running[id(level)]:
-                    del _running[id(level)]
+                _rerun_counts[id(level)] -= 1
+                if not _rerun_counts[id(level)]:
+                    del _rerun_counts[id(level)]
                     level.alive = False
                     active_levels.pop(level, None)
 

@@ -104,7 +104,7 @@ def _install(key: str, names: Sequence[str]) -> None:
                     _handlers.install_zero_tangent()
                 for overload in _out_variants():
                     name = overload.name().removeprefix("aten::")
-                    library.impl(name, _into(overload, key), key, with_keyset=True)
+                    library.impl(name, _random_out_kernel(overload, key), key, with_keyset=True)
             else:
                 every.fallback(torch.library.fallthrough_kernel, key)
             for name in names:
@@ -135,7 +135,7 @@ def _kernel(overload: Any, key: str) -> Callable[..., Any]:
         given = innermost_level((*args, *kwargs.values()))
         for level in reversed(current_levels()):
             if random and level.forbids_random and not _spreads_over(level):
-                raise RuntimeError(_forbidden(level, overload))
+                raise RuntimeError(_refuse_random(level, overload))
             if isinstance(level, TracerLevel) and level.sees_factory(name, random):
                 if given is not None and given.depth >= level.depth:
                     break  # the tracers lead to the level through their autograd
@@ -158,7 +158,7 @@ def _spreads_over(level: Level) -> bool:
     return level in getattr(tls.state.running, "spread_over", ())
 
 
-def _forbidden(level: Level, overload: Any) -> str:
+def _refuse_random(level: Level, overload: Any) -> str:
     return (
         f"{level.name}: expected a body without random operators, because of randomness='error', "
         f"got a call of {overload}. Pass randomness='split' to shard_map, so that each rank draws "
@@ -176,7 +176,7 @@ def _out_variants() -> Iterator[Any]:
                 yield form
 
 
-def _into(overload: Any, key: str) -> Callable[..., Any]:
+def _random_out_kernel(overload: Any, key: str) -> Callable[..., Any]:
     """Return the kernel of a random function with ``out=`` while a level is active.
 
     Only tensors of the level can store one draw per example.
@@ -187,7 +187,7 @@ def _into(overload: Any, key: str) -> Callable[..., Any]:
     def into(keys: Any, *args: Any, **kwargs: Any) -> Any:
         for level in reversed(current_levels()):
             if level.forbids_random and not _spreads_over(level):
-                raise RuntimeError(_forbidden(level, overload))
+                raise RuntimeError(_refuse_random(level, overload))
             if isinstance(level, TracerLevel) and level.sees_factory(overload.name(), True):
                 if all(getattr(kwargs.get(n), "dispatch_level", None) is level for n in outs):
                     break  # the out tensors lead to the level

@@ -485,7 +485,7 @@ def outside_all_levels() -> Iterator[None]:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def on_plain_tensors() -> Iterator[None]:
     """Context manager: torch runs on plain tensors; no level, mode or graph sees it."""
     with (
         outside_all_levels(),

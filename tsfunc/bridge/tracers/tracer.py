@@ -78,7 +78,29 @@ class BackwardPass(NamedTuple):
 
 
 class TracerLevel(Level):
-    """A level whose values are tracers.
+    """A level whose values are tracers: the active transform of a key.
+
+    Args:
+        key: the key whose kernels handle operators on the level's tracers.
+        name: the name of the transform in error messages; by default that of the key.
+        modal: if True, the kernels also get calls without any of the level's tracers.
+
+    Example:
+        >>> import torch
+        >>> from tsfunc import Tracer, TracerLevel, dispatch
+        >>> Twice = dispatch.DispatchKey.define("doc_Twice", above=dispatch.DispatchKey.Batch)
+        >>> class Boxed(Tracer):
+        ...     inside: torch.Tensor
+        >>> @dispatch.register_fallback(Twice)
+        ... def twice(op, args, kwargs):
+        ...     args = [arg.inside if isinstance(arg, Boxed) else arg for arg in args]
+        ...     return Boxed.make(inside=op(*args, **kwargs) * 2)
+        >>> with TracerLevel(Twice) as level:
+        ...     out = torch.neg(Boxed.make(level=level, inside=torch.ones(2)))
+        >>> out.inside
+        tensor([-2., -2.])
+
+    Corresponds to a ``Trace`` of JAX.
 
     Attributes:
         autograd: the number of transforms that record autograd on this level's own tracers; while
@@ -154,7 +176,7 @@ class TracerLevel(Level):
 
     def guard(self) -> AbstractContextManager[Any]:
         if self._restores:
-            return _Both(self.torch_state(), super().guard())
+            return _RestoredState(self.torch_state(), super().guard())
         return self.torch_state()
 
 
@@ -174,7 +196,7 @@ def sync_all(tree: Any) -> None:
         sync(leaf)
 
 
-class _Both:
+class _RestoredState:
     """Combines the guards of ``dispatch.on_capture``, and torch's state inside them."""
 
     def __init__(self, torch_state: RestoredTorchState, ours: AbstractContextManager[Any]) -> None:
@@ -198,7 +220,9 @@ class Tracer(torch.Tensor):
     operator called on one is dispatched with the bit of its level in the key set; ``register(op,
     key)`` and ``register_fallback(key)`` define the kernels.
 
-    Example: see ``examples/new_transform.py``.
+    Example: the docstring of :class:`TracerLevel`, and ``examples/new_transform.py``.
+
+    Corresponds to a ``Tracer`` of JAX.
     """
 
     # With the memory layout of a plain tensor: an existing tensor can become a tracer
@@ -392,7 +416,7 @@ def function_handler(
     if len(types) > 1:
         for kind in types:
             if _has_handler(kind):
-                return _beside_class(kind, func, types, args, kwargs)
+                return _handle_foreign_class(kind, func, types, args, kwargs)
     return _dispatch_function(func, types, args, kwargs)
 
 
@@ -404,7 +428,7 @@ def _has_handler(kind: type) -> bool:
     return not issubclass(kind, Tracer) and own is not default.__func__
 
 
-def _beside_class(
+def _handle_foreign_class(
     kind: Any, func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Handle a call on tracers and a tensor of a class with its own handler.
@@ -515,7 +539,7 @@ def _call_torch(
                 with without_autograd():
                     return call_below_function(func, types, args, kwargs)
             args = lift_operands(args, level)
-            kwargs = {k: lift_where(v, level, _is_operand) for k, v in kwargs.items()}
+            kwargs = {k: lift_where(v, level, _needs_lift) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
     return call_below_function(func, types, args, kwargs)
@@ -551,7 +575,7 @@ def lift_where(value: Any, level: L, needs: Callable[[torch.Tensor, L], bool]) -
     return value
 
 
-def _is_operand(value: torch.Tensor, level: TracerLevel) -> bool:
+def _needs_lift(value: torch.Tensor, level: TracerLevel) -> bool:
     """True for an operand of an outer level while autograd is recorded at this level."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
@@ -574,7 +598,7 @@ def _is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
 
 def lift_operands(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
     """Lift operands of outer levels for a call that autograd records at the level."""
-    return tuple([lift_where(arg, level, _is_operand) for arg in args])
+    return tuple([lift_where(arg, level, _needs_lift) for arg in args])
 
 
 def refuse_escaped(func: Any, level: Level) -> None:

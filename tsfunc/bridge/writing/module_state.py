@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.bridge.writing.naming import Described
+from tsfunc.bridge.writing.naming import DescribedTensor
 from tsfunc.bridge.writing.outside import OutsideTensors, recent_tensors
 from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import EscapedTracerError
@@ -90,7 +90,7 @@ def note_assignment(module: Any, name: str, value: Any) -> None:
         return
     if before is None or _is_from_outside(before, level):
         location = user_location()
-        named = f"the buffer {name!r}" if before is None else Described(before)
+        named = f"the buffer {name!r}" if before is None else DescribedTensor(before)
         error = EscapedTracerError(
             f"{level.name}: {named} is assigned values that differ between examples, at {location}"
             f"{source_line(location, ': ')}\nThe module was made outside of the function: it has "

@@ -18,7 +18,7 @@ from tsfunc.bridge.writing.storages import memory_under
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<tsfunc ")
 
 
-class Described:
+class DescribedTensor:
     """A tensor as an error message describes it.
 
     Attributes:

@@ -31,7 +31,7 @@ from tsfunc.bridge.writing.emulated_views import EmulatedView
 from tsfunc.bridge.writing.promotion import CreatedOutside, base_of, hint_of, relatives_of
 from tsfunc.bridge.writing.storages import memory_of, memory_under, physical
 from tsfunc.bridge.writing.tracer_hooks import hook_of
-from tsfunc.ops.dims import front
+from tsfunc.ops.dims import batch_to_front
 from tsfunc.ops.views import known_sizes
 
 
@@ -47,7 +47,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
         x.value.new_empty(x.shape).view(sizes)  # raises if no layout has the view
         if group is None and in_backward_formula():
             # A backward formula reads a saved value, and does not write to it.
-            value = front(x.value, x.bdim)
+            value = batch_to_front(x.value, x.bdim)
             return wrap(value.reshape([value.shape[0], *known_sizes(sizes, value, 0)]), 0, level)
         if group is None:
             raise NoView(
@@ -55,7 +55,7 @@ def _view(x: BatchTracer, sizes: Any) -> torch.Tensor:
                 f"(at least one dimension spans across two contiguous subspaces). Use "
                 f".reshape(...) instead: the batch dim lies between dims that would become one."
             )
-        value = front(x.value, x.bdim).contiguous()
+        value = batch_to_front(x.value, x.bdim).contiguous()
         for tracer in group:
             tracer.value, tracer.bdim = value.view([value.shape[0], *tracer.shape]), 0
     out: torch.Tensor = torch.ops.aten.view.default(x, sizes)

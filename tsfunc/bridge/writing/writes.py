@@ -27,7 +27,7 @@ from tsfunc.bridge.tracers.operators import STATISTICS, operator_of, tensors_in,
 from tsfunc.bridge.tracers.registrations import before_drawing
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level
 from tsfunc.bridge.writing.module_state import note_write
-from tsfunc.bridge.writing.naming import Described
+from tsfunc.bridge.writing.naming import DescribedTensor
 from tsfunc.bridge.writing.promotion import (
     CreatedOutside,
     NoCommonBase,
@@ -36,7 +36,7 @@ from tsfunc.bridge.writing.promotion import (
     promote,
 )
 from tsfunc.ops.dims import InplaceRefused
-from tsfunc.ops.random import drawn_into_one, one_distribution, refuse_in_error_mode
+from tsfunc.ops.random import refuse_in_error_mode, require_one_distribution, shared_draw_error
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -165,7 +165,7 @@ def _own_to_draw(op: Any, target: Any, level: TracerLevel) -> None:
         return
     if level.randomness in ("different", "split"):
         with suppress(InplaceRefused):
-            refusal = drawn_into_one(op)
+            refusal = shared_draw_error(op)
             adopt("a random operator", target, level, batched=True, refusal=refusal)
 
 
@@ -183,7 +183,7 @@ def _refuse_leaf(target: torch.Tensor) -> None:
 
 
 def _outside(name: str, target: torch.Tensor, level: TracerLevel, batched: bool, words: str) -> str:
-    what = Described(target)
+    what = DescribedTensor(target)
     copy = f"{what.name or 'tensor'}.clone()"
     if not batched:
         return (
@@ -222,9 +222,9 @@ Or have it left as it is: with {model}.eval(), or with a layer that keeps no suc
 
 def _scattered(name: str, target: torch.Tensor, level: TracerLevel) -> str:
     return (
-        f"{level.name}: {name} writes into {Described(target)}, which is not batched and shares "
-        f"memory with other views of a tensor that is gone. They can't all become batched: keep "
-        f"the tensor that they are views of in a variable, or write into a copy (.clone())."
+        f"{level.name}: {name} writes into {DescribedTensor(target)}, which is not batched and "
+        f"shares memory with other views of a tensor that is gone. They can't all become batched: "
+        f"keep the tensor that they are views of in a variable, or write into a copy (.clone())."
     )
 
 
@@ -263,7 +263,7 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     level = innermost_level(values)
     if isinstance(level, BatchLevel) and level.alive:
         refuse_in_error_mode(func, level)
-        one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
+        require_one_distribution(func, level, [getattr(x, "bdim", None) for x in values[1:2]])
     _first(func, args, kwargs)
 
 

@@ -33,8 +33,8 @@ from tsfunc.program.closure.guard_codegen import (
 )
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.guarding.call_spec import CallSpec, guard_lines
-from tsfunc.program.guarding.guards import ArgumentGuard, Facts, Word
-from tsfunc.program.guarding.inputs import short_text
+from tsfunc.program.guarding.guards import ArgumentGuard, Facts, UnquotedText
+from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
@@ -90,7 +90,7 @@ class Target:
 
         A program refuses a call that satisfies a narrower contract, and a call that breaks all
         contracts. The guard checks types, sizes and attributes; the function checks the rest: a
-        tensor or an object that a contract promises, and the class of a tensor.
+        tensor or an object that a contract guarantees, and the class of a tensor.
 
         Args:
             contract: the contract that the program was made under; None for a program of a file.
@@ -106,17 +106,19 @@ class Target:
             and x is not contract
             and Descriptors(x.descriptors) < Descriptors(contract.descriptors)
         ]
-        promised = any(
-            promises_more(each, any_grad) for x in self.contracts for each in x.descriptors.values()
+        guaranteed = any(
+            has_unguarded_guarantee(each, any_grad)
+            for x in self.contracts
+            for each in x.descriptors.values()
         )
 
         def refuses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             arguments = self.bound(args, kwargs)
             if any(each.is_kept(arguments) for each in narrower):
                 return True
-            return promised and not self._keeps(arguments)
+            return guaranteed and not self._keeps(arguments)
 
-        return refuses if narrower or promised else None
+        return refuses if narrower or guaranteed else None
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
         """Return True if a call satisfies one of the contracts."""
@@ -155,15 +157,15 @@ class Target:
         return None, None
 
 
-def promises_more(descriptor: Descriptor, any_grad: bool) -> bool:
-    """Return True if a descriptor makes a promise that the guard of a program does not check."""
+def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
+    """Return True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:
         case Value(value):
             return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)
         case TSTensor(cls, meta):
             return cls is not torch.Tensor or (any_grad and meta.requires_grad is not None)
         case _:
-            return any(promises_more(each, any_grad) for each in descriptor.parts)
+            return any(has_unguarded_guarantee(each, any_grad) for each in descriptor.parts)
 
 
 # --- the programs of the function
@@ -198,9 +200,9 @@ def facts_of_call(
         facts.update(guard.facts(name))
     for setting, value in zip(SETTINGS, settings, strict=True):
         facts[setting.name] = value
-    facts[_PASSED] = Word(passed)
+    facts[_PASSED] = UnquotedText(passed)
     for i, keys in enumerate(orders):
-        facts[f"{_ORDER} {i}"] = Word(", ".join(map(repr, keys)))
+        facts[f"{_ORDER} {i}"] = UnquotedText(", ".join(map(repr, keys)))
     return facts
 
 
@@ -257,7 +259,7 @@ def _text(value: Any) -> str:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
-    return str(value) if type(value) in (int, bool, float, tuple, Word) else describe(value)
+    return str(value) if type(value) in (int, bool, float, tuple, UnquotedText) else describe(value)
 
 
 def _brief(descriptor: Any) -> str:
@@ -266,7 +268,7 @@ def _brief(descriptor: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
-# --- the programs that a specialized function keeps, and the calls that each of them answers
+# --- the programs that a specialized function keeps, and the calls that each of them serves
 
 
 class EntryInfo(NamedTuple):
@@ -274,7 +276,7 @@ class EntryInfo(NamedTuple):
 
     Attributes:
         descriptors: the descriptors of the call that it was made for, by parameter name.
-        hits: the number of calls that it has answered, without the call that it was made for.
+        hits: the number of calls that it has served, without the call that it was made for.
         seconds: the time that it took to make it.
         reason: the reason why the call needed a new program.
     """
@@ -317,13 +319,13 @@ class CacheInfo(NamedTuple):
 
 @dataclass(eq=False)
 class CachedProgram:
-    """A program and the calls that it may answer.
+    """A program and the calls that it may serve.
 
     Attributes:
         program: the program.
         tree: the structure of the arguments.
         accepts: the guard: a function of the flattened arguments that returns the values the
-            program runs on after these, or None if it may not answer the call.
+            program runs on after these, or None if it may not serve the call.
         closure_guard: the same without the guards on the arguments, except on watched objects.
         reason: the reason why the call that it was made for needed a new program.
         signature: the part of the call that does not depend on sizes.
@@ -331,9 +333,9 @@ class CachedProgram:
         given: the same as ``accepts`` for arguments that are not flattened; returns all values
             that the program runs on, or None.
         refuses: returns True if a call that passes the guard breaks the contract, or satisfies a
-            narrower one, whose programs answer it.
+            narrower one, whose programs serve it.
         seconds: the time that it took to make it.
-        hits: the number of calls that it has answered since.
+        hits: the number of calls that it has served since.
     """
 
     program: Program
@@ -382,8 +384,8 @@ class CachedProgram:
 
     @property
     def text(self) -> str:
-        """The tensors of the calls that it answers, on one line."""
-        return "; ".join(f"{spec.name}: {short_text(spec)}" for spec in self.call_spec.inputs)
+        """The tensors of the calls that it serves, on one line."""
+        return "; ".join(f"{spec.name}: {input_text(spec)}" for spec in self.call_spec.inputs)
 
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""
@@ -469,7 +471,7 @@ class Cache:
         return self._former_hits + sum(entry.hits for entry in self.entries)
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachedProgram | None:
-        """Return the entry that may answer a call, or None."""
+        """Return the entry that may serve a call, or None."""
         for entry in self.entries:
             if entry.enter(args, kwargs) is not None:
                 return entry
@@ -521,7 +523,7 @@ class Cache:
             )
             return CacheInfo(self.hits, self.misses, len(self.programs), self.limit, entries)
 
-    def forget_counts(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts."""
         with self.lock:
             self.misses = self._former_hits = 0
@@ -537,7 +539,7 @@ class Cache:
             self.fixed.clear()
             self.needed = frozenset()
             self.records = False
-            self.forget_counts()
+            self.reset_counts()
 
 
 _REMEMBERED = 256  # number of calls whose facts are kept

@@ -27,7 +27,7 @@ from tsfunc import rage
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.torch_state import settings
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
@@ -44,7 +44,13 @@ from tsfunc.program.calling.cache import (
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
 from tsfunc.program.calling.variation import Variation
 from tsfunc.program.closure.free_variables import FreeVariables
-from tsfunc.program.closure.guard_builder import Earlier, Read, Varying, is_container, is_instance
+from tsfunc.program.closure.guard_builder import (
+    Earlier,
+    InputNumber,
+    Read,
+    is_container,
+    is_instance,
+)
 from tsfunc.program.closure.guard_codegen import (
     Guards,
     SettingsAre,
@@ -67,11 +73,11 @@ from tsfunc.program.guarding.call_spec import (
 from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
-    describe_inputs,
-    describe_scalars,
-    opaque_arguments,
-    with_dims_raised,
-    with_sizes_fixed,
+    hide_opaque_arguments,
+    scalar_inputs,
+    tensor_inputs,
+    with_fixed_sizes,
+    with_raised_minima,
 )
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
@@ -81,7 +87,7 @@ from tsfunc.types.values import path_text
 # --- the first call of its kind: the check of its descriptors, and its trace
 
 
-Made = tuple[CachedProgram, Sequence[Any]]
+ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
 
 class _ValuesByName(dict[str, Any]):
@@ -93,7 +99,7 @@ class _ValuesByName(dict[str, Any]):
 
 
 class FirstCall:
-    """A call that no program answers.
+    """A call that no program serves.
 
     Args:
         target: the function that is called.
@@ -124,10 +130,10 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
-        self.outside_inputs: Mapping[str, Varying] = {}
+        self.outside_inputs: Mapping[str, InputNumber] = {}
 
-    @protected
-    def program(self, cache: Cache, reason: str | None = None) -> Made:
+    @restoring_thread_state
+    def program(self, cache: Cache, reason: str | None = None) -> ProgramAndInputs:
         """Return an entry for the call, and the values that it reads of objects in the arguments.
 
         The entry is kept in the cache.
@@ -136,9 +142,7 @@ class FirstCall:
             cache: the cache of the function.
             reason: the reason for the program; None: the difference from earlier calls.
         """
-        inputs, bounds = describe_inputs(
-            self.flat, self.argument_paths, self.contract, self.bindings
-        )
+        inputs, bounds = tensor_inputs(self.flat, self.argument_paths, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
@@ -157,30 +161,30 @@ class FirstCall:
         self.variation = variation = Variation(self, cache, inputs, bounds, facts)
         known = cache.known(signatures, self.flat, self.sizes)
         self.is_known = known is not None or self.reason in (UNSEEN, dropped)
-        held = Assumptions(records=cache.records, recalled=cache.records)
+        assumptions = Assumptions(records=cache.records, recalled=cache.records)
         if known is None:
-            made, held = self._settled(variation.assumed(held))
-            variation.conclude(held)
+            made, assumptions = self._valid_program(variation.assumed(assumptions))
+            variation.record_outcome(assumptions)
             cache.history.appendleft(facts)
-            if not held.fixed:
+            if not assumptions.fixed:
                 self.warning = variation.remember(made[0], called=reason is None)
         else:
             made = known
-        if not held.fixed:
-            small = self._sizes_apart(made[0], bounds)
+        if not assumptions.fixed:
+            small = self._sizes_not_served(made[0], bounds)
             if small:
                 if known is None:
                     cache.keep(made[0])
-                fixed, held = trace_until_valid(
-                    self.trace, held.moved(fixed=frozenset(small)), self.after
+                fixed, assumptions = trace_until_valid(
+                    self.trace, assumptions.moved(fixed=frozenset(small)), self.after
                 )
-                made = self._one_of(made, fixed)
-        cache.records = held.records
+                made = self._general_if_equivalent(made, fixed)
+        cache.records = assumptions.records
         entry, reached = made
         cache.keep(entry)
         return entry, reached
 
-    def _sizes_apart(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
+    def _sizes_not_served(self, entry: CachedProgram, bounds: Mapping[str, Dim]) -> Collection[str]:
         """Return the named dims whose sizes in the call the general program may not serve.
 
         See NOTE [sizes 0 and 1] in ``program/graphs/comparison``, and NOTE [small sizes] in
@@ -192,20 +196,20 @@ class FirstCall:
             return [name for name in self.sizes if name in bounds]
         return small
 
-    def _settled(self, assumptions: Assumptions) -> tuple[Made, Assumptions]:
+    def _valid_program(self, assumptions: Assumptions) -> tuple[ProgramAndInputs, Assumptions]:
         """Return a program whose assumptions hold, and the assumptions.
 
         A program with numbers as inputs that no descriptor describes is compared with the program
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
-        made, held = trace_until_valid(self.trace, assumptions, self.after)
-        if not self.variation.has_numbers(held):
-            return made, held
+        made, assumptions = trace_until_valid(self.trace, assumptions, self.after)
+        if not self.variation.has_numbers(assumptions):
+            return made, assumptions
         exact, alone = trace_until_valid(
-            self.trace, held.moved(varying=frozenset(), dim=None), self.after
+            self.trace, assumptions.moved(varying=frozenset(), dim=None), self.after
         )
-        if self._does_the_same(made[0], exact[0]):
-            return made, held
+        if self._is_equivalent(made[0], exact[0]):
+            return made, assumptions
         return exact, alone
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
@@ -217,39 +221,39 @@ class FirstCall:
                     values.setdefault(text, []).append(value)
         return values
 
-    def after(self, held: Assumptions, error: Exception) -> Assumptions | None:
+    def after(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
         """Return the next weaker assumptions after a trace that has failed, or None.
 
         A trace with symbols may fail where the function does not: a symbol can't be hashed, for
         example, and the hint for a size below 2 may be a size that the function refuses.
         """
-        if held.varying:
-            narrower = self.variation.narrowed(held, error)
+        if assumptions.varying:
+            narrower = self.variation.narrowed(assumptions, error)
             if narrower is not None:
                 return narrower
-        if held.outside_numbers and self.outside_inputs:
-            return held.moved(outside_numbers=False)
-        if held.varying:
-            return held.moved(varying=frozenset(), dim=None)
-        if held.described_numbers and self._inputs(held)[2]:
-            return held.moved(described_numbers=False)
+        if assumptions.outside_numbers and self.outside_inputs:
+            return assumptions.moved(outside_numbers=False)
+        if assumptions.varying:
+            return assumptions.moved(varying=frozenset(), dim=None)
+        if assumptions.described_numbers and self._inputs(assumptions)[2]:
+            return assumptions.moved(described_numbers=False)
         # ``item()`` of a tensor with several elements is a DataDependentError.
         refused = isinstance(error, DataDependentError) or not isinstance(error, TsfuncError)
-        if refused and self.small and not held.fixed:
-            return held.moved(fixed=frozenset(self.small))
+        if refused and self.small and not assumptions.fixed:
+            return assumptions.moved(fixed=frozenset(self.small))
         return None
 
     def _inputs(
-        self, held: Assumptions
+        self, assumptions: Assumptions
     ) -> tuple[Sequence[InputSpec], Mapping[str, Dim], Sequence[ScalarSpec]]:
         """Return the tensors among the arguments, the named dims, and the numbers as inputs."""
-        inputs, bounds, numbers = self.variation.inputs_for(held)
-        if held.fixed:
-            sizes = {name: self.sizes[name] for name in held.fixed}
-            inputs = [with_sizes_fixed(spec, sizes) for spec in inputs]
-            bounds = {name: dim for name, dim in bounds.items() if name not in held.fixed}
+        inputs, bounds, numbers = self.variation.inputs_for(assumptions)
+        if assumptions.fixed:
+            sizes = {name: self.sizes[name] for name in assumptions.fixed}
+            inputs = [with_fixed_sizes(spec, sizes) for spec in inputs]
+            bounds = {name: dim for name, dim in bounds.items() if name not in assumptions.fixed}
         scalars = self.scalars(inputs, bounds, numbers)
-        return inputs, bounds, [x for x in scalars if x.by_itself or held.described_numbers]
+        return inputs, bounds, [x for x in scalars if x.by_itself or assumptions.described_numbers]
 
     def facts(self, inputs: Sequence[InputSpec]) -> dict[str, Any]:
         """Return the assumptions of a program for the call, by the user's names."""
@@ -270,7 +274,7 @@ class FirstCall:
         """Return the numbers among the arguments that are inputs; backends make them constants."""
         if self.target.backend is not None:
             return ()
-        return describe_scalars(
+        return scalar_inputs(
             self.flat, self.argument_paths, self.contract, inputs, bounds, by_themselves
         )
 
@@ -279,31 +283,39 @@ class FirstCall:
         """The sizes of named dims in the call."""
         return {} if self.bindings is None else self.bindings.sizes
 
-    def trace(self, held: Assumptions) -> Made:
+    def trace(self, assumptions: Assumptions) -> ProgramAndInputs:
         """Return a program for such calls, and the tensors that it reads from argument objects.
 
         Raises:
             Retrace: one of the assumptions does not hold.
         """
-        with progress(self.name, self._reason(held)):
-            made = self._new_entry(held)
+        with progress(self.name, self._reason(assumptions)):
+            made = self._new_entry(assumptions)
         self._record(made[0])
         return made
 
-    def _new_entry(self, held: Assumptions) -> Made:
-        start = time.perf_counter()
-        inputs, bounds, scalars = self._inputs(held)
+    def _request(
+        self,
+        assumptions: Assumptions,
+        inputs: Sequence[InputSpec],
+        bounds: Mapping[str, Dim],
+        scalars: Sequence[ScalarSpec],
+    ) -> TraceRequest:
         described = {} if self.contract is None else self.contract.descriptors
-        request = TraceRequest(
+        return TraceRequest(
             f"specialize({self.name})", self.name, self.func, self.flat, self.tree, inputs, bounds,
-            scalars, opaque_arguments(self.func, described, self.parameters, spelled), described,
-            held,
+            scalars, hide_opaque_arguments(self.func, described, self.parameters, spelled),
+            described, assumptions,
         )  # fmt: skip
-        instances = self._instances(held)
-        program = capture(request, instances)
+
+    def _new_entry(self, assumptions: Assumptions) -> ProgramAndInputs:
+        start = time.perf_counter()
+        inputs, bounds, scalars = self._inputs(assumptions)
+        instances = self._instances(assumptions)
+        program = capture(self._request(assumptions, inputs, bounds, scalars), instances)
         signature = self.signature(inputs, scalars)
         bounds = {**bounds, **program.raised}
-        inputs = [with_dims_raised(spec, program.raised) for spec in inputs]
+        inputs = [with_raised_minima(spec, program.raised) for spec in inputs]
         call_spec = call_spec_of(
             self.flat, self.tree, inputs, bounds, self.ambient, self.target.sees_keywords,
             program.conditions, program.property_guards, program.groups, scalars,
@@ -338,7 +350,7 @@ class FirstCall:
             self.tree,
             reads.function(self.ambient, lines, scope, late=opening is not None),
             reads.function(self.ambient, late=True),
-            self._reason(held),
+            self._reason(assumptions),
             signature,
             call_spec,
             None if opening is None else reads.entry_code(self.ambient, opening, lines, scope),
@@ -349,25 +361,29 @@ class FirstCall:
             self.flat, self.sizes
         ):
             # A condition on the number and the sizes in general fails for those of the call.
-            raise Retrace(held.moved(described_numbers=False))
-        self.variation.check(entry, held)
+            raise Retrace(assumptions.moved(described_numbers=False))
+        self.variation.check(entry, assumptions)
         return entry, reads.values
 
-    def _reason(self, held: Assumptions) -> str:
+    def _reason(self, assumptions: Assumptions) -> str:
         """Return the reason for a new program."""
-        if held.fixed and self.is_known:
-            return "; ".join(f"{x} is {size}" for x, size in self.sizes.items() if x in held.fixed)
+        if assumptions.fixed and self.is_known:
+            return "; ".join(
+                f"{x} is {size}" for x, size in self.sizes.items() if x in assumptions.fixed
+            )
         return self.reason
 
-    def _one_of(self, general: Made, fixed: Made) -> Made:
+    def _general_if_equivalent(
+        self, general: ProgramAndInputs, fixed: ProgramAndInputs
+    ) -> ProgramAndInputs:
         """Return the entry for fixed sizes, with the general program if it does the same there."""
         (one, reached), (other, same_reached) = general, fixed
         same_reads = list(map(id, reached)) == list(map(id, same_reached))
-        if same_reads and self._does_the_same(one, other):
+        if same_reads and self._is_equivalent(one, other):
             other = dataclasses.replace(other, program=one.program)
         return other, same_reached
 
-    def _does_the_same(self, general: CachedProgram, exact: CachedProgram) -> bool:
+    def _is_equivalent(self, general: CachedProgram, exact: CachedProgram) -> bool:
         """Return True if a program does the same as one in which some of its inputs are fixed."""
         values = _ValuesByName(self.sizes)
         values.update({spec.name: spec.value for spec in general.call_spec.scalars})
@@ -406,11 +422,11 @@ class FirstCall:
         """Return the user's spelling of a flattened argument."""
         return path_text(self.argument_paths[position], self.arguments)
 
-    def _instances(self, held: Assumptions) -> Instances:
-        earlier = self.earlier if held.outside_numbers else {}
+    def _instances(self, assumptions: Assumptions) -> Instances:
+        earlier = self.earlier if assumptions.outside_numbers else {}
         instances = Instances(self.name, self.closure, earlier)
         self.outside_inputs = instances.builder.numbers.inputs  # it grows during the trace
-        free_variables = FreeVariables(instances, held.guards_changed)
+        free_variables = FreeVariables(instances, assumptions.guards_changed)
         for i, value in enumerate(self.flat):
             if is_instance(value) or is_container(value):
                 text = spelled(self.argument_paths[i])
@@ -458,7 +474,7 @@ def raise_user_assertion(
     Raises:
         FailedCheckError: a check of a size of data failed, and the function gives the reason.
     """
-    if current_trace() is not None or not _is_own(program, str(error)):
+    if current_trace() is not None or not _is_user_check(program, str(error)):
         return
     try:
         func(*args, **kwargs)
@@ -468,7 +484,7 @@ def raise_user_assertion(
         raise FailedCheckError(f"{error}\n{type(own).__name__}: {own}") from own
 
 
-def _is_own(program: Program, message: str) -> bool:
+def _is_user_check(program: Program, message: str) -> bool:
     """Return True if a check of the function has the message, and nothing is written before it."""
     for node in program.graph.nodes:
         if writes(node):

@@ -26,7 +26,6 @@ import torch.fx
 
 from tsfunc import pytrees, rage
 from tsfunc.bridge.mesh.levels import MeshAxes
-from tsfunc.bridge.sizes.fake_mode import unlogged
 from tsfunc.bridge.sizes.symbolic_numbers import size_node, solved_node
 from tsfunc.bridge.sizes.symbols import Condition, Symbols
 from tsfunc.bridge.trace.class_members import give_members
@@ -36,7 +35,7 @@ from tsfunc.bridge.trace.tensor_guards import TracedArgument
 from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.boundaries import protected
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
@@ -46,17 +45,17 @@ from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
-from tsfunc.program.closure.guard_builder import Varying
+from tsfunc.program.closure.guard_builder import InputNumber
 from tsfunc.program.closure.guard_codegen import Source
-from tsfunc.program.closure.instances import Gradients, Instances
-from tsfunc.program.closure.read_guards import NotOneOf, ReadHolds, ResultIs, SameObject
-from tsfunc.program.closure.results import Update, names_in_source, with_stand_ins
+from tsfunc.program.closure.instances import Instances, OutsideGradients
+from tsfunc.program.closure.read_guards import NotOneOf, ReadCondition, ResultIs, SameObject
+from tsfunc.program.closure.results import Update, names_in_source, with_placeholders
 from tsfunc.program.closure.side_effects import (
     check_bodies,
     check_containers,
     check_frozen,
     check_texts,
-    explain_sizes,
+    rewrite_size_error,
 )
 from tsfunc.program.dims.constraints import check_needs
 from tsfunc.program.graphs.codegen import function_name, generate
@@ -139,7 +138,7 @@ class TraceRequest:
     assumptions: Assumptions = field(default_factory=Assumptions)
 
 
-@protected
+@restoring_thread_state
 def capture(request: TraceRequest, instances: Instances | None = None) -> Program:
     """Trace a function.
 
@@ -158,11 +157,11 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
     """
     with rare_garbage_collection():
         if instances is not None:
-            return _made(_Trace(request, instances))
-        return _settled(request, request.name, _made)
+            return _capture(_Trace(request, instances))
+        return _settled(request, request.name, _capture)
 
 
-def _made(trace: _Trace) -> Program:
+def _capture(trace: _Trace) -> Program:
     """Return the program of a trace; if there is none, call the functions that wait for that."""
     try:
         return trace.program(trace.run())
@@ -175,7 +174,7 @@ def _made(trace: _Trace) -> Program:
         raise
 
 
-@protected
+@restoring_thread_state
 def outline(request: TraceRequest) -> Any:
     """Return the results of a function for inputs of fixed sizes, with fake tensors as tensors.
 
@@ -260,17 +259,15 @@ class _Trace:
             self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
-            self.gradients = Gradients(
+            self.gradients = OutsideGradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
             try:
-                with (
-                    is_compiling(), self.level, watching_random(), watching_factories(), unlogged()
-                ):  # fmt: skip
+                with is_compiling(), self.level, watching_random(), watching_factories():
                     return self._call(self._arguments())
             except BaseException:
                 self.symbols.end()
-                self.instances.put_back()
+                self.instances.restore()
                 raise
 
     def _record(self) -> NoReturn:
@@ -327,7 +324,7 @@ class _Trace:
             builder.guard(value, Source.of_argument(argument.position, text).attribute(name))
         return value
 
-    def _number_read(self, number: Varying) -> Any:
+    def _number_read(self, number: InputNumber) -> Any:
         """Return the symbol of a number from outside: NOTE [numbers that vary]."""
         graph = self.level.graph
         symbol = self.symbols.add_number(number.name, number.value, number.variable)
@@ -358,7 +355,7 @@ class _Trace:
             if held.recalled and not needed:
                 raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
-            explain_sizes(request.what, self.symbols, error)
+            rewrite_size_error(request.what, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
                     "trace failed", what=request.what, at=error_location(error),
@@ -404,7 +401,7 @@ class _Trace:
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_stand_ins(request.what, out, self.instances.builder.placeholder_of)
+        apart = with_placeholders(request.what, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
         check_texts(request.what, leaves, out_tree, symbols)
         check_bodies(request.what, updates, leaves, level)
@@ -449,7 +446,7 @@ class _Trace:
                     f"{self.request.what}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
-            self.instances.builder.read_guards.add(ReadHolds(condition.code, condition.text))
+            self.instances.builder.read_guards.add(ReadCondition(condition.code, condition.text))
 
     def _undescribed(self) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensor arguments without descriptors, by parameter."""
@@ -483,10 +480,12 @@ class _Trace:
         constants = {name: tensor for name, tensor in folded.items() if name in read}
         used = {node for node in graph.nodes if node.op == "get_attr"}
         lifted: dict[str, torch.Tensor] = dict(constants)
+        named: dict[str, torch.Tensor] = {}  # the tensors from outside that are inputs
         for tensor, tracer in level.lifted.values():
             if tracer.node not in used:
                 continue
             if id(tensor) in reached:
+                named[str(tracer.node.target)] = tensor
                 _make_input(graph, tracer.node)
                 positions.append(reached[id(tensor)])
             else:
@@ -497,9 +496,9 @@ class _Trace:
             if isinstance(value, torch.Tensor):
                 node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
         taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
-        names = names_in_source(request.func, lifted, builder.read, taken)
+        names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
         for node in graph.nodes:
-            if node.op == "get_attr" and node.target in names:
+            if node.op in ("get_attr", "placeholder") and node.target in names:
                 node.name = node.target = names[node.target]
         lifted = {names.get(name, name): tensor for name, tensor in lifted.items()}
         source, run = generate(request.name, graph, positions, lifted, updates)

@@ -1,4 +1,4 @@
-"""The error text for a call that no program answers, if no program can be made for it."""
+"""The error text for a call that no program serves, if no program can be made for it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tsfunc.program.calling.cache import (
 )
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.guarding.call_spec import CallSpec, guards_on_arguments, names_in_call
-from tsfunc.program.guarding.inputs import describe_inputs, sizes_of_call
+from tsfunc.program.guarding.inputs import sizes_of_call, tensor_inputs
 
 _MOST_LISTED = 12
 
 
 def explain_miss(call: FirstCall, entries: Sequence[CachedProgram]) -> str:
     """Return the difference of a call from the nearest program's calls, and a list of programs."""
-    inputs, _ = describe_inputs(call.flat, call.argument_paths, call.contract, call.bindings)
+    inputs, _ = tensor_inputs(call.flat, call.argument_paths, call.contract, call.bindings)
     facts = call.facts(inputs)
     call_specs = [entry.call_spec for entry in entries]
     known = [_facts(call_spec, call, facts) for call_spec in call_specs]

@@ -4,7 +4,7 @@ A specialized function traces a call of a new kind when it comes. A loaded funct
 calls are traced when it is saved, for common variations: named dims of size 0 and 1 (NOTE [sizes 0
 and 1]), ``torch.no_grad``, and the arguments that require grad. Most variations give
 the same program, which the file has once. If the function does not read ``requires_grad``, these
-variations are not traced: the program answers them all.
+variations are not traced: the program serves them all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tsfunc.program.guarding.call_spec import CallSpec, example_call
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.program import Program
 
-# --- calls that a loaded function answers in addition to those that were made before it was saved
+# --- calls that a loaded function serves in addition to those that were made before it was saved
 
 
 _FEW = 4  # the number of arguments up to which all subsets are tried
@@ -37,7 +37,7 @@ _FEW = 4  # the number of arguments up to which all subsets are tried
 def variants_of_entry(
     target: Target, entry: CachedProgram, others: Sequence[CachedProgram]
 ) -> list[CachedProgram]:
-    """Return entries for variations of an entry's call that no other entry answers."""
+    """Return entries for variations of an entry's call that no other entry serves."""
     if tracing_here():
         return []
     entries = [] if entry.program.looks_at_grad else [_for_any_grad(entry)]
@@ -49,7 +49,7 @@ def variants_of_entry(
             (True, False),
             (None, everything, frozenset[int]()),
         ),
-        (({}, True, some) for some in _some(arguments)),
+        (({}, True, some) for some in _subsets_of(arguments)),
     ):
         flat = example_call(entry.call_spec, sizes, requires_grad)
         entries += _traced(target, entry, flat, grad, [*others, *entries])
@@ -66,7 +66,7 @@ def _tensors_of_arguments(call_spec: CallSpec) -> list[frozenset[int]]:
     return [frozenset(places) for places in positions.values()]
 
 
-def _some(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
+def _subsets_of(arguments: Sequence[frozenset[int]]) -> Iterator[frozenset[int]]:
     """Yield the tensors of each argument, and of all subsets of few arguments."""
     counts = range(1, len(arguments)) if len(arguments) <= _FEW else (1,)
     for count in counts:
@@ -134,7 +134,7 @@ def function_to_save(
         target: the function.
         cache: its programs.
         programs: the programs to save; an empty sequence selects all.
-        exact: whether the file answers only calls like those that were made.
+        exact: whether the file serves only calls like those that were made.
 
     Raises:
         RuntimeError: there is no program.

@@ -40,7 +40,7 @@ from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Target, differing
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
-from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, is_tame
+from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
 from tsfunc.types.grammar import (
     Descriptor,
@@ -197,7 +197,7 @@ def descriptors_text(
 ) -> str:
     """Return descriptors for which some values of a call may vary, as Python code.
 
-    They promise nothing else besides what the function's descriptors promise already.
+    They guarantee nothing else besides what the function's descriptors guarantee already.
 
     Args:
         flat: the flattened arguments.
@@ -310,7 +310,7 @@ class Variation:
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.scalars(inputs, bounds)}
         self.positions = {
-            name: i for i, name in names.items() if is_tame(call.flat[i]) and i not in taken
+            name: i for i, name in names.items() if can_be_symbol(call.flat[i]) and i not in taken
         }
         self.numbers = {name: call.flat[i] for name, i in self.positions.items()}
         self._served: Names = frozenset()  # the values that may vary in the new program
@@ -377,7 +377,7 @@ class Variation:
         """Return True if numbers that have varied are inputs: a program needs a comparison."""
         return not assumptions.varying.isdisjoint(self.positions)
 
-    def conclude(self, assumptions: Assumptions) -> None:
+    def record_outcome(self, assumptions: Assumptions) -> None:
         """Note the values that vary in the new program, and those that can't."""
         self._served = assumptions.varying
         if self._tried and not self._served:

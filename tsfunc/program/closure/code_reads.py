@@ -437,7 +437,7 @@ class LibraryReads:
         self._met = met
         self._holds_environment = False
 
-    def look(
+    def visit(
         self, owner: Any, name: str | None, value: Any, attributes: Sequence[str], line: str,
         bare: bool,
     ) -> None:  # fmt: skip
@@ -455,21 +455,21 @@ class LibraryReads:
             value = vars(builtins).get(str(name), MISSING)
         way = tuple(attributes)
         above = last = value
-        self._look_at_environment(None, None, value)
+        self._guard_environment_read(None, None, value)
         for attribute in way:
             above, last = last, reached(last, (attribute,))
-            self._look_at_environment(above, attribute, last)
+            self._guard_environment_read(above, attribute, last)
         if way and changes_of_object(value, way[0]):
             self._warn(f"{type(value).__name__}.{way[0]}", line)
         if is_library(above):
-            self.hold_member(value, way)
+            self.guard_member(value, way)
             self.instances.generators.mentioned(last, line)
             if is_torch_setting_getter(last):
                 self._guard_result(last)
             if changes_by_itself(above, way[-1] if way else None, last, bare):
                 self._warn(getattr(last, "__qualname__", str(last)), line)
 
-    def hold_member(self, owner: Any, way: Sequence[str]) -> None:
+    def guard_member(self, owner: Any, way: Sequence[str]) -> None:
         """Guard an attribute that is read from a library, since it may be replaced."""
         above = reached(owner, way[:-1])
         if not way or not is_library(above) or not isinstance(above, _HAVE_MEMBERS):
@@ -488,16 +488,16 @@ class LibraryReads:
                 text = f"{above.__name__}.{way[-1]}"
                 self.builder.guard(value, Source.of_object(above, text).attribute(way[-1]))
 
-    def hold_environment(self) -> None:
+    def guard_environment(self) -> None:
         """Guard all environment variables of the process: the ones that are read are not known."""
         if not self._holds_environment:
             self._holds_environment = True
             unchanged = functools.partial(operator.eq, dict(os.environ))
             self.guards.add(ResultIs(unchanged, (Source.of_object(os.environ),), True))
 
-    def _look_at_environment(self, owner: Any, name: str | None, value: Any) -> None:
+    def _guard_environment_read(self, owner: Any, name: str | None, value: Any) -> None:
         if asks_environment(owner, name, value):
-            self.hold_environment()
+            self.guard_environment()
 
     def _guard_result(self, setting: Callable[[], Any]) -> None:
         """Guard the result of a function without arguments."""

@@ -31,7 +31,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch.user_code import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
-from tsfunc.program.closure.guard_builder import Copied, is_instance, put_back
+from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import OURS, Instances
 from tsfunc.program.closure.read_guards import MemberIs, Missing, NoMember, ResultIs, SameObject
@@ -75,7 +75,7 @@ class FreeVariables:
         instances.met = self.scan
         instances.others = self._changes
         instances.free_counters = self._free_counters
-        instances.hold_unchanged = self._hold_unchanged
+        instances.guard_unchanged = self._guard_unchanged
 
     def add(self, func: Any) -> None:
         """Add the specialized function itself."""
@@ -147,14 +147,14 @@ class FreeVariables:
                     self._follow(func, replace(access, attributes=(*way, text)))
             else:
                 self._count(func, access)
-        if any(self._may_be_tensor(func, access) for access in scanned.compared):
+        if any(self._may_hold_tensor(func, access) for access in scanned.compared):
             self.instances.compares_identity = True
         for text in scanned.texts & func.__globals__.keys():
             self._follow(func, Access("global", text, (), func.__code__.co_firstlineno))
         for name in scanned.names - self._names:
             self._names.add(name)
-            for look in self._waiting.pop(name, ()):
-                look()
+            for visit in self._waiting.pop(name, ()):
+                visit()
 
     def _wrapped(self, func: types.FunctionType) -> None:
         """Scan the functions that a library's function closes over (one that ``vmap`` returns)."""
@@ -187,11 +187,11 @@ class FreeVariables:
             if is_installed(base):
                 continue
             for name, value in list(vars(base).items()):
-                look = functools.partial(self._member, base, name, value, tuple(derived))
+                visit = functools.partial(self._member, base, name, value, tuple(derived))
                 if name.startswith("__") and name.endswith("__"):
-                    look()
+                    visit()
                 else:
-                    self._when_named(name, look)
+                    self._when_name_occurs(name, visit)
             derived.append(base)
 
     def _module(self, module: types.ModuleType) -> None:
@@ -200,18 +200,18 @@ class FreeVariables:
             for name in list(vars(module)):
                 if not (name.startswith("__") and name.endswith("__")):
                     text = f"{module.__name__}.{name}"
-                    self._when_named(name, functools.partial(self._find, module, name, text))
+                    self._when_name_occurs(name, functools.partial(self._find, module, name, text))
 
     def _find(self, owner: Any, name: str, text: str) -> None:
         """Guard a variable that the code may read, judged by its name."""
         self._read(self._variable(owner, name, text, ""))
 
-    def _when_named(self, name: str, look: Callable[[], None]) -> None:
-        """Call `look` now if the name occurs in the function's code, else when it does."""
+    def _when_name_occurs(self, name: str, visit: Callable[[], None]) -> None:
+        """Call `visit` now if the name occurs in the function's code, else when it does."""
         if name in self._names:
-            look()
+            visit()
         else:
-            self._waiting.setdefault(name, []).append(look)
+            self._waiting.setdefault(name, []).append(visit)
 
     def _registered(self, cls: type) -> None:
         """Guard the registrations of abstract classes, on which ``isinstance`` depends."""
@@ -245,7 +245,7 @@ class FreeVariables:
         root = _root(func, access)
         if root is None:
             if access.kind == "module":
-                self._libraries.hold_member(_imported(func, access), access.attributes)
+                self._libraries.guard_member(_imported(func, access), access.attributes)
             return
         owner, name, text, attributes = root
         for i, attribute in enumerate((*attributes, None)):
@@ -254,7 +254,7 @@ class FreeVariables:
                 variable.is_written = True
                 return
             self._read(variable)
-            self._libraries.look(owner, name, variable.before, attributes[i:], line, access.bare)
+            self._libraries.visit(owner, name, variable.before, attributes[i:], line, access.bare)
             owner, name = variable.before, attribute
             if name is None:
                 return
@@ -263,7 +263,7 @@ class FreeVariables:
                 return
             text = f"{text}.{name}"
 
-    def _may_be_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
+    def _may_hold_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
         """Return True if the object of an identity comparison may be a tensor."""
         root = None if access is None else _root(func, access)
         if root is None:
@@ -307,9 +307,9 @@ class FreeVariables:
         for variable, elements in self._counters:
             value = variable.read()
             if isinstance(value, Tracer):
-                variable.put_back()
+                variable.restore()
             elif elements is not None and _has_tracers(value):
-                put_back(Copied(value, elements, variable.source))
+                restore(ContainerSnapshot(value, elements, variable.source))
             else:
                 continue
             kept = True
@@ -331,7 +331,7 @@ class FreeVariables:
         variable.line = variable.line or line
         return variable
 
-    def _hold_unchanged(self) -> None:
+    def _guard_unchanged(self) -> None:
         """Guard the variables that may have been assigned the values that they had."""
         for each in list(self._variables.values()):
             if each.is_written and each.read() is each.before:
@@ -364,7 +364,7 @@ class FreeVariables:
             source = Source.of_object(base, variable.text)
             source = source.at(f"{{}}.__dict__[{variable.name!r}]")
         if isinstance(value, type(os.environ)):
-            self._libraries.hold_environment()
+            self._libraries.guard_environment()
             return
         self._value(source, value)
 
@@ -406,7 +406,7 @@ class FreeVariables:
                 continue
             yield SideEffect(
                 each.text, each.source, each.owner, each.target, each.before, after,
-                undo=each.put_back, line=each.line,
+                undo=each.restore, line=each.line,
             )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ from tsfunc.program.closure.read_guards import (
     ReadGuards,
     ReadNumber,
     SameObject,
-    SamePlace,
+    SameObjectAs,
     TypeOf,
 )
 from tsfunc.program.closure.results import OutsideRef
@@ -81,7 +81,7 @@ Read = int | float | type
 Earlier = Mapping[str, Collection[Read]]
 
 
-class Varying(NamedTuple):
+class InputNumber(NamedTuple):
     """A number that is an input of a program.
 
     Attributes:
@@ -99,7 +99,7 @@ class Varying(NamedTuple):
     position: int
 
 
-class Numbers:
+class InputNumbers:
     """The numbers of one trace.
 
     Args:
@@ -115,8 +115,8 @@ class Numbers:
     def __init__(self, earlier: Earlier = MappingProxyType({})) -> None:
         self._earlier = earlier
         self.read: dict[str, Read] = {}
-        self.inputs: dict[str, Varying] = {}
-        self.symbol: Callable[[Varying], Any] | None = None
+        self.inputs: dict[str, InputNumber] = {}
+        self.symbol: Callable[[InputNumber], Any] | None = None
         self._symbols: dict[str, Any] = {}
         self._waiting: list[tuple[Any, Any, Callable[[], Any]]] = []
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
@@ -130,7 +130,7 @@ class Numbers:
             each is type(value) or (type(each) is type(value) and not same_value(each, value))
             for each in earlier
         )
-        self.read[text] = type(value) if varies and _is_tame(value) else value
+        self.read[text] = type(value) if varies and _can_be_symbol(value) else value
         return self.read[text] is not value
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
@@ -142,10 +142,10 @@ class Numbers:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(ReadNumber(source, variable, type(value), _is_tame))
+            guards.add(ReadNumber(source, variable, type(value), _can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.result(source, value)
-            self.inputs[source.text] = Varying(name, source, variable, value, position)
+            self.inputs[source.text] = InputNumber(name, source, variable, value, position)
 
     def of(self, text: str) -> Any:
         """Return the symbolic number of an input; its value before the trace has begun."""
@@ -164,13 +164,13 @@ class Numbers:
         before, container[key] = container[key], made()
         self._replaced.append((container, key, container[key], before))
 
-    def start(self, symbol: Callable[[Varying], Any]) -> None:
+    def start(self, symbol: Callable[[InputNumber], Any]) -> None:
         """Begin the trace."""
         self.symbol = symbol
         for each in self._waiting:
             self.put_into(*each)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the numbers in their containers, where the function has left the symbols."""
         for container, key, symbol, before in self._replaced:
             if _elements_by_key(container).get(key) is symbol:
@@ -186,7 +186,7 @@ def _elements_by_key(container: Any) -> Mapping[Any, Any]:
     return container if isinstance(container, Mapping) else dict(enumerate(container))
 
 
-def _is_tame(value: int | float) -> bool:
+def _can_be_symbol(value: int | float) -> bool:
     """Return True if a symbol can have the value."""
     return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
 
@@ -246,7 +246,7 @@ _SETS = (set, frozenset)
 _MANY = 64  # the elements of longer containers of plain values are compared as one value
 
 
-class Copied(NamedTuple):
+class ContainerSnapshot(NamedTuple):
     """A container that the trace has read, with a copy of its contents at that time."""
 
     value: Any
@@ -286,12 +286,12 @@ class GuardBuilder:
         earlier: Earlier = MappingProxyType({}),
     ) -> None:
         self.name = name
-        self.numbers = Numbers(earlier)
+        self.numbers = InputNumbers(earlier)
         self.closure = closure
         self.read_guards = ReadGuards()
         self._own = ReadGuards() if closure == "freeze" else self.read_guards  # not checked
         self.inputs: list[tuple[torch.Tensor, Source]] = []
-        self.containers: list[Copied] = []
+        self.containers: list[ContainerSnapshot] = []
         self.read: dict[str, Any] = {}
         self._enter = enter
         self._met = met
@@ -351,7 +351,7 @@ class GuardBuilder:
             if guards is not self.guards_of(known[1].own):
                 guards.add(SameObject(source, value))
             elif source.path != known[1].path:
-                guards.add(SamePlace(source, known[1]))
+                guards.add(SameObjectAs(source, known[1]))
         elif isinstance(value, torch.Tensor):
             self._tensor(value, source)
         elif type(value) is float or (
@@ -415,7 +415,7 @@ class GuardBuilder:
             guards.contents(source, value)
             if isinstance(value, set):
                 self._known[id(value)] = value, source
-                self.containers.append(Copied(value, copy.copy(value), source))
+                self.containers.append(ContainerSnapshot(value, copy.copy(value), source))
             if isinstance(value, _SETS):
                 self._elements(value, source)
             elif str(getattr(value, "dtype", "")) == "object":
@@ -458,7 +458,7 @@ class GuardBuilder:
         self._known[id(value)] = value, source
         if not isinstance(value, tuple):
             before = copy.copy(vars(value)) if is_namespace(value) else copy.copy(value)
-            self.containers.append(Copied(value, before, source))
+            self.containers.append(ContainerSnapshot(value, before, source))
         if len(items) > _MANY and all(type(item) in (*_VALUES, float) for item in items.values()):
             guards.contents(source, value)
             return
@@ -473,8 +473,8 @@ class GuardBuilder:
         if isinstance(value, defaultdict):
             text = f"{source.text}.default_factory"
             self.guard(value.default_factory, source.attribute("default_factory", text))
-        for key, item in items.items():
-            way = f".{key}" if namespace else f"[{key!r}]"
+        for i, (key, item) in enumerate(items.items()):
+            way = f".{key}" if namespace else f"[{self._spelled_key(key, i)}]"
             text, owner = source.text + way, source.owner + way
             if namespace:
                 at = source.attribute(key, text, owner)
@@ -488,6 +488,16 @@ class GuardBuilder:
                 self.numbers.put_into(value, key, self.tuple_of_numbers(item, at))
             else:
                 self.guard(item, at)
+
+    def _spelled_key(self, key: Any, i: int) -> str:
+        """Return the text of the i-th key of a dict: a tensor's is the place that it was read from.
+
+        The values of a tensor, which its repr has, differ from process to process.
+        """
+        if not isinstance(key, torch.Tensor):
+            return repr(key)
+        places = (text for text, value in self.read.items() if value is key)
+        return next(places, f"<{type(key).__name__} {i}>")
 
     def tuple_of_numbers(
         self, items: tuple[Any, ...], source: Source
@@ -533,7 +543,7 @@ def is_namespace(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
-def changed(copied: Copied, numbers: Numbers) -> bool:
+def changed(copied: ContainerSnapshot, numbers: InputNumbers) -> bool:
     """Return True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)
@@ -542,7 +552,7 @@ def changed(copied: Copied, numbers: Numbers) -> bool:
     return list(now) != list(before) or not all(same(now[key], before[key]) for key in before)
 
 
-def put_back(copied: Copied) -> None:
+def restore(copied: ContainerSnapshot) -> None:
     """Restore the elements that a container had at its first read."""
     value, before = copied.value, copied.before
     if is_namespace(value):

@@ -363,7 +363,7 @@ class GuardCode:
 
 
 class Guard:
-    """A fact that holds for every call that a program answers."""
+    """A fact that holds for every call that a program serves."""
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Return lines of Python over the list ``args`` that return None if the guard fails."""
@@ -379,8 +379,8 @@ class Guard:
         return (line for guard in guards for line in guard.lines(code))
 
 
-class Texts(tuple[str, ...]):
-    """Lines, each of which states a fact about every call that a program answers."""
+class GuardTexts(tuple[str, ...]):
+    """Lines, each of which states a fact about every call that a program serves."""
 
     __slots__ = ()
 
@@ -395,7 +395,7 @@ class Guards(tuple[Guard, ...]):
         texts: these lines.
     """
 
-    texts: Texts = Texts()
+    texts: GuardTexts = GuardTexts()
 
     @classmethod
     def of(cls, guards: Iterable[Guard], name: Names) -> Guards:
@@ -406,7 +406,7 @@ class Guards(tuple[Guard, ...]):
             name: returns the user's spelling of an argument.
         """
         made = cls(guards)
-        made.texts = Texts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
+        made.texts = GuardTexts(dict.fromkeys(line for guard in made for line in guard.texts(name)))
         return made
 
     def __str__(self) -> str:

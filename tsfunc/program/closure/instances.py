@@ -3,11 +3,11 @@
 See NOTE [attributes] in ``guard_builder.py``.
 
 NOTE [watched classes]
-For the time of a trace, a watched class has a ``__getattribute__`` and a ``__setattr__`` of ours,
-which report the attributes that are read and assigned. The objects stay the same: their class,
-identity and ``isinstance`` are unchanged, and a method runs as it is, with its own reads reported
-too. Objects without a watcher, and objects on other threads, behave as before. A class that does
-not accept attributes (one that is written in C) is not watched.
+For the time of a trace, a watched class has a ``__getattribute__`` and a ``__setattr__`` that
+report the attributes that are read and assigned. The objects stay the same: their class, identity
+and ``isinstance`` are unchanged, and a method runs as it is, with its own reads reported too.
+Objects without a watcher, and objects on other threads, behave as before. A class that does not
+accept attributes (one that is written in C) is not watched.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Instances:
         free_counters: removes traced tensors from objects that the function only changes (NOTE
             [counters] in ``code_reads.py``); returns True if there were any.
         assigned_grads: yields the ``.grad`` of tensors that the function has replaced.
-        hold_unchanged: guards the variables that the function may have assigned the values that
+        guard_unchanged: guards the variables that the function may have assigned the values that
             they had, which no program repeats.
         compares_identity: whether the function compares objects by identity (``x is y``) that may
             be tensors: NOTE [tensor aliasing] in ``guards.py``.
@@ -90,7 +90,7 @@ class Instances:
         self.others: Callable[[], Iterator[SideEffect]] = lambda: iter(())
         self.free_counters: Callable[[], bool] = lambda: False
         self.assigned_grads: Callable[[], Iterator[SideEffect]] = lambda: iter(())
-        self.hold_unchanged: Callable[[], None] = lambda: None
+        self.guard_unchanged: Callable[[], None] = lambda: None
         self._counted_tensors = False
         self.compares_identity = False
         self.generators = TracedGenerators(f"specialize({name})")
@@ -98,7 +98,7 @@ class Instances:
             name, self._enter, lambda value: self.met(value), self.generators.add, closure, earlier
         )
         self._instances: dict[int, WatchedObject] = {}
-        self._watching = Watching(self)
+        self._watching = WatchedAttributes(self)
         self._paused = self._met_modules = False
 
     def add(self, value: Any, source: Source) -> None:
@@ -116,7 +116,7 @@ class Instances:
         try:
             if kind is None:
                 with self.paused():
-                    self.hold_unchanged()
+                    self.guard_unchanged()
         finally:
             self._watching.__exit__(kind, *exc)
 
@@ -177,7 +177,7 @@ class Instances:
         finally:
             self._paused = before
 
-    def put_back(self) -> list[SideEffect]:
+    def restore(self) -> list[SideEffect]:
         """Undo the assignments of the traced function, and return them."""
         with self.paused():
             changes = [change for each in self._instances.values() for change in each.changes()]
@@ -186,9 +186,9 @@ class Instances:
             changes += self.assigned_grads()
             for change in changes:
                 change.undo()
-            self.builder.numbers.put_back()
+            self.builder.numbers.restore()
             self._counted_tensors = self.free_counters()
-        self.generators.put_back()
+        self.generators.restore()
         return changes
 
     def finish(self, assumptions: Assumptions) -> Updates:
@@ -211,11 +211,11 @@ class Instances:
             guarded = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
             if len(guarded) > 1:
                 guards.add(Distinct(guarded))
-        changes = self.put_back()
+        changes = self.restore()
         if self._counted_tensors:
             raise Retrace(assumptions.moved(guards_changed=True))
         if self.builder.closure != "freeze":
-            self.generators.refuse_moved()
+            self.generators.refuse_advanced()
         return updates_of(changes, self.builder)
 
 
@@ -251,7 +251,7 @@ _watched: dict[type, tuple[int, dict[str, Any]]] = {}
 """By class: the number of its watchers, and its own methods under these names."""
 
 
-class Watching:
+class WatchedAttributes:
     """A block in which a watcher receives the reads and assignments of attributes."""
 
     def __init__(self, watcher: Watcher) -> None:
@@ -259,7 +259,7 @@ class Watching:
         self._classes: set[type] = set()
         self._outer: Watcher | None = None
 
-    def __enter__(self) -> Watching:
+    def __enter__(self) -> WatchedAttributes:
         self._outer, _here.watcher = _here.watcher, self._watcher
         return self
 
@@ -332,7 +332,7 @@ def _assigning(plain: Callable[..., None]) -> Callable[..., None]:
 # --- the ``.grad`` of tensors that a function has from outside: its guards, and its assignments
 
 
-class Gradients:
+class OutsideGradients:
     """The ``.grad`` of tensors from outside, for one trace.
 
     Args:

@@ -155,7 +155,7 @@ class LengthIs(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SamePlace(ReadGuard):
+class SameObjectAs(ReadGuard):
     """Two paths that lead to one object."""
 
     other: Source
@@ -279,7 +279,7 @@ class ReadNumber(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class ReadHolds(Guard):
+class ReadCondition(Guard):
     """A condition on numbers that are inputs, which the function has tested."""
 
     code: str

@@ -23,7 +23,8 @@ the program. There are three kinds of other leaves:
   and its elements may change;
 - an object that the function has made from traced values is made at every call: an instance
   of a class gets its attributes without a call of ``__init__``, and a set or a container of a
-  user's class gets its elements. ``Made`` stands for the object while the results are flattened;
+  user's class gets its elements. ``ConstructedObject`` stands for the object while the results are
+  flattened;
 - any other leaf is a constant of the program.
 
 An object that runs code after the function has returned (a generator, a function that closes over
@@ -163,7 +164,7 @@ def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
     )
 
 
-class NotKept(Exception):
+class NotRepeatable(Exception):
     """A value that a program can't make at every call; the message describes the value."""
 
 
@@ -182,7 +183,7 @@ class UpdateValues:
         """Return a value in the form that an update stores.
 
         Raises:
-            NotKept: the traced function made the value, and its type can't be copied.
+            NotRepeatable: the traced function made the value, and its type can't be copied.
         """
         if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat):
             self.tensors.append(value)
@@ -204,7 +205,7 @@ class UpdateValues:
         again = value if isinstance(value, _SHARED) else self._known(value)
         if again is not None:
             return again
-        raise NotKept(f"a {cls.__name__} that the function has made")
+        raise NotRepeatable(f"a {cls.__name__} that the function has made")
 
 
 def _is_plain(value: Any) -> bool:
@@ -272,7 +273,7 @@ class Updates(NamedTuple):
 Known = Callable[[Any], Any]
 
 
-class Made:
+class ConstructedObject:
     """An object that a program makes from its elements (for a container) and attributes.
 
     Attributes:
@@ -290,7 +291,7 @@ class Made:
         self.kind, self.keys, self.names, self.children = kind, keys, names, children
 
 
-def _parts(made: Made) -> tuple[Sequence[Any], Any]:
+def _parts(made: ConstructedObject) -> tuple[Sequence[Any], Any]:
     return made.children, (made.kind, made.keys, made.names)
 
 
@@ -328,11 +329,11 @@ def _base_of(kind: type) -> Any:
     return next((base for base in _BASES if issubclass(kind, base)), object)
 
 
-optree.register_pytree_node(Made, _parts, _built, namespace=pytrees.NAMESPACE)
+optree.register_pytree_node(ConstructedObject, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
-def with_stand_ins(what: str, out: Any, known: Known) -> Any:
-    """Return the results of a function with `Made` and `OutsideRef` in the places of objects.
+def with_placeholders(what: str, out: Any, known: Known) -> Any:
+    """Return the results of a function with stand-ins in place of objects.
 
     Args:
         what: the name of the function in errors.
@@ -377,7 +378,7 @@ class _Results:
             return value
         if id(value) in self._above:
             self._refuse(f"a {kind.__qualname__} that refers to itself", "Return its parts")
-        if not _can_be_made(value):
+        if not _can_be_constructed(value):
             self._refuse(
                 f"a {kind.__qualname__} that refers to traced values",
                 "Return these values, and make it of them after the call",
@@ -386,7 +387,7 @@ class _Results:
         items, attributes = _items(value), _attributes(value)
         children = [self.replace_objects(each) for each in (*items.values(), *attributes.values())]
         self._above.pop()
-        return Made(kind, tuple(items), tuple(attributes), children)
+        return ConstructedObject(kind, tuple(items), tuple(attributes), children)
 
     def _refuse(self, result: str, instead: str) -> None:
         raise TypeCheckError(
@@ -407,7 +408,7 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, _BASES)
 
 
-def _can_be_made(value: Any) -> bool:
+def _can_be_constructed(value: Any) -> bool:
     kind = type(value)
     if kind in (types.SimpleNamespace, *_FROM_ITEMS):
         return True
@@ -443,13 +444,13 @@ def _reaches(value: Any, seen: set[int]) -> bool:
     """Return True if an object is traced or refers to a traced value, directly or indirectly."""
     if isinstance(value, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
-    if isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
+    if isinstance(value, _NOT_SEARCHED) or id(value) in seen:
         return False
     seen.add(id(value))
     return any(_reaches(each, seen) for each in _references(value))
 
 
-_NOT_LOOKED_INTO = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType)
+_NOT_SEARCHED = (*PLAIN, torch.Tensor, type, types.ModuleType, types.CodeType)
 
 
 def _references(value: Any) -> Iterator[Any]:
@@ -556,7 +557,7 @@ def names_in_source(
     read: Mapping[str, Any],
     taken: Collection[str],
 ) -> dict[str, str]:
-    """Return for each lifted tensor with a name of the user's an identifier made of that name.
+    """Return for each lifted tensor that the user has named an identifier made of that name.
 
     Args:
         func, lifted, read: as for :func:`state_of`.

@@ -49,11 +49,11 @@ from tsfunc.program.closure.guard_builder import (
     GuardBuilder,
     changed,
     is_namespace,
-    put_back,
+    restore,
 )
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.results import (
-    NotKept,
+    NotRepeatable,
     Update,
     Updates,
     UpdateValues,
@@ -117,7 +117,7 @@ def changed_containers(builder: GuardBuilder) -> Iterator[SideEffect]:
             "vars({})" if namespace else "{}",
             each.before,
             after if isinstance(after, dict | set) else list(after),
-            undo=functools.partial(put_back, each),
+            undo=functools.partial(restore, each),
             fills=True,
         )
 
@@ -140,7 +140,7 @@ def updates_of(changes: Sequence[SideEffect], builder: GuardBuilder) -> Updates:
         if problem is None and change.after is not MISSING:
             try:
                 kept = values.kept(change.after)
-            except NotKept as error:
+            except NotRepeatable as error:
                 problem = f"gets {error}"
             for tensor in values.tensors:
                 _refuse_escaping(change.text, tensor)
@@ -205,7 +205,7 @@ class Variable:
         self.source = Source.of_object(owner, text)
         self.before = self.read()
         self.is_read = self.is_written = False
-        self._is_own = isinstance(owner, dict) or name is None or name in vars(owner)
+        self._is_user_check = isinstance(owner, dict) or name is None or name in vars(owner)
 
     def read(self) -> Any:
         """Return its current value, or ``MISSING``."""
@@ -226,9 +226,9 @@ class Variable:
             return "{}.cell_contents"
         return f"{{}}[{self.name!r}]" if isinstance(self.owner, dict) else f"{{}}.{self.name}"
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the value that the variable had when it was first met."""
-        missing = self.before is MISSING or not self._is_own
+        missing = self.before is MISSING or not self._is_user_check
         if self.name is None:
             if missing:
                 del self.owner.cell_contents
@@ -328,7 +328,7 @@ class TracedGenerators:
         if module in _SHARED:
             self._lines.setdefault(module, []).append(line)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore the states of generators that have changed."""
         for text, (get, put), before in self._before.values():
             shared = text in _SHARED and text not in self._lines
@@ -336,7 +336,7 @@ class TracedGenerators:
                 put(before)
                 self._moved.append(text)
 
-    def refuse_moved(self) -> None:
+    def refuse_advanced(self) -> None:
         """Raise an error if generators had another state at the end of the trace.
 
         Raises:
@@ -425,7 +425,7 @@ _NO_SYMBOLS = {
 }
 
 
-def explain_sizes(what: str, symbols: Symbols, error: Exception) -> None:
+def rewrite_size_error(what: str, symbols: Symbols, error: Exception) -> None:
     """Rewrite torch's error about sizes in the user's names.
 
     Raises:

@@ -36,14 +36,14 @@ STATE = ("_parameters", "_buffers", "_modules")
 
 
 class WatchedObject:
-    """A watched object: its contents when it was first met, and the reads of it.
+    """A watched object: its contents when it was first on_method, and the reads of it.
 
     Args:
         value: the object.
         source: the place where it was found.
         builder: the guards of the values that the trace has read.
         paused: returns a context in which reads are not reads of the traced function.
-        met: called with the methods that the function uses.
+        on_method: called with the methods that the function uses.
 
     Attributes:
         lines: for each assigned attribute, the line that assigns it.
@@ -55,9 +55,9 @@ class WatchedObject:
         source: Source,
         builder: GuardBuilder,
         paused: Callable[[], AbstractContextManager[None]],
-        met: Callable[[Any], None],
+        on_method: Callable[[Any], None],
     ) -> None:
-        self._builder, self._paused, self._met = builder, paused, met
+        self._builder, self._paused, self._met = builder, paused, on_method
         self.value = value
         self.source = source
         self.lines: dict[str, str] = {}

@@ -7,7 +7,7 @@ sizes that are computed from named dims, such as the size ``h - 2`` that a convo
 sizes of ``h`` lead to them, and user code rarely depends on it. The program is therefore made for
 the other sizes: its named dims have a minimum size of their own. A call with a smaller size has a
 program in which that size is a number. A test in the function's own code remains a fact that the
-descriptors must promise.
+descriptors must guarantee.
 
 A fact must hold for every size that the descriptors allow. If it does not, the error shows the
 user's line that relies on it, and the descriptors for which it would hold.
@@ -37,7 +37,7 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
     """Return larger minima for named dims that satisfy the needs about small sizes.
 
     Args:
-        needs: the facts that a trace relies on, beyond those that the dims promise.
+        needs: the facts that a trace relies on, beyond those that the dims guarantee.
         dims: the named dims.
 
     Returns:
@@ -59,7 +59,7 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
 
 
 def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
-    """Return the named dims for which torch, or this package, relies on an unpromised fact."""
+    """Return the named dims for which torch, or this package, relies on an unguaranteed fact."""
     symbols = [need.expr.free_symbols for need in needs if not need.by_user]
     return frozenset(str(symbol) for symbol in set().union(*symbols))
 
@@ -94,11 +94,11 @@ _SHAPES = re.compile(r"\.shape\s*[!=]=")
 _OF_SHAPES = "x.dim() == y.dim() and x.shape == y.shape where ranks may differ"
 
 
-def rewrites_of(lines: Iterable[str]) -> str:
+def suggested_rewrites(lines: Iterable[str]) -> str:
     """Return advice for the calls in some lines that need a Python number, or an empty text.
 
     Example:
-        >>> print(rewrites_of(["y = x[: min(x.shape[0], 8)]"]))
+        >>> print(suggested_rewrites(["y = x[: min(x.shape[0], 8)]"]))
         A function for every size has torch.sym_min(a, b) for min(a, b).
     """
     text = "\n".join(lines)
@@ -124,7 +124,7 @@ def check_needs(
     fixed: Mapping[str, Sequence[int]],
     assumptions: Assumptions,
 ) -> dict[str, Dim]:
-    """Refuse a trace that relies on more than the descriptors promise.
+    """Refuse a trace that relies on more than the descriptors guarantee.
 
     Args:
         name: the name of the function.
@@ -139,7 +139,7 @@ def check_needs(
         The named dims with another minimum size for this trace: NOTE [small sizes].
 
     Raises:
-        ConstraintViolation: the trace relies on more than the descriptors promise.
+        ConstraintViolation: the trace relies on more than the descriptors guarantee.
         Retrace: the same, but it may apply to the sizes of the call alone.
     """
     unmet = [need for each in needs for need in _parts(each) if not holds(need.expr, dims)]
@@ -197,7 +197,7 @@ def _refusal(
     suggested = suggested_dims(unmet, dims, sizes)
     return ConstraintViolation(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
-        f"because the function needs more than they promise:\n{lines}"
+        f"because the function needs more than they guarantee:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
         f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}{_reasons(unmet)}",
         suggested,
@@ -233,5 +233,5 @@ def _reasons(unmet: Sequence[Need]) -> str:
 
 
 def _rewritten(unmet: Sequence[Need]) -> str:
-    text = rewrites_of(dict.fromkeys(source_line(need.location) for need in unmet))
+    text = suggested_rewrites(dict.fromkeys(source_line(need.location) for need in unmet))
     return f"\n{text}" if text else ""

@@ -10,10 +10,10 @@ from typing import Any
 
 from tsfunc.bridge.sizes.bounds import (
     choices,
+    dim_constraints,
     holds,
     holds_at,
     period_of,
-    promises_of,
     smallest,
     with_larger,
 )
@@ -74,7 +74,7 @@ def bounded(fact: Any, dim: Dim, size: int) -> Dim | int | None:
             continue
         if isinstance(suggested, int):
             return suggested
-        if suggested.admits(size) and _seems_promised(fact, suggested):
+        if suggested.admits(size) and _seems_guaranteed(fact, suggested):
             return _shown(fact, suggested, size)
     return None
 
@@ -87,7 +87,7 @@ def _shown(fact: Any, dim: Dim, size: int) -> Dim:
     return few if few.admits(size) and holds(fact, {dim.name: few}) else dim
 
 
-def _seems_promised(fact: Any, dim: Dim) -> bool:
+def _seems_guaranteed(fact: Any, dim: Dim) -> bool:
     """Return True if a fact holds for the sizes that a dim allows, as far as trials show."""
     if holds(fact, {dim.name: dim}):
         return True
@@ -231,14 +231,14 @@ def ordered(
         value = least + Symbol(extra)
         if Symbol(name) in least.free_symbols or spelled(value) is None:
             continue
-        others = _kept(least, dims[name], known, sizes)
+        others = _with_raised_minima(least, dims[name], known, sizes)
         if others is not None:
             size = int(surplus.subs({Symbol(each): sizes[each] for each in names}))
             return Solution(name, value, [*others, known[extra]], {extra: size})
     return None
 
 
-def _kept(
+def _with_raised_minima(
     least: Any, dim: Dim, dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> Iterable[Dim] | None:
     """Return dims with larger minima, so that the lower bound of another meets its minimum.
@@ -297,7 +297,7 @@ def spelled(value: Any) -> DimSpec:
         return None
 
 
-# --- descriptors that promise the facts about named dims that a trace relies on
+# --- descriptors that guarantee the facts about named dims that a trace relies on
 
 
 def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Descriptor]) -> str:
@@ -313,13 +313,13 @@ def text_of_fixes(suggested: Mapping[str, DimSpec], described: Mapping[str, Desc
         if opened
         else ""
     )
-    return f"These descriptors promise it:\n  {{{items}}}{also}"
+    return f"These descriptors guarantee it:\n  {{{items}}}{also}"
 
 
 def suggested_dims(
     needs: Sequence[Need], dims: Mapping[str, Dim], sizes: Mapping[str, int]
 ) -> dict[str, DimSpec]:
-    """Return for each dim in the needs a dim that promises them; None: the dim is left open."""
+    """Return for each dim in the needs a dim that guarantees them; None: the dim is left open."""
     facts = sorted(dict.fromkeys(need.expr for need in needs), key=_rank)
     for with_new in (True, False):
         suggestion = _Suggestion(dims, sizes, with_new)
@@ -391,13 +391,14 @@ class _Suggestion:
         return solution is not None and self._satisfy_by_solution(solution)
 
     def _satisfy_by_solution(self, solution: Solution) -> bool:
-        """Replace a dim by an expression of others; these have to keep its promises."""
+        """Replace a dim by an expression of others; these have to keep its guarantees."""
         self._bound(*solution.others)
         self.sizes.update(solution.sizes)
         self._solve(solution.name, solution.value)
-        for promise in (*self._is_size(solution.value), *promises_of(self.dims[solution.name])):
-            if not self.satisfy(promise) and not self._satisfy_above_call(promise):
-                self.satisfy_or_open(promise)
+        own = dim_constraints(self.dims[solution.name])
+        for fact in (*self._is_size(solution.value), *own):
+            if not self.satisfy(fact) and not self._satisfy_above_call(fact):
+                self.satisfy_or_open(fact)
         return True
 
     def _is_size(self, value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Functions with rules of the user's in files: the graphs of the functions and their rules.
+"""Functions with user-defined rules in files: the graphs of the functions and their rules.
 
 A program calls an ``autograd.Function``, or a function with a rule, as one node. A file stores
 such a function as *parts*, graphs of flat values: its results and its derivative. A rule may call

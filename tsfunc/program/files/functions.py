@@ -1,7 +1,7 @@
-"""A specialized function as a file: its programs, and the calls that each of them answers.
+"""A specialized function as a file: its programs, and the calls that each of them serves.
 
     format.json           the kind of file, and the size and checksum of each other entry
-    function.json         the function: its parameters, its descriptors, the calls it answers
+    function.json         the function: its parameters, its descriptors, the calls it serves
     programs/0.json       a program: its graph
     programs/0.py         the Python of the program, for people; it is never read
     tensors.json          the tensors of the programs
@@ -59,7 +59,7 @@ _LONGEST_TEXT = 20_000
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """A program of a function, and a kind of call that it answers."""
+    """A program of a function, and a kind of call that it serves."""
 
     program: ProgramData
     call_spec: CallSpec
@@ -75,7 +75,7 @@ class SavedFunction:
         signature: its parameters.
         descriptors: its sets of descriptors.
         limit: the maximum number of programs.
-        answers: its programs and the calls that they answer, the last used first.
+        answers: its programs and the calls that they serve, the last used first.
         made_with: the torch version that it was made with.
         state: the state that its programs assign to, if it was read from a file.
     """
@@ -89,7 +89,7 @@ class SavedFunction:
     state: CellState = field(default_factory=CellState)
 
 
-class Unsaved(ValueError):
+class UnsavableValueError(ValueError):
     """A function has a value that a file can't hold; the message names the value and a way out."""
 
 
@@ -147,7 +147,7 @@ def function_bytes(function: SavedFunction) -> bytes:
     """Return the bytes of a file.
 
     Raises:
-        Unsaved: the function has a value that a file can't hold.
+        UnsavableValueError: the function has a value that a file can't hold.
     """
     tensors = TensorWriter()
     entries: dict[str, bytes] = {}
@@ -177,7 +177,9 @@ def function_bytes(function: SavedFunction) -> bytes:
             ". Pass tensors, numbers, strings and containers of these; what the function has from "
             "its surroundings is part of its programs."
         )
-        raise Unsaved(f"save({function.name}): a file can't hold {error}{why}") from None
+        raise UnsavableValueError(
+            f"save({function.name}): a file can't hold {error}{why}"
+        ) from None
     records, memory = tensors.written()
     all_entries = {
         "function.json": json_bytes(head),
@@ -312,7 +314,7 @@ def _read_head(archive: Archive) -> str:
 
 @dataclass(frozen=True)
 class _CallKind:
-    """A kind of call, and the number of the program that answers it."""
+    """A kind of call, and the number of the program that serves it."""
 
     field: Field
     program: int
@@ -343,7 +345,7 @@ def _count_of_programs(archive: Archive) -> int:
 def _read_answers(
     archive: Archive, calls: Field, context: FileContext, signature: inspect.Signature
 ) -> tuple[SavedProgram, ...]:
-    """Return the programs with the calls that they answer."""
+    """Return the programs with the calls that they serve."""
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     call_specs = CallSpecReader(context, inspect.Parameter.VAR_KEYWORD in kinds)
     count = _count_of_programs(archive)
@@ -356,7 +358,7 @@ def _read_answers(
         if len(call.call_spec.bounds) > len(own.call_spec.bounds):
             made_for[call.program] = call
     if len(made_for) < count:
-        calls.fail("there are programs that answer no call")
+        calls.fail("there are programs that serve no call")
     programs = []
     for i in range(count):
         archive.read(f"programs/{i}.py")  # checks the checksum; the entry is not used

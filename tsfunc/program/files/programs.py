@@ -1,4 +1,4 @@
-"""Complete programs in files, and the calls that they answer.
+"""Complete programs in files, and the calls that they serve.
 
 For each kind of call, ``function.json`` has the assumptions about it, and the number of its
 program. The guard of the program is generated again from the assumptions.
@@ -42,8 +42,8 @@ from tsfunc.program.guarding.guards import (
     Aliasing,
     AnyNumber,
     ArgumentGuard,
+    ConditionHolds,
     DimIs,
-    Holds,
     Property,
     TensorMeta,
     TypeIs,
@@ -55,7 +55,7 @@ from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
 from tsfunc.types.size_facts import fact_code
 
-# --- the kinds of calls that programs answer, as JSON and back
+# --- the kinds of calls that programs serve, as JSON and back
 
 
 def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
@@ -75,7 +75,7 @@ def encode_call_spec(call_spec: CallSpec, where: Callable[[int], str]) -> Any:
         except NoFileForm as error:
             leaf = _named(guard, error)
             raise NoFileForm(f"the argument {where(guard.position)}, {leaf}") from None
-    conditions = [Holds(each).json() for each in call_spec.conditions]
+    conditions = [ConditionHolds(each).json() for each in call_spec.conditions]
     properties = [Property(each).json() for each in call_spec.property_guards]
     one = Aliasing(call_spec.groups).json()
     return {
@@ -154,7 +154,8 @@ class CallSpecReader:
         ambient = self._settings(ambient_field)
         _require_sizes(dims, inputs, bounds)
         conditions = tuple(
-            Holds.read(each, bounds, scalars).condition for each in _items(field.get("conditions"))
+            ConditionHolds.read(each, bounds, scalars).condition
+            for each in _items(field.get("conditions"))
         )
         positions = frozenset(spec.position for spec in inputs)
         properties = tuple(

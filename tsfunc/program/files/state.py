@@ -26,7 +26,7 @@ from tsfunc.program.fields import Field
 from tsfunc.program.files.tensors import TensorReader, TensorWriter
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.guarding.guards import Watched
+from tsfunc.program.guarding.guards import WatchedPlaceholder
 
 # --- state in files: the values that programs assign to, of which each loaded function has its own
 
@@ -50,7 +50,7 @@ def is_current(program: ProgramData) -> bool:
     """Return True if the guards on the values that a program read from outside still hold."""
     call_spec = program.call_spec
     of_objects = call_spec is not None and any(
-        isinstance(leaf, Watched) for leaf in call_spec.leaves
+        isinstance(leaf, WatchedPlaceholder) for leaf in call_spec.leaves
     )
     return of_objects or reached(program) is not None
 

@@ -12,6 +12,10 @@ program runs as Python, as it does without a backend.
 
 The compiled module computes the values that a program assigns (NOTE [updates] in ``results.py``)
 as its last results, and Python code assigns them afterwards.
+
+If compiled code raises an error, the program runs as Python, without its assignments, and raises
+the error of the operator itself, at the user's line. An error of a device is not repeated: later
+calls of the device may raise it for any operator.
 """
 
 from __future__ import annotations
@@ -134,12 +138,31 @@ class Compiled:
     def _run(
         self, call: Callable[..., Any], given: Sequence[torch.Tensor], values: Sequence[Any]
     ) -> Sequence[Any]:
-        if not self._separate:
-            again = self._uncompiled if self._repeatable else self._refuse
-            return call_differentiably(call, again, given)
-        results: Sequence[Any] = call(*given)
+        try:
+            if not self._separate:
+                again = self._uncompiled if self._repeatable else self._refuse
+                return call_differentiably(call, again, given)
+            results: Sequence[Any] = call(*given)
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            self._raise_as_python(values)
+            raise
         refuse_second_derivative(results, self._refuse)
         return results
+
+    def _raise_as_python(self, values: Sequence[Any]) -> None:
+        """Run the program as Python for its error, without its assignments and on copies."""
+        program = self._program
+        lifted = {name: _copy(tensor) for name, tensor in program.lifted.items()}
+        copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in values]
+        _, run = generate(program.name, program.graph, program.inputs, lifted)
+        cuda = sorted({x.device.index for x in copies if _is_on_cuda(x)})
+        with torch.random.fork_rng(cuda), torch.no_grad():
+            try:
+                run(copies)
+            except Exception as error:
+                raise error from None
 
     def _refuse(self, *_: Any) -> Sequence[Any]:
         raise RuntimeError(
@@ -232,6 +255,14 @@ def _check(
             f"{program.name}: backend 'cudagraphs' records what a CUDA device does, and the "
             f"program's tensors are on {kinds}; move them to 'cuda', or use 'inductor'."
         )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _is_on_cuda(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cuda"
 
 
 def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:

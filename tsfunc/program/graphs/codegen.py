@@ -23,6 +23,7 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
+from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
@@ -120,16 +121,22 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         return f"{left} {_OPERATORS[target]} {right}"
     if target is torch.ops.aten.sym_size.int:
         return f"{_spell(node.args[0], names)}.shape[{node.args[1]!r}]"
-    op = node.meta.get("op")
+    op, args = node.meta.get("op"), node.args
+    kwargs: Mapping[str, Any] = node.kwargs
+    call: UserCall | None = node.meta.get("call")
+    on_node = None if call is None else call.on(node)
     if isinstance(target, ControlFlow):
         called = names.of(target, target.name)
+    elif call is not None and on_node is not None:
+        (args, kwargs), function = on_node, call.function
+        called = names.of(function, getattr(function, "__name__", "function"))
     elif isinstance(op, TorchOperator):
         function = fast_function(op, node.args, node.kwargs)
         called = names.of(function, op.name.partition("::")[2].partition(".")[0])
     else:
         called = names.of(target, getattr(target, "__name__", "function"))
-    parts = [_spell(arg, names) for arg in node.args]
-    parts += [f"{name}={_spell(arg, names)}" for name, arg in node.kwargs.items()]
+    parts = [_spell(arg, names) for arg in args]
+    parts += [f"{name}={_spell(arg, names)}" for name, arg in kwargs.items()]
     return f"{called}({', '.join(parts)})"
 
 

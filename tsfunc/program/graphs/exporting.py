@@ -34,7 +34,7 @@ from tsfunc.program.graphs.torch_operators import (
     no_operator,
 )
 from tsfunc.program.guarding.call_spec import CallSpec
-from tsfunc.program.guarding.guards import Watched
+from tsfunc.program.guarding.guards import WatchedPlaceholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import sources, writes, written
 from tsfunc.types import Dim, DimExpr
@@ -87,7 +87,7 @@ def _problems(
     inputs = set(program.inputs)
     for i, leaf in enumerate(call_spec.leaves):
         if i not in inputs and not isinstance(leaf, _PLAIN):
-            cls = leaf.cls if isinstance(leaf, Watched) else type(leaf)
+            cls = leaf.cls if isinstance(leaf, WatchedPlaceholder) else type(leaf)
             yield f"an argument of type {cls.__name__}"
     for position in program.inputs:
         if position >= len(call_spec.leaves) and position not in program.state.inputs:

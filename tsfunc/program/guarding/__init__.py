@@ -1,1 +1,1 @@
-"""Guards: the calls that a program answers, and the reasons why it does not answer others."""
+"""Guards: the calls that a program serves, and the reasons why it refuses others."""

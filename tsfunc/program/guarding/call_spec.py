@@ -33,15 +33,15 @@ from tsfunc.program.guarding.guards import (
     Aliasing,
     AnyNumber,
     ArgumentGuard,
+    ConditionHolds,
     DimIs,
     Groups,
-    Holds,
     Property,
     SizesAre,
     TensorMeta,
     TypeIs,
     ValueIs,
-    Watched,
+    WatchedPlaceholder,
     variables_of,
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
@@ -55,8 +55,8 @@ class CallSpec:
 
     Attributes:
         tree: the structure of the arguments, a tuple of (args, kwargs).
-        leaves: the flattened arguments, with None in place of a tensor, and `Watched` in place of
-            an object whose attributes the program's ``closure_guard`` checks.
+        leaves: the flattened arguments, with None in place of a tensor, and `WatchedPlaceholder` in
+            place of an object whose attributes the program's ``closure_guard`` checks.
         inputs: the tensors among them; their examples have no data.
         bounds: the named dims.
         ambient: torch's settings.
@@ -95,7 +95,7 @@ class CallSpec:
             given = guards_on_arguments(self.leaves, self.inputs, self.scalars)
         return (
             *given, *map(DimIs, self.bounds.values()), SizesAre(self.inputs),
-            *map(Holds, self.conditions), *map(Property, self.property_guards),
+            *map(ConditionHolds, self.conditions), *map(Property, self.property_guards),
             Aliasing(self.groups),
         )  # fmt: skip
 
@@ -171,7 +171,7 @@ def _at_shape(
 def _leaf(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return None
-    return Watched(type(value)) if is_instance(value) else value
+    return WatchedPlaceholder(type(value)) if is_instance(value) else value
 
 
 def without_data(example: torch.Tensor, fake: LazyFakeMode) -> torch.Tensor:
@@ -201,7 +201,7 @@ def placeholder(
 
 def described(call_spec: CallSpec, signature: inspect.Signature) -> dict[str, Any]:
     """Return descriptors, by parameter, of exactly the calls that a description is true of."""
-    flat = [leaf.cls if isinstance(leaf, Watched) else leaf for leaf in call_spec.leaves]
+    flat = [leaf.cls if isinstance(leaf, WatchedPlaceholder) else leaf for leaf in call_spec.leaves]
     for scalar in call_spec.scalars:
         flat[scalar.position] = type(scalar.value)
     for spec in call_spec.inputs:
@@ -280,8 +280,10 @@ def guards_on_arguments(
             guards.append(TensorMeta(i, specs[i]))
         elif i in numbers:
             guards.append(AnyNumber(i, numbers[i], value))
-        elif isinstance(value, Watched) or is_instance(value):
-            guards.append(TypeIs(i, value.cls if isinstance(value, Watched) else type(value)))
+        elif isinstance(value, WatchedPlaceholder) or is_instance(value):
+            guards.append(
+                TypeIs(i, value.cls if isinstance(value, WatchedPlaceholder) else type(value))
+            )
         else:
             guards.append(ValueIs(i, value))
     return guards

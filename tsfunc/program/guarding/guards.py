@@ -1,4 +1,4 @@
-"""The guards on the arguments of a program: facts about each call that it answers.
+"""The guards on the arguments of a program: facts about each call that it serves.
 
 A guard is one object with all forms of its fact: the generated Python that checks it (``lines``),
 its text for people (``texts``), what explains a call that it refuses (``facts``), its part of the
@@ -71,7 +71,7 @@ class ReadsValues(Protocol):
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Word(str):
+class UnquotedText(str):
     """A text that is shown without quotes: a named dim, the name of a class."""
 
 
@@ -109,14 +109,14 @@ class TypeIs(ArgumentGuard):
         return (f"type({name(self.position)}) is {self.cls.__qualname__}",)
 
     def facts(self, name: Names) -> Facts:
-        return {f"type({name(self.position)})": Word(self.cls.__qualname__)}
+        return {f"type({name(self.position)})": UnquotedText(self.cls.__qualname__)}
 
     @property
     def key(self) -> Any:
         return self.cls, None
 
     def json(self, encode: Encode) -> Any:
-        return encode(Watched(self.cls))
+        return encode(WatchedPlaceholder(self.cls))
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +220,9 @@ class TensorMeta(ArgumentGuard):
         facts[f"{at}.requires_grad"] = x.requires_grad
         for k, dim in enumerate(self.spec.dims):
             word = dim.name if isinstance(dim, Dim) else dim
-            facts[f"{at}.shape[{k}]"] = dim if isinstance(dim, int) else Word(word)
+            facts[f"{at}.shape[{k}]"] = dim if isinstance(dim, int) else UnquotedText(word)
         contiguous = x.is_contiguous()
-        facts[f"{at}.stride()"] = Word("contiguous") if contiguous else tuple(x.stride())
+        facts[f"{at}.stride()"] = UnquotedText("contiguous") if contiguous else tuple(x.stride())
         return facts
 
     @property
@@ -318,7 +318,7 @@ class SizesAre(Guard):
 
 
 @dataclass(frozen=True, eq=False)
-class Holds(Guard):
+class ConditionHolds(Guard):
     """A condition on named dims and numbers among the inputs."""
 
     condition: Condition
@@ -334,7 +334,9 @@ class Holds(Guard):
         return self.condition.fact
 
     @classmethod
-    def read(cls, field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]) -> Holds:
+    def read(
+        cls, field: Field, bounds: Mapping[str, Dim], scalars: Sequence[ScalarSpec]
+    ) -> ConditionHolds:
         text = field.line()
         variables = variables_of(bounds, scalars)
         try:
@@ -414,14 +416,14 @@ class Aliasing(Guard):
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedPlaceholder:
     """Stand-in for an object whose attributes are watched."""
 
     cls: type
 
 
 KINDS: tuple[type[Guard], ...] = (
-    TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre, Holds, Property, Aliasing,
+    TypeIs, ValueIs, AnyNumber, TensorMeta, DimIs, SizesAre, ConditionHolds, Property, Aliasing,
 )  # fmt: skip
 """The kinds of guards, in the order of their code: a size is bound before a condition uses it."""
 

@@ -111,10 +111,10 @@ class ScalarSpec:
 
     def admits(self, value: Any) -> bool:
         """Return True if another number may replace it, judged by its type."""
-        return type(value) is type(self.value) and is_tame(value)
+        return type(value) is type(self.value) and can_be_symbol(value)
 
 
-def describe_scalars(
+def scalar_inputs(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
@@ -137,7 +137,7 @@ def describe_scalars(
     described = {} if contract is None else contract.descriptors
     specs = []
     for i, value in enumerate(flat):
-        if not is_tame(value):
+        if not can_be_symbol(value):
             continue
         name, *path = argument_paths[i]
         if name in described and _is_by_type(described[name], tuple(path), value):
@@ -149,7 +149,7 @@ def describe_scalars(
     return specs
 
 
-def is_tame(value: Any) -> bool:
+def can_be_symbol(value: Any) -> bool:
     """Return True if a value is a number that a symbol can stand for."""
     if type(value) is float:
         return math.isfinite(value)
@@ -170,13 +170,13 @@ def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | floa
             return child is not None and _is_by_type(child, path[1:], value)
 
 
-def short_text(spec: InputSpec) -> str:
+def input_text(spec: InputSpec) -> str:
     """Return the dtype and dims of an input as a text."""
     dims = ", ".join(dim.name if isinstance(dim, Dim) else str(dim) for dim in spec.dims)
     return f"{str(spec.example.dtype).removeprefix('torch.')}[{dims}]"
 
 
-def describe_inputs(
+def tensor_inputs(
     flat: Sequence[Any],
     argument_paths: Mapping[int, tuple[Any, ...]],
     contract: CompiledDescriptors | None,
@@ -263,7 +263,7 @@ def solving_order(
         pending = later
 
 
-def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
+def with_fixed_sizes(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     """Return the input with some named dims replaced by their sizes in the call."""
     dims: list[DimForm] = []
     for size, dim in zip(spec.example.shape, spec.dims, strict=True):
@@ -271,7 +271,7 @@ def with_sizes_fixed(spec: InputSpec, small: Mapping[str, int]) -> InputSpec:
     return dataclasses.replace(spec, dims=tuple(dims))
 
 
-def with_dims_raised(spec: InputSpec, raised: Mapping[str, Dim]) -> InputSpec:
+def with_raised_minima(spec: InputSpec, raised: Mapping[str, Dim]) -> InputSpec:
     """Return the input with other bounds for some named dims."""
     dims = [raised.get(dim.name, dim) if isinstance(dim, Dim) else dim for dim in spec.dims]
     return dataclasses.replace(spec, dims=tuple(dims))
@@ -307,7 +307,7 @@ Hide = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[s
 """A function of positional and keyword arguments that hides those of type ``Any``."""
 
 
-def opaque_arguments(
+def hide_opaque_arguments(
     func: Callable[..., Any],
     described: Mapping[str, Descriptor],
     signature: inspect.Signature,
@@ -330,13 +330,15 @@ def opaque_arguments(
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def hidden(parameter: str, value: Any, *path: Any) -> Any:
             if parameter in described:
-                said, by = described[parameter], "descriptor"
+                declared, by = described[parameter], "descriptor"
             elif parameter in annotated:
-                said, by = as_descriptor(annotated[parameter]), "annotation"
+                declared, by = as_descriptor(annotated[parameter]), "annotation"
             else:
                 return value
             remedy = _remedy(func, parameter, by)
-            return _hidden(said, value, path, lambda at: (spell((parameter, *at)), remedy))
+            return _with_opaque_parts(
+                declared, value, path, lambda at: (spell((parameter, *at)), remedy)
+            )
 
         positions = signature.bind(*range(len(args)), **{name: name for name in kwargs}).arguments
         new_args, new_kwargs = list(args), dict(kwargs)
@@ -357,8 +359,8 @@ def opaque_arguments(
     return hide
 
 
-def _hidden(
-    said: Descriptor,
+def _with_opaque_parts(
+    declared: Descriptor,
     value: Any,
     path: tuple[Any, ...],
     words: Callable[[tuple[Any, ...]], tuple[str, str]],
@@ -366,13 +368,13 @@ def _hidden(
     """Return the value at a path with each part of type ``Any`` replaced by an opaque value."""
     if value is None:
         return None
-    if _is_any(said, path):
+    if _is_any(declared, path):
         return OpaqueValue(value, *words(path))
     if optree.tree_is_leaf(value, none_is_leaf=True, namespace=pytrees.NAMESPACE):
         return value
     node = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     children = [
-        _hidden(said, child, (*path, entry), words)
+        _with_opaque_parts(declared, child, (*path, entry), words)
         for entry, child in zip(node.entries, node.children, strict=True)
     ]
     unchanged = all(one is other for one, other in zip(children, node.children, strict=True))
@@ -390,9 +392,9 @@ def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
     )
 
 
-def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
+def _is_any(declared: Descriptor, path: tuple[Any, ...]) -> bool:
     """Return True if a descriptor has type ``Any`` for the value at a path."""
-    match said:
+    match declared:
         case TSMetaType():
             return True
         case TSFields(cls, names=()) | TSCustomClass(cls):
@@ -400,9 +402,13 @@ def _is_any(said: Descriptor, path: tuple[Any, ...]) -> bool:
         case TSUnion(alternatives):
             return any(_is_any(each, path) for each in alternatives)
         case _:
-            child = said.child_at(path) if path else None
+            child = declared.child_at(path) if path else None
             if child is None:
                 return False
-            if child == ANY and isinstance(said, TSFields) and not says_any(said.cls, str(path[0])):
+            if (
+                child == ANY
+                and isinstance(declared, TSFields)
+                and not says_any(declared.cls, str(path[0]))
+            ):
                 return False  # the annotation is not a type, so it does not mean Any
             return _is_any(child, path[1:])

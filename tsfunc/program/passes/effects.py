@@ -67,8 +67,13 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 
 
 def is_pure(node: torch.fx.Node) -> bool:
-    """Return True if the node's result depends only on its arguments, and it has no effects."""
+    """Return True if the node's result depends only on its arguments, and it has no effects.
+
+    The handler of a user's class may do anything.
+    """
     op = node.meta.get("op")
+    if "call" in node.meta:
+        return False
     if isinstance(op, TorchOperator) and op.name not in STATISTICS:
         return not (op.writes or op.random or op.asserts)
     return node.op == "call_function" and not (writes(node) or is_random(node) or checks(node))

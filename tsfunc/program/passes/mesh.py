@@ -29,11 +29,11 @@ from tsfunc.program.passes.equal_values import FromParts, MayDiffer
 def share_equal_values(graph: torch.fx.Graph) -> None:
     """Replace collectives of values that are equal on all ranks by local operators.
 
-    The sum of such a value is a multiple of it, and its gathered values are copies. If a promise
+    The sum of such a value is a multiple of it, and its gathered values are copies. If a guarantee
     of ``out_specs`` follows from the program, it is not checked when the program runs.
 
     Raises:
-        MeshError: a promise of ``out_specs`` is made for a value that differs between ranks.
+        MeshError: a guarantee of ``out_specs`` is made for a value that differs between ranks.
     """
     exchanges: list[Any] = [node for node in every_node(graph) if node.target is MAP]
     if not exchanges:
@@ -43,7 +43,7 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
         x, kind, _, axis, mesh = node.args
         checked = mesh.partition(";")[2] not in ("values", "unchecked")
         if kind == "leave" and checked and axis in from_parts.get(x, ()):
-            _refuse_promise(x, axis)
+            _refuse_guarantee(x, axis)
     varying = MayDiffer(graph).axes
     at_top = set(graph.nodes)
     for node in exchanges:
@@ -58,7 +58,7 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
                 varying[made] = varying[x]
 
 
-def _refuse_promise(node: Any, axis: str) -> None:
+def _refuse_guarantee(node: Any, axis: str) -> None:
     while node.meta.get("location") is None or (node.target is MAP and node.args[1] == "leave"):
         if not node.all_input_nodes:
             break

@@ -50,14 +50,15 @@ from tsfunc.program.passes.views import compose_views
 
 
 def remove_dead(graph: torch.fx.Graph) -> None:
-    """Remove nodes without users, except inputs, checks, writes and random operators.
+    """Remove nodes without users, except inputs, checks, writes, random operators and user calls.
 
     A random operator stays even if its result is unused, since it advances the generator: later
-    draws of the function must be the same as without a program.
+    draws of the function must be the same as without a program. The handler of a user's class gets
+    every call of the function.
     """
     for node in reversed(graph.nodes):
         removable = node.op in ("call_function", "get_attr")
-        kept = writes(node) or is_random(node) or checks(node)
+        kept = writes(node) or is_random(node) or checks(node) or "call" in node.meta
         if removable and not node.users and not kept:
             graph.erase_node(node)
 
@@ -94,7 +95,7 @@ def free_layouts(graph: torch.fx.Graph, body: bool = False) -> None:
 # --- slices to the end of a dim, which torch writes as None or as the largest int
 
 
-def end_slices_alike(graph: torch.fx.Graph) -> None:
+def normalize_slice_ends(graph: torch.fx.Graph) -> None:
     """Write the end of every slice to the end of a dim as None.
 
     torch writes the largest int or None, depending on how it parses an index and on its symbols.
@@ -123,6 +124,8 @@ def remove_noops(graph: torch.fx.Graph) -> None:
         op = node.meta.get("op")
         if not isinstance(op, TorchOperator) or op.writes or node.meta.get("reads_data"):
             continue
+        if "call" in node.meta:  # a class's handler gets this call
+            continue
         name = op.overload.overloadpacket.__name__
         if name not in _ITSELF and name not in _EQUAL:
             continue
@@ -130,7 +133,7 @@ def remove_noops(graph: torch.fx.Graph) -> None:
             argument.name: value for argument, value in matched(op, node.args, node.kwargs)
         }
         source = next(iter(arguments.values()), None)
-        if not isinstance(source, torch.fx.Node) or not _look_alike(source, node):
+        if not isinstance(source, torch.fx.Node) or not _same_metadata(source, node):
             continue
         if name in _ITSELF:
             if _ITSELF[name](arguments, source):
@@ -146,7 +149,7 @@ def remove_noops(graph: torch.fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _look_alike(source: torch.fx.Node, node: torch.fx.Node) -> bool:
+def _same_metadata(source: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Return True if two values have the same dtype, device, shape, layout and lazy bits."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -186,7 +189,7 @@ def _no_copy(arguments: Arguments, source: torch.fx.Node) -> bool:
     return copies is False and arguments.get("memory_format") in (None, torch.preserve_format)
 
 
-def _drops_nothing(arguments: Arguments, source: torch.fx.Node) -> bool:
+def _keeps_all_elements(arguments: Arguments, source: torch.fx.Node) -> bool:
     return arguments.get("train") is False or arguments.get("p") == 0
 
 
@@ -222,10 +225,10 @@ def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
 _ITSELF: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
     "to": _no_copy,
     "type_as": _always,
-    "dropout": _drops_nothing,
-    "alpha_dropout": _drops_nothing,
-    "feature_dropout": _drops_nothing,
-    "feature_alpha_dropout": _drops_nothing,
+    "dropout": _keeps_all_elements,
+    "alpha_dropout": _keeps_all_elements,
+    "feature_dropout": _keeps_all_elements,
+    "feature_alpha_dropout": _keeps_all_elements,
 }
 # Operators that make another tensor with the same elements.
 _EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
@@ -529,7 +532,7 @@ def simplify(
 
 _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
     free_layouts,
-    end_slices_alike,
+    normalize_slice_ends,
     remove_noops,
     compose_views,
     share_equal_values,

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.trace.rerun import Rerun, difference
+from tsfunc.bridge.trace.rerun import FakeRerun, difference
 from tsfunc.bridge.tracers.operators import OperatorArgument, TorchOperator, arguments_of, matched
 from tsfunc.errors import MalformedProgramError
 
@@ -106,7 +106,7 @@ class _Check:
     def results(self, facts: Sequence[str]) -> None:
         """Check that each operator, run on fake tensors, returns results as in the metadata."""
         tensors = [n.meta["val"] for n in self.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        rerun = Rerun(tensors[0] if tensors else None)
+        rerun = FakeRerun(tensors[0] if tensors else None)
         rerun.assume(facts)
         values: dict[torch.fx.Node, Any] = {}
         unknown: set[torch.fx.Node] = set()
@@ -131,7 +131,9 @@ class _Check:
                 if unlike is not None:
                     self._fail(node, f"{unlike}.")
 
-    def _again(self, rerun: Rerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]) -> Any:
+    def _again(
+        self, rerun: FakeRerun, node: torch.fx.Node, values: dict[torch.fx.Node, Any]
+    ) -> Any:
         if isinstance(node.target, ControlFlow):
             return dict(_items(node, rerun))
         if _reads_data(node):  # another run would find other data-dependent sizes
@@ -165,7 +167,7 @@ def _reads_data(node: torch.fx.Node) -> bool:
     return tagged or bool(node.meta.get("reads_data"))
 
 
-def _items(node: torch.fx.Node, rerun: Rerun) -> Iterator[tuple[Any, Any]]:
+def _items(node: torch.fx.Node, rerun: FakeRerun) -> Iterator[tuple[Any, Any]]:
     """Yield the results of a call with several results, by index, from the metadata."""
     for user in node.users:
         if user.target is operator.getitem:

@@ -41,8 +41,8 @@ class Group(Protocol):
 
 def numbers_in(index: torch.Tensor) -> list[int]:
     """Return the different values of an index, in order."""
-    found: list[int] = torch.unique(index).tolist()
-    return found
+    numbers: list[int] = torch.unique(index).tolist()
+    return numbers
 
 
 def by_choice(whole: G, index: torch.Tensor, numbers: Sequence[int]) -> Iterator[tuple[int, G]]:
@@ -115,8 +115,8 @@ class SubsetGroup:
 
     @property
     def size(self) -> int:
-        found: int = self.level.batch_size
-        return found
+        count: int = self.level.batch_size
+        return count
 
     def part(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
         return SubsetGroup(self.what, subset_of(self.level, index, single))

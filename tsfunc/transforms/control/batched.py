@@ -198,8 +198,8 @@ def loop(
         batch = _physical(operands, level)
         if batch is None:
             return None
-        found = loop_of(condition, body, carried, batch, read(choice.values).bool())
-    return None if found is None else tuple([wrap(x, 0, level) for x in found])
+        carried_out = loop_of(condition, body, carried, batch, read(choice.values).bool())
+    return None if carried_out is None else tuple([wrap(x, 0, level) for x in carried_out])
 
 
 def loop_of(
@@ -229,14 +229,14 @@ def loop_of(
                 return carry, made, active
 
     active = _truth(ask([*carry, *rest.operands])) if active is None else active
-    found = repeat(rest, carry, active, steps)[0]
-    return [x.clone() if x is first else x for x, first in zip(found, carry, strict=True)]
+    carry_out = repeat(rest, carry, active, steps)[0]
+    return [x.clone() if x is first else x for x, first in zip(carry_out, carry, strict=True)]
 
 
 def _truth(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the condition of each example, from the results of a condition's body."""
-    found = results[0].reshape(-1)
-    return found if found.dtype is torch.bool else found != 0
+    truth = results[0].reshape(-1)
+    return truth if truth.dtype is torch.bool else truth != 0
 
 
 def choice(
@@ -256,8 +256,8 @@ def choice(
         batch = _physical(operands, level)
         if batch is None:
             return None
-        found = choice_of(branches, batch, read(taken.values))
-    return None if found is None else tuple([wrap(x, 0, level) for x in found])
+        results = choice_of(branches, batch, read(taken.values))
+    return None if results is None else tuple([wrap(x, 0, level) for x in results])
 
 
 def choice_of(
@@ -321,5 +321,5 @@ def batch_here(operands: Sequence[Any], batched: Sequence[bool]) -> PhysicalBatc
     state = tls.state
     if state.levels or not state.plain or torch_records() or not are_plain(operands):
         return None
-    found = PhysicalBatch.of(operands, [*batched, *[False] * (len(operands) - len(batched))])
-    return found if found.size else None
+    here = PhysicalBatch.of(operands, [*batched, *[False] * (len(operands) - len(batched))])
+    return here if here.size else None

@@ -136,8 +136,8 @@ def truth_of(value: Any, subset: BatchLevel | None = None) -> bool | None:
     """
     kind = type(value)
     if kind is bool:
-        found: bool = value
-        return found
+        truth: bool = value
+        return truth
     if kind is SlottedBatchTracer and value.dispatch_level is subset and value.bdim == 0:
         inner = value.value
         if type(inner) is torch.Tensor and inner.dtype is torch.bool and inner.dim() == 1:
@@ -160,8 +160,8 @@ def read(values: Any) -> torch.Tensor:
     """Return the data of a known tensor."""
     while isinstance(values, Tracer):
         values = values.value  # type: ignore[attr-defined]
-    found: torch.Tensor = values
-    return found
+    known: torch.Tensor = values
+    return known
 
 
 class DiffersInside(BaseException):

@@ -116,20 +116,20 @@ def cond(
         operands = ()
     check_callable("cond", true_fun=true_fun, false_fun=false_fun)
     if torch_records():
-        found: _Result = in_torch.cond(pred, true_fun, false_fun, operands)
-        return found
+        result: _Result = in_torch.cond(pred, true_fun, false_fun, operands)
+        return result
     if not kwargs:
         operands = operands_of(operands, true_fun)
     axes = exchanging("cond", (true_fun, false_fun), operands)
     if axes and not _is_static(pred):
         index, branches = agreed_predicate(pred, axes, true_fun, false_fun)
         names = ("false_fun", "true_fun", "both branches")
-        found = _SwitchCall("switch", branches, names, operands, batching).by_user(index)
-        return found
-    found = _SwitchCall(
+        result = _SwitchCall("switch", branches, names, operands, batching).by_user(index)
+        return result
+    result = _SwitchCall(
         "cond", (false_fun, true_fun), ("false_fun", "true_fun"), operands, batching
     ).by_user(pred)
-    return found
+    return result
 
 
 def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -199,15 +199,15 @@ def switch(
         raise ValueError("switch: expected at least one branch, got none.")
     check_callable("switch", **{f"branches[{i}]": branch for i, branch in enumerate(branches)})
     if torch_records():
-        found: _Result = in_torch.switch(index, branches, operands)
-        return found
+        result: _Result = in_torch.switch(index, branches, operands)
+        return result
     operands = operands_of(operands, branches[0])
     axes = exchanging("switch", branches, operands)
     if axes and not _is_static(index):
         index, branches = agreed_index(index, axes, branches)
     names = tuple(f"branch {i}" for i in range(len(branches)))
-    found = _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
-    return found
+    result = _SwitchCall("switch", tuple(branches), names, operands, batching).by_user(index)
+    return result
 
 
 def _is_static(choice: Any) -> bool:
@@ -268,10 +268,10 @@ class _SwitchCall:
         out = self.of(choice)
         if not isinstance(choice, int):
             return out
-        found = check_other_branches(
+        checked = check_other_branches(
             self.what, self.names, self.branches, self.operands, choice, out
         )
-        return found if isinstance(value, torch.Tensor) else out
+        return checked if isinstance(value, torch.Tensor) else out
 
     def on_subsets(self, choice: ByExample) -> Any:
         """Run each branch on the examples that take it."""
@@ -296,10 +296,10 @@ class _SwitchCall:
         masks = [choice.values == i for i in range(1, len(outs))]
 
         def chosen(column: Sequence[torch.Tensor]) -> torch.Tensor:
-            found = column[0]
+            selected = column[0]
             for mask, other in zip(masks, column[1:], strict=True):
-                found = where(level, mask, other, found)
-            return found
+                selected = where(level, mask, other, selected)
+            return selected
 
         merge_draw_counts([drawn for _, drawn in each], chosen)
         return together(outs, chosen)
@@ -308,16 +308,16 @@ class _SwitchCall:
         """Run the branches on guarded subsets: NOTE [unreadable choices]."""
         level, values = choice.level, choice.values
         first = values[0]
-        found = switch(
+        result = switch(
             first,
             [functools.partial(self.guarded, i, level, values) for i in range(len(self.branches))],
         )
         for i in range(len(self.branches)):
             mask = values == i
             also = mask.any() & (first != i)
-            over = functools.partial(self.over, i, level, mask, found)
-            found = cond(also, over, functools.partial(_same, found))
-        return found
+            over = functools.partial(self.over, i, level, mask, result)
+            result = cond(also, over, functools.partial(_same, result))
+        return result
 
     def guarded(self, i: int, level: BatchLevel, values: torch.Tensor) -> Any:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
@@ -328,11 +328,11 @@ class _SwitchCall:
         merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))
         return out
 
-    def over(self, i: int, level: BatchLevel, mask: torch.Tensor, found: Any) -> Any:
+    def over(self, i: int, level: BatchLevel, mask: torch.Tensor, result: Any) -> Any:
         """Return the results with those of a branch for the examples that take it."""
         out = self.guarded(i, level, torch.where(mask, i, -1))
-        self.check([found, out], (0, i))
-        return together([out, found], lambda pair: where(level, mask, *pair))
+        self.check([result, out], (0, i))
+        return together([out, result], lambda pair: where(level, mask, *pair))
 
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):
@@ -349,9 +349,9 @@ class _SwitchInProgram(_SwitchCall):
     branches: tuple[Body, ...]
 
     def on_subsets(self, choice: ByExample) -> Any:
-        found = batched.choice(self.branches, self.operands, choice)
-        return super().on_subsets(choice) if found is None else found
+        results = batched.choice(self.branches, self.operands, choice)
+        return super().on_subsets(choice) if results is None else results
 
 
-def _same(found: Any) -> Any:
-    return found
+def _same(result: Any) -> Any:
+    return result

@@ -98,8 +98,8 @@ class Tracing:
         """
         self.names = names = DimNames(self.bounds)
         dims = {i: names.dims(x) for i, x in enumerate(given) if isinstance(x, OperandType)}
-        found = [names.number(x.text) if isinstance(x, Number) else None for x in given]
-        numbers = {i: form for i, form in enumerate(found) if form is not None}
+        forms = [names.number(x.text) if isinstance(x, Number) else None for x in given]
+        numbers = {i: form for i, form in enumerate(forms) if form is not None}
 
         def run(*values: Any) -> Any:
             known = [
@@ -176,11 +176,11 @@ class DimNames:
         return tuple(size if isinstance(size, int) else self.dim(size) for size in type_.dims)
 
     def dim(self, text: str) -> DimForm:
-        found = self._form(text)
-        if found is None:
-            found = self._others.setdefault(text, self._fresh())
-            self.used[found.name] = found
-        return found
+        form = self._form(text)
+        if form is None:
+            form = self._others.setdefault(text, self._fresh())
+            self.used[form.name] = form
+        return form
 
     def _fresh(self) -> Dim:
         taken = {*self.bounds, *self.used}
@@ -188,20 +188,20 @@ class DimNames:
 
     def number(self, text: str) -> DimForm | None:
         """Return a number as a form in the known names; None if it is unknown."""
-        found = self._form(text)
-        known = found is not None and all(name in self.used for name in names_in(found))
-        return found if known else self._others.get(text)
+        form = self._form(text)
+        known = form is not None and all(name in self.used for name in names_in(form))
+        return form if known else self._others.get(text)
 
     def _form(self, text: str) -> DimForm | None:
         """Return the dim form of a text in names of the program; None for other texts."""
         try:
-            found = parse_dim(text)
+            form = parse_dim(text)
         except DescriptorError:
             return None
-        if not all(name in self.bounds for name in names_in(found)):
+        if not all(name in self.bounds for name in names_in(form)):
             return None
-        self.used.update({name: self.bounds[name] for name in names_in(found)})
-        return self.bounds[found.name] if isinstance(found, Dim) else found
+        self.used.update({name: self.bounds[name] for name in names_in(form)})
+        return self.bounds[form.name] if isinstance(form, Dim) else form
 
 
 def size_of(form: DimForm) -> Any:
@@ -240,7 +240,7 @@ def _without_unused(graph: torch.fx.Graph, inputs: Sequence[int]) -> tuple[int, 
 
 def types_of(part: CalleeGraph) -> list[OperandType]:
     """Return the types of the tensors that a part returns."""
-    found = []
+    types = []
     for node in part.results:
         value = node.meta["val"]
         dims = tuple(
@@ -248,8 +248,8 @@ def types_of(part: CalleeGraph) -> list[OperandType]:
             for size, text in zip(value.shape, node.meta["dims"], strict=True)
         )
         steps = [step if isinstance(step, int) else step.node.hint for step in value.stride()]
-        found.append(OperandType(dims, value.dtype, value.device, tuple(map(int, steps))))
-    return found
+        types.append(OperandType(dims, value.dtype, value.device, tuple(map(int, steps))))
+    return types
 
 
 def smooth_of(types: Sequence[OperandType]) -> list[int]:

@@ -5,7 +5,7 @@ A call of an ``autograd.Function``, or of a function with a custom rule, is one 
 which runs the user's Python. When the program is saved, the function and its derivative are each
 traced into a graph (``program/files/callees.py``), as a specialized function is, with the named
 dims of the program and the sizes of its call. A rule whose control flow depends on data, or on
-sizes beyond the promises of the descriptors, has no file form. A function with a batching rule of
+sizes beyond the guarantees of the descriptors, has no file form. A function with a batching rule of
 the user has none either. A rule is traced for a call that requests all derivatives: by all tensors
 with a differentiable dtype, with cotangents and tangents for all such results. If some are missing
 when the program runs, zeros are passed instead.
@@ -138,8 +138,8 @@ def _primal(tracing: Tracing, calls: list[RuleCall]) -> CalleeGraph:
     def run(values: list[Any]) -> Values:
         made = _rule_call(callee, values)
         calls.append(made.call)
-        found: Values = callee.function.outline(made.call, made.sizes, *made.operands)
-        return found
+        results: Values = callee.function.outline(made.call, made.sizes, *made.operands)
+        return results
 
     return tracing.part("the function itself", run, tracing.operands)
 
@@ -157,9 +157,9 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         rule: Any = made.call.rule
         with made.call.seeing(made.operands):
             out, residuals = rule.forward(made.call, *made.arguments)
-            found = made.call.kept(out, made.operands)
+            results = made.call.kept(out, made.operands)
         kept.append(Kept(residuals))
-        return *found, *kept[-1].tensors
+        return *results, *kept[-1].tensors
 
     first = tracing.part("the fwd rule", forward, given)
     types = types_of(first)[len(results) :]
@@ -175,10 +175,10 @@ def with_vjp(tracing: Tracing) -> CustomVjp:
         for j, value in zip(smooth, values[stop:], strict=True):
             cotangents[j] = value
         with made.call.seeing(made.operands):
-            found: Values = pulled_by_rule(
+            pulled: Values = pulled_by_rule(
                 made.call, *made.arguments, residuals, cotangents, made.operands
             )
-        return found
+        return pulled
 
     cotangents = [results[j] for j in smooth]
     last = tracing.part("the bwd rule", backward, [*given, *types, *cotangents], callee.tensors)
@@ -203,8 +203,8 @@ def with_jvp(tracing: Tracing) -> CustomJvp:
             tangents[i] = value
         rule: Any = made.call.rule
         with made.call.seeing(made.operands):
-            found: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
-        return found
+            pushed: Values = rule.pushed(made.call, made.sizes, made.operands, tangents)
+        return pushed
 
     tangents = [callee.types[i] for i in by]
     made = CustomJvp(*tracing.head(len(results)))
@@ -221,8 +221,8 @@ def solution(tracing: Tracing) -> LinearSolution | RootSolution:
     def closed(func: Callable[[Values, Values], Values], many: int) -> Callable[..., Values]:
         def run(values: list[Any]) -> Values:
             _, *rest = callee.filled([*values[:count], *values[many:]])
-            found = func(values[:many], rest[count:])
-            return [x for x in found if isinstance(x, torch.Tensor)]
+            results = func(values[:many], rest[count:])
+            return [x for x in results if isinstance(x, torch.Tensor)]
 
         return run
 
@@ -336,10 +336,10 @@ class Methods:
         given = values[self.first + made.numbers + made.tensors :]
         of: dict[int | None, Any] = dict(zip(made.smooth, given, strict=True))
         ctx = self._context(values, "backward")
-        found = self.backward(ctx, *(of.get(j) for j in self.outputs))
-        found = found if isinstance(found, tuple | list) else (found,)
+        returned = self.backward(ctx, *(of.get(j) for j in self.outputs))
+        returned = returned if isinstance(returned, tuple | list) else (returned,)
         pulled: list[Any] = [None] * made.tensors
-        for i, ct in zip(self._arguments(), found, strict=False):
+        for i, ct in zip(self._arguments(), returned, strict=False):
             if i is not None:
                 pulled[i] = ct
         return pulled
@@ -357,10 +357,10 @@ class Methods:
         made = self.made
         given = dict(zip(made.by, values[self.first + made.numbers + made.tensors :], strict=True))
         tangents = [None if i is None else given.get(i) for i in self._arguments()]
-        found = self.cls.jvp(self._context(values, "jvp"), *tangents)
-        found = found if isinstance(found, tuple | list) else (found,)
+        returned = self.cls.jvp(self._context(values, "jvp"), *tangents)
+        returned = returned if isinstance(returned, tuple | list) else (returned,)
         pushed: list[Any] = [None] * made.results
-        for j, tangent in zip(self.outputs, found, strict=False):
+        for j, tangent in zip(self.outputs, returned, strict=False):
             if j is not None:
                 pushed[j] = tangent
         return pushed

@@ -62,9 +62,9 @@ class CustomVjp(TracedCallee):
         total = self.tensors + self.numbers
 
         def fwd(*args: Any) -> tuple[Any, Any]:
-            found = self.forward(*args)
+            outputs = self.forward(*args)
             kept = [x if i in self.backward.inputs else None for i, x in enumerate(args)]
-            return tuple(found[: self.results]), (kept[: self.count], found[self.results :])
+            return tuple(outputs[: self.results]), (kept[: self.count], outputs[self.results :])
 
         def bwd(*given: Any) -> Sequence[Any]:
             *fixed, (kept, residuals), cotangents = given
@@ -75,8 +75,8 @@ class CustomVjp(TracedCallee):
         return rule
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        found: Sequence[Any] = self._rule(*operands)
-        return found
+        results: Sequence[Any] = self._rule(*operands)
+        return results
 
 
 class CustomJvp(TracedCallee):
@@ -109,17 +109,17 @@ class CustomJvp(TracedCallee):
 
         def rule(*given: Any) -> tuple[Any, Any]:
             *fixed, primals, tangents = given
-            found = self.push(*primals, *fixed, *(tangents[i] for i in self.by))
+            pushed = self.push(*primals, *fixed, *(tangents[i] for i in self.by))
             known = (SymbolicZero(torch.Size(), torch.bool),) * self.results  # not used
-            return known, tuple(found)
+            return known, tuple(pushed)
 
         made = custom_jvp(_named(self.name, self.primal), tuple(range(self.count, total)))
         made.defjvp(rule)
         return made
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        found: Sequence[Any] = self._rule(*operands)
-        return found
+        results: Sequence[Any] = self._rule(*operands)
+        return results
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class CustomAutogradFunction(TracedCallee):
         }  # fmt: skip
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        found: Sequence[Any] = apply(self._function, *operands)
-        return found
+        results: Sequence[Any] = apply(self._function, *operands)
+        return results
 
     @functools.cached_property
     def _function(self) -> Any:
@@ -198,12 +198,12 @@ class CustomAutogradFunction(TracedCallee):
         return type(self.name, (Function,), made)
 
     def _forward(self, ctx: Any, *args: Any) -> tuple[Any, ...]:
-        found = tuple(self.forward(*args))
-        self._keep(ctx, args, found)
-        return found[: self.results]
+        outputs = tuple(self.forward(*args))
+        self._keep(ctx, args, outputs)
+        return outputs[: self.results]
 
-    def _keep(self, ctx: Any, args: Sequence[Any], found: Sequence[Any]) -> None:
-        tensors = (*args[: self.tensors], *found)
+    def _keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+        tensors = (*args[: self.tensors], *outputs)
         kept = [tensors[at] for at in self.kept]
         ctx.save_for_backward(*kept)
         ctx.save_for_forward(*kept)
@@ -211,7 +211,7 @@ class CustomAutogradFunction(TracedCallee):
         ctx.shapes = [x.shape for x in args[: self.tensors]]
         if self.dirty:
             ctx.mark_dirty(*(args[i] for i in self.dirty))
-        inert = [x for j, x in enumerate(found[: self.results])
+        inert = [x for j, x in enumerate(outputs[: self.results])
                  if j in self.inert or not differentiable(x)]  # fmt: skip
         ctx.mark_non_differentiable(*inert)
 
@@ -219,8 +219,8 @@ class CustomAutogradFunction(TracedCallee):
         if self.refusal is not None:
             raise UndefinedDerivativeError(self.refusal)
         assert self.backward is not None
-        found = self.backward(*self._given(ctx), *(cotangents[j] for j in self.smooth))
-        return (*found, *[None] * self.numbers)
+        pulled = self.backward(*self._given(ctx), *(cotangents[j] for j in self.smooth))
+        return (*pulled, *[None] * self.numbers)
 
     def _push(self, ctx: Any, *tangents: Any) -> Any:
         assert self.push is not None

@@ -76,8 +76,8 @@ class Pullback(ControlFlowOperator):
 
         def run(*chosen: Any) -> tuple[Any, ...]:
             with muted():  # NOTE [debug effects]
-                found = self.op(*with_replaced(inputs, self.by, chosen), *numbers)
-            return tuple(found[j] for j in self.of)
+                results = self.op(*with_replaced(inputs, self.by, chosen), *numbers)
+            return tuple(results[j] for j in self.of)
 
         _, pull = vjp(run, *(inputs[i] for i in self.by))
         pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
@@ -92,8 +92,8 @@ class Pullback(ControlFlowOperator):
             inputs, numbers = given[: self.count], given[stop:]
 
             def of_chosen(*chosen: Any) -> tuple[Any, ...]:
-                found = inner(*with_replaced(inputs, self.by, chosen), *numbers)
-                return tuple(found[j] for j in self.of)
+                results = inner(*with_replaced(inputs, self.by, chosen), *numbers)
+                return tuple(results[j] for j in self.of)
 
             cotangents = given[self.count : stop]
             return pulled_back(of_chosen, [inputs[i] for i in self.by], cotangents)
@@ -128,8 +128,8 @@ class MappedOperator(ControlFlowOperator):
         dims = [0 if batched else None for batched in self.batched]
         dims += [None] * (len(operands) - len(dims))
         every = vmap(self.op, in_dims=tuple(dims), randomness="same")
-        found: tuple[Any, ...] = every(*operands)
-        return found
+        results: tuple[Any, ...] = every(*operands)
+        return results
 
     @property
     def _merged(self) -> Callable[..., tuple[Any, ...]] | None:
@@ -177,15 +177,15 @@ class MappedOperator(ControlFlowOperator):
         return [*ones, *operands[len(self.batched) :]]
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
-        found = self.op.narrowed(count, used)
-        if found is None:
+        inner = self.op.narrowed(count, used)
+        if inner is None:
             return None
-        tensors = [i for i in found.operands if i < len(self.batched)]
-        assert isinstance(found.op, ControlFlowOperator)
+        tensors = [i for i in inner.operands if i < len(self.batched)]
+        assert isinstance(inner.op, ControlFlowOperator)
         batched = [self.batched[i] for i in tensors]
         if not any(batched):  # the number of calls would be unknown
             return None
-        return Narrowed(MappedOperator(found.op, batched), found.operands, found.results)
+        return Narrowed(MappedOperator(inner.op, batched), inner.operands, inner.results)
 
 
 def _flattened(
@@ -212,8 +212,8 @@ def _flattened(
                 x = x if b else x.unsqueeze(1)
                 x = x.expand(rows, columns, *rest).reshape(rows * columns, *rest)
             flat.append(x)
-        found = form(*flat, *given[len(pairs) :])
-        return tuple(x.reshape(rows, columns, *x.shape[1:]) for x in found)
+        results = form(*flat, *given[len(pairs) :])
+        return tuple(x.reshape(rows, columns, *x.shape[1:]) for x in results)
 
     return run
 
@@ -286,8 +286,8 @@ class Pushforward(ControlFlowOperator):
                 return self.op(*with_replaced(inputs, self.by, chosen), *numbers)
 
         _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
-        found: tuple[Any, ...] = pushed
-        return found
+        results: tuple[Any, ...] = pushed
+        return results
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         stop = self.count + len(self.by)

@@ -11,7 +11,7 @@ import torch
 import torch.fx
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import Frame, TracerStack, needed_frames, rewrap_as, unwrap_all
+from tsfunc.bridge.control.bodies import needed_frames, rewrap_as
 from tsfunc.bridge.control.collectives import named_axes
 from tsfunc.bridge.control.control_flow import NoTorchOperator
 from tsfunc.bridge.control.control_flow_calls import call
@@ -20,6 +20,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.trace.trace_level import SYMBOLIC, TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
+from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
@@ -207,10 +208,10 @@ def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> An
     maps = _maps(trace, [unwrap_all(x)[1] for x in tensors], [result.stack for result in results])
     op = FunctionCall(callee, maps, written)
     numbers = [trace.sizes(size) for size in sizes]
-    found = list(call(op, trace, tensors, numbers, results))
+    outputs = list(call(op, trace, tensors, numbers, results))
     for position, i in dirty.items():
-        found[position] = given[i].copy_(found[position])
-    return filled(body, found)
+        outputs[position] = given[i].copy_(outputs[position])
+    return filled(body, outputs)
 
 
 def _arranged(x: Any) -> Any:
@@ -237,11 +238,11 @@ def _batched_layers(tensors: Sequence[Any]) -> dict[int, Frame]:
     The results may depend on these dims by the custom derivative only, and not by their values:
     see NOTE [results of a mapped function].
     """
-    found: dict[int, Frame] = {}
+    layers: dict[int, Frame] = {}
     for x in tensors:
         if differentiable(x):
-            found |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
-    return found
+            layers |= {d: frame for d, frame in needed_frames(x).items() if frame.bdim is not None}
+    return layers
 
 
 def _maps(
@@ -250,20 +251,14 @@ def _maps(
     """Return the vmaps that batch a tensor or have a named axis, the innermost first."""
     levels = {level.depth: level for level in named_axes(trace)}
     for stack in inputs:
-        for frame in stack.frames:
-            if frame.bdim is not None and isinstance(frame.level, BatchLevel):
-                levels[frame.level.depth] = frame.level
+        levels |= {level.depth: level for level in stack.batch_levels}
     return [_mapped(levels[depth], inputs, results) for depth in sorted(levels, reverse=True)]
 
 
 def _mapped(
     level: BatchLevel, inputs: Sequence[TracerStack], results: Sequence[TracerStack]
 ) -> EnclosingVmap:
-    in_dims = tuple(_dim_at(level.depth, stack) for stack in inputs)
-    out_dims = tuple(_dim_at(level.depth, stack) for stack in results)
+    in_dims = tuple(stack.dim_at(level.depth) for stack in inputs)
+    out_dims = tuple(stack.dim_at(level.depth) for stack in results)
     size = level.batch_size if all(dim is None for dim in in_dims) else None
     return EnclosingVmap(in_dims, out_dims, level.randomness, level.axis_name, size)
-
-
-def _dim_at(depth: int, stack: TracerStack) -> int | None:
-    return next((frame.bdim for frame in stack.frames if frame.level.depth == depth), None)

@@ -89,8 +89,8 @@ class Loop:
             carry, done = self.block(carry, size // 2)
             return (carry, done) if done else self.block(carry, size // 2)
 
-        found: tuple[Any, bool] = run_checkpointed(run, (carry,))
-        return found
+        result: tuple[Any, bool] = run_checkpointed(run, (carry,))
+        return result
 
     def run(self, carry: Any, limit: int | None) -> tuple[Any, bool]:
         """Run the loop, or its next ``limit`` steps; return the carry, and True at its end."""
@@ -234,10 +234,10 @@ class Loop:
             carry, active = state
             step = counted(self.and_condition, level.depth)
             if guarded:
-                found, drawn = run_guarded(level, active, self.what, step, (carry,))
+                stepped, drawn = run_guarded(level, active, self.what, step, (carry,))
             else:
-                found, drawn = step(carry)
-            return self.kept(level, active, found, drawn, carry)
+                stepped, drawn = step(carry)
+            return self.kept(level, active, stepped, drawn, carry)
 
         # This loop runs as long as any example continues; its body checks the steps.
         every = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
@@ -245,14 +245,14 @@ class Loop:
         return every.whole((carry, values_at(value, level)))[0]
 
     def kept(
-        self, level: BatchLevel, active: torch.Tensor, found: Any, drawn: DrawCounts, carry: Any
+        self, level: BatchLevel, active: torch.Tensor, stepped: Any, drawn: DrawCounts, carry: Any
     ) -> Any:
         """Return the new state of the active examples, and the old one of the others."""
 
         def merge(pair: Sequence[torch.Tensor]) -> torch.Tensor:
             return where(level, active, *pair)
 
-        new, again = found
+        new, again = stepped
         merge_draw_counts([drawn, draw_counts(level.depth)], merge)
         return together([new, carry], merge), active & values_at(again, level, self)
 
@@ -283,8 +283,8 @@ class Loop:
         """
 
         def flag(value: Any) -> torch.Tensor:
-            found: torch.Tensor = as_tensor(value) if is_number(value) else value
-            return found.reshape(()) != 0
+            tensor: torch.Tensor = as_tensor(value) if is_number(value) else value
+            return tensor.reshape(()) != 0
 
         def body(state: Any) -> Any:
             carry, drawn, _ = state
@@ -363,9 +363,9 @@ class _LoopInProgram(Loop):
     def on_subsets(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
         if limit is None:
             operands = (*carry, *self.rest)
-            found = batched.loop(*self.bodies, len(carry), operands, choice)
-            if found is not None:
-                return found, True
+            carried = batched.loop(*self.bodies, len(carry), operands, choice)
+            if carried is not None:
+                return carried, True
         return super().on_subsets(carry, choice, limit)
 
 

@@ -27,7 +27,7 @@ from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
-from tsfunc.transforms.control.outputs import none_stacked, slice_like
+from tsfunc.transforms.control.outputs import slice_like, stack_of_no_steps
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.vmap import vmap
 
@@ -76,8 +76,8 @@ class Switch(ControlFlowOperator):
         return Narrowed(Switch(self.name, bodies, self.batching), operands, tuple(sorted(used)))
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = _RUNS[Switch](self, *operands)
-        return found
+        results: tuple[Any, ...] = _RUNS[Switch](self, *operands)
+        return results
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         index, *rest = operands
@@ -157,8 +157,8 @@ class While(ControlFlowOperator):
         return _settled(operands[: self.carried], step)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = _RUNS[While](self, *operands)
-        return found
+        results: tuple[Any, ...] = _RUNS[While](self, *operands)
+        return results
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
@@ -178,10 +178,10 @@ class While(ControlFlowOperator):
         )
         begin, rest = tuple(operands[: self.carried]), tuple(operands[self.carried :])
         node = writer.call(torch.ops.higher_order.while_loop, *blocks, begin, rest)
-        found = writer.items(node, self.carried)
+        items = writer.items(node, self.carried)
         steps = writer.truth(writer.inline(condition, given)[0])
         where = torch.ops.aten.where.self
-        return [writer.call(where, steps, x, first) for x, first in zip(found, given, strict=False)]
+        return [writer.call(where, steps, x, first) for x, first in zip(items, given, strict=False)]
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
@@ -229,9 +229,9 @@ class Scan(ControlFlowOperator):
         ys: list[Axes] = []
 
         def step(carry: Sequence[Axes]) -> list[Axes]:
-            found = through(body, [*carry, *operands[self.carried :]])
-            ys[:] = found[self.carried :]
-            return found[: self.carried]
+            flows = through(body, [*carry, *operands[self.carried :]])
+            ys[:] = flows[self.carried :]
+            return flows[: self.carried]
 
         return [*_settled(operands[: self.carried], step), *ys]
 
@@ -245,13 +245,13 @@ class Scan(ControlFlowOperator):
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
             looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
-            return (*carry, *none_stacked(tuple(looks), 0))
+            return (*carry, *stack_of_no_steps(tuple(looks), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []
         for row in self.rows(along):
-            found = step((*carry, *row, *rest))
-            carry = found[:carried]
-            results.append(found[carried:])
+            stepped = step((*carry, *row, *rest))
+            carry = stepped[:carried]
+            results.append(stepped[carried:])
         if self.reverse:
             results.reverse()
         return (*carry, *[torch.stack(column) for column in zip(*results, strict=True)])
@@ -282,10 +282,10 @@ class Scan(ControlFlowOperator):
             node = writer.call(own.scan, block, list(carry), along, tuple(rest))
         else:
             node = writer.call(own.map_impl, block, tuple(along), tuple(rest))
-        found = writer.items(node, len(_results(body)))
+        items = writer.items(node, len(_results(body)))
         if self.reverse:
-            found[carried:] = [writer.call(aten.flip.default, y, [0]) for y in found[carried:]]
-        return found
+            items[carried:] = [writer.call(aten.flip.default, y, [0]) for y in items[carried:]]
+        return items
 
     def steps(self, operands: Sequence[Any]) -> int:
         if self.length is not None:
@@ -347,8 +347,8 @@ class AssociativeScan(ControlFlowOperator):
         every = vmap(body, in_dims=in_dims, randomness="different")
 
         def combine(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
-            found: Sequence[Any] = every(*left, *right, *rest)
-            return found
+            combined: Sequence[Any] = every(*left, *right, *rest)
+            return combined
 
         return tuple(prefixes(combine, along, [0] * self.along, along[0].shape[0]))
 
@@ -411,8 +411,8 @@ def _settled(first: Sequence[Axes], step: Callable[[Sequence[Axes]], list[Axes]]
 
 
 def _results(body: Body) -> Sequence[torch.fx.Node]:
-    found: Sequence[torch.fx.Node] = next(iter(reversed(body.graph.nodes))).args[0]
-    return found
+    nodes: Sequence[torch.fx.Node] = next(iter(reversed(body.graph.nodes))).args[0]
+    return nodes
 
 
 # Device types with torch's associative_scan for pointwise functions; inductor has no code for it

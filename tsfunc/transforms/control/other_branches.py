@@ -62,11 +62,11 @@ def check_other_branches(
     leaves, spec = pytrees.flatten(out)
     if not any(map(is_number, leaves)):
         return out
-    found = [
+    checked = [
         torch.full((), leaf, dtype=dtype) if is_number(leaf) else leaf
         for leaf, dtype in itertools.zip_longest(leaves, dtypes)
     ]
-    return pytrees.unflatten(spec, found)
+    return pytrees.unflatten(spec, checked)
 
 
 def _looked_at(

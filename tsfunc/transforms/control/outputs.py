@@ -141,16 +141,16 @@ def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], a
     _check(what, names, carries, carry_faults, advice)
 
 
-def check_pair(what: str, found: Any) -> None:
+def check_pair(what: str, pair: Any) -> None:
     """Check that a step of a scan returns a carry and a result.
 
     Raises:
         TypeError: the step does not return a pair.
     """
-    if not isinstance(found, tuple | list) or len(found) != 2:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"{what}: the function must return a pair, the next carry and a result (None for no "
-            f"result), got {show(found)}."
+            f"result), got {show(pair)}."
         )
 
 
@@ -161,7 +161,7 @@ def _check(
     what: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
 ) -> None:
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
-    found = ""
+    differing = ""
     if left_spec == right_spec:
         # Fast path: most results have one type.
         if all(same_type(a, b) for a, b in zip(left, right, strict=True)):
@@ -172,10 +172,10 @@ def _check(
             for path, a, b in zip(paths, left, right, strict=True)
             for line in _faults_of(a, b, _path(path), faults)
         ]
-        found = "\n" + "\n".join(lines)
+        differing = "\n" + "\n".join(lines)
     raise TypeCheckError(
         f"{what}: expected {names[0]} and {names[1]} to have one type, got\n"
-        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{found}\n{advice}"
+        f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{differing}\n{advice}"
     )
 
 
@@ -254,7 +254,7 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def none_stacked(looks: Any, dim: int) -> Any:
+def stack_of_no_steps(looks: Any, dim: int) -> Any:
     """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:

@@ -12,23 +12,16 @@ import optree
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.control.bodies import (
-    HiddenVmaps,
-    TracerStack,
-    current_trace,
-    needed_frames,
-    rewrap_as,
-    stack_of,
-    unwrap_all,
-)
+from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, rewrap_as
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.traced_bodies import TracedBody, TracedResult, common, operands_of
 from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel, is_traced
-from tsfunc.bridge.tracers.draw_keys import DrawnBefore, counted, draw_counts, set_draw_counts
+from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot, counted, draw_counts, set_draw_counts
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
+from tsfunc.bridge.tracers.tracer_stack import TracerStack, stack_of, unwrap_all
 from tsfunc.bridge.tracers.user_queries import same_number
 from tsfunc.dispatch.state import tls
 from tsfunc.errors import DataDependentError
@@ -93,8 +86,8 @@ def record_switch(
     ]
     op = Switch(what, made, batching)
     known = [r for r in results if r is not None]
-    found = call_of(op, hidden, trace, [chosen, *tensors], numbers, known)
-    out, drawn = filled(bodies[0], found)
+    outputs = call_of(op, hidden, trace, [chosen, *tensors], numbers, known)
+    out, drawn = filled(bodies[0], outputs)
     set_draw_counts(drawn)
     return out
 
@@ -103,9 +96,9 @@ def _seen(operands: Any) -> Any:
     return pytrees.tree_map(as_seen_by_current_level, operands)
 
 
-def filled(body: TracedBody, found: Sequence[Any]) -> Any:
+def filled(body: TracedBody, given: Sequence[Any]) -> Any:
     """Return results in the structure of a body's; leaves that are not tensors are the body's."""
-    values = iter(found)
+    values = iter(given)
     leaves = [next(values) if isinstance(x, torch.Tensor) else x for x in body.leaves]
     return optree.tree_unflatten(body.spec, leaves)
 
@@ -253,9 +246,9 @@ def record_scan(
         x = [None if x is None else next(rest) for x in xs_leaves]
         carried, drawn = carry.tree(values[: len(values) - len(along)])
         set_draw_counts(drawn)
-        found = f(carried, optree.tree_unflatten(xs_spec, x))
-        check_pair(what, found)
-        return (found[0], draw_counts()), found[1]
+        pair = f(carried, optree.tree_unflatten(xs_spec, x))
+        check_pair(what, pair)
+        return (pair[0], draw_counts()), pair[1]
 
     while True:
         inputs = carry.inputs()
@@ -285,13 +278,13 @@ def record_scan(
     made = Body("body", body.level.graph, places[0])
     steps = size if isinstance(size, int) else None
     op = Scan(what, [made], len(inputs), len(along), steps, reverse)
-    found = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
-    rest = iter(found[len(kept) :])
+    outputs = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
+    rest = iter(outputs[len(kept) :])
     ys_found = [
         next(rest).movedim(0, stacked_dim(x.dim(), dim)) if isinstance(x, torch.Tensor) else None
         for x in y_leaves
     ]
-    last, drawn = carry.tree(found[: len(kept)])
+    last, drawn = carry.tree(outputs[: len(kept)])
     set_draw_counts(drawn)
     return last, optree.tree_unflatten(y_spec, ys_found)
 
@@ -399,7 +392,7 @@ def record_associative_scan(
 
     def run(*both: Any) -> Any:
         nonlocal counted
-        before = DrawnBefore()
+        before = DrawCountSnapshot()
         left, right = both[: len(leaves)], both[len(leaves) :]
         result = fn(optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right))
         counted = counted or not before.holds()
@@ -424,6 +417,6 @@ def record_associative_scan(
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(what, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]
-    found = call(op, trace, [*along, *tensors], numbers, stacked)
-    done = [x.flip(0) for x in found] if reverse else found
+    outputs = call(op, trace, [*along, *tensors], numbers, stacked)
+    done = [x.flip(0) for x in outputs] if reverse else outputs
     return optree.tree_unflatten(spec, [x.movedim(0, at) for x, at in zip(done, axes, strict=True)])

@@ -24,8 +24,8 @@ from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
     check_carried,
     check_pair,
-    none_stacked,
     slice_like,
+    stack_of_no_steps,
     stacked_dim,
 )
 from tsfunc.transforms.control.prefixes import prefixes
@@ -111,7 +111,7 @@ def scan(
         x = optree.tree_unflatten(
             spec, [None if leaf is None else slice_like(leaf, dim) for leaf in every]
         )
-        return init, none_stacked(abstract_results("scan", step, (init, x), {})[1], dim)
+        return init, stack_of_no_steps(abstract_results("scan", step, (init, x), {})[1], dim)
     if reverse:
         ys.reverse()
     return carry, stacked(ys, dim)
@@ -125,8 +125,8 @@ def _scan_again(
     (body,) = op.bodies
 
     def step(carry: Sequence[Any], x: Any) -> tuple[Any, Any]:
-        found = body(*carry, *(x if along else ()), *rest)
-        return found[: op.carried], found[op.carried :]
+        results = body(*carry, *(x if along else ()), *rest)
+        return results[: op.carried], results[op.carried :]
 
     last, ys = scan(step, tuple(carry), tuple(along) or None, op.length, op.reverse)
     return (*last, *ys)
@@ -140,13 +140,13 @@ class ScanStep:
         self.checked = False
 
     def __call__(self, carry: Any, x: Any) -> tuple[Any, Any]:
-        found: Any = self.f(carry, x)
+        pair: Any = self.f(carry, x)
         if not self.checked:
-            check_pair(self.what, found)
+            check_pair(self.what, pair)
             names = ("the carry", "the carry that the function returns")
-            check_carried(self.what, names, (carry, found[0]), _ADVICE)
+            check_carried(self.what, names, (carry, pair[0]), _ADVICE)
             self.checked = True
-        new, y = found
+        new, y = pair
         return new, y
 
 
@@ -294,16 +294,16 @@ def associative_scan(
         dim = int(axis)
     at = int(axis) if dim is None else dim
     if torch_records():
-        found: _Elems = in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
-        return found
+        scanned: _Elems = in_torch.associative_scan(fn, elems, at, bool(reverse), dim is not None)
+        return scanned
     leaves, spec = pytrees.flatten(elems)
     size = _length("associative_scan", leaves, None, at)
     axes = [at % leaf.dim() for leaf in leaves]
     if current_trace() is not None and not (isinstance(size, int) and size < 2):
         one = fn if dim is not None else _of_slices(fn, at)
-        found = record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
-        if found is not None:
-            return found
+        scanned = record_associative_scan(one, elems, axes, bool(reverse), _ONE_TYPE)
+        if scanned is not None:
+            return scanned
     if dim is not None:
         fn = vmap(fn, in_dims=dim, out_dims=dim)
     if reverse:
@@ -311,15 +311,15 @@ def associative_scan(
 
     def combine(left: Sequence[Any], right: Sequence[Any]) -> Sequence[Any]:
         operands = optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right)
-        found = fn(*operands)
-        check_carried("associative_scan", ELEMENTS, (operands[0], found), _ONE_TYPE)
-        return pytrees.flatten(found)[0]
+        combined = fn(*operands)
+        check_carried("associative_scan", ELEMENTS, (operands[0], combined), _ONE_TYPE)
+        return pytrees.flatten(combined)[0]
 
     done = prefixes(combine, leaves, axes, size)
     if reverse:
         done = [leaf.flip(at) for leaf, at in zip(done, axes, strict=True)]
-    found = optree.tree_unflatten(spec, list(done))
-    return found
+    scanned = optree.tree_unflatten(spec, list(done))
+    return scanned
 
 
 @run_by(AssociativeScan)

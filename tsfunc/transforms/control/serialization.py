@@ -104,8 +104,8 @@ def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> C
 
 
 def _encode_derivative(op: Pullback | Pushforward, graph: EncodeGraph) -> dict[str, Any]:
-    found = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
-    return {**found, "results": list(op.of)} if isinstance(op, Pullback) else found
+    encoded = {"of": encode_control(op.op, graph), "count": op.count, "by": list(op.by)}
+    return {**encoded, "results": list(op.of)} if isinstance(op, Pullback) else encoded
 
 
 def _decode_pullback(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
@@ -222,14 +222,14 @@ def _encode_policy(policy: Policy) -> Any:
         return {"either": [_encode_policy(policy.first), _encode_policy(policy.second)]}
     name = getattr(policy, "__name__", type(policy).__name__)
     if _NAMED_POLICIES.get(name) is not policy:
-        raise NoFileForm(f"a checkpoint whose policy is a function of the user's ({name})")
+        raise NoFileForm(f"a checkpoint whose policy is a user-defined function ({name})")
     return name
 
 
 def _decode_policy(field: Field, made_with: str) -> Policy:
     if type(field.value) is str:
-        found: Policy = field.one_of(_NAMED_POLICIES, "a policy")
-        return found
+        policy: Policy = field.one_of(_NAMED_POLICIES, "a policy")
+        return policy
     if "either" in field.mapping():
         (either,) = field.record("either")
         first, second = either.items(2)

@@ -48,8 +48,8 @@ def scan(
     count = len(init)
 
     def step(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Any, Any]:
-        found = tuple(combine_fn(*carry, *x, *additional_inputs))
-        return found[:count], found[count:]
+        results = tuple(combine_fn(*carry, *x, *additional_inputs))
+        return results[:count], results[count:]
 
     carry, ys = scans.scan(step, tuple(init), tuple(xs))
     return (*carry, *ys)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tsfunc.bridge.control.attempts import CannotUnbatch
-from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames, unwrap_all
+from tsfunc.bridge.control.bodies import HiddenVmaps, current_trace, needed_frames
 from tsfunc.bridge.control.control_flow import Body, ControlFlow
 from tsfunc.bridge.control.control_flow_calls import call
 from tsfunc.bridge.control.subsets import SubsetLevel, refused_write
@@ -19,6 +19,7 @@ from tsfunc.bridge.sizes.shape_rules import in_order
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator, MappedOperator
 from tsfunc.transforms.control.operators import While
@@ -33,7 +34,7 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
     """
     trace = current_trace()
     masks = trace is not None and trace.masks_choices
-    found = []
+    levels = []
     for frame in needed_frames(value).values():
         level = frame.level
         if frame.bdim is None or not isinstance(level, BatchLevel):
@@ -45,8 +46,8 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
             or level.splitter is not None
         ):
             raise CannotUnbatch(level.origin.whole)
-        found.append(level)
-    return found
+        levels.append(level)
+    return levels
 
 
 def call_of(
@@ -99,14 +100,14 @@ def _written(body: Body) -> dict[int, str]:
     """Return the operands that a body writes into, directly or by a view, and the operators."""
     inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
     numbers = dict(zip(inputs, body.inputs, strict=True))
-    found: dict[Any, str] = {}
+    writers: dict[Any, str] = {}
     for node in body.graph.nodes:
         if isinstance(node.target, ControlFlow):
             for inner in node.target.bodies:
-                found |= {_base(node.args[i]): by for i, by in _written(inner).items()}
+                writers |= {_base(node.args[i]): by for i, by in _written(inner).items()}
         elif writes(node):
-            found[_base(node.args[0])] = node.meta["op"].name.removeprefix("aten::")
-    return {numbers[node]: by for node, by in found.items() if node in numbers}
+            writers[_base(node.args[0])] = node.meta["op"].name.removeprefix("aten::")
+    return {numbers[node]: by for node, by in writers.items() if node in numbers}
 
 
 def _base(node: Any) -> Any:

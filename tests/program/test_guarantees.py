@@ -105,7 +105,7 @@ def test_floats_have_the_sign_of_the_call(numbers: list[float], ask: Any, by_typ
         assert f(torch.ones(1), k).item() == math.copysign(1, ask(k))
 
 
-def test_a_tensor_that_is_promised_is_checked_at_every_call(tmp_path: Path) -> None:
+def test_a_tensor_that_is_guaranteed_is_checked_at_every_call(tmp_path: Path) -> None:
     f = tsfunc.specialize(lambda x, y: x * 2 + y, {"x": torch.ones(3)})
     for run in (f, f):
         assert run(torch.ones(3), torch.zeros(3)).tolist() == [2, 2, 2]
@@ -119,7 +119,7 @@ class Config:
         self.scale = scale
 
 
-def test_an_object_that_is_promised_is_checked_at_every_call() -> None:
+def test_an_object_that_is_guaranteed_is_checked_at_every_call() -> None:
     config = Config(2.0)
     f = tsfunc.specialize(lambda x, c: x * c.scale, {"c": config})
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_an_object_that_is_promised_is_checked_at_every_call() -> None:
             g(torch.ones(1), {"c": Config(2.0)})
 
 
-def test_one_of_several_promises_is_kept_by_every_call() -> None:
+def test_one_of_several_guarantees_is_kept_by_every_call() -> None:
     f = tsfunc.specialize(
         lambda x, y: x * 2, [{"x": torch.ones(2), "y": 1}, {"x": torch.zeros(2), "y": 2}]
     )
@@ -144,7 +144,7 @@ def test_one_of_several_promises_is_kept_by_every_call() -> None:
             f(x + 2, y)
 
 
-def test_the_class_of_a_tensor_that_is_promised_is_checked_at_every_call() -> None:
+def test_the_class_of_a_tensor_that_is_guaranteed_is_checked_at_every_call() -> None:
     declared = Annotated[torch.nn.Parameter, MetaTensorType([3])]
     f = tsfunc.specialize(lambda x: x * 2, {"x": declared})
     for _ in range(2):
@@ -153,12 +153,12 @@ def test_the_class_of_a_tensor_that_is_promised_is_checked_at_every_call() -> No
             f(torch.ones(3, requires_grad=True))
 
 
-@pytest.mark.parametrize("promised", [True, False])
-def test_a_promise_of_requires_grad_is_kept_by_a_file(tmp_path: Path, promised: bool) -> None:
+@pytest.mark.parametrize("guaranteed", [True, False])
+def test_a_guarantee_of_requires_grad_is_kept_by_a_file(tmp_path: Path, guaranteed: bool) -> None:
     f = tsfunc.specialize(
-        lambda x, y: x * 2 + y, {"x": MetaTensorType([3], requires_grad=promised)}
+        lambda x, y: x * 2 + y, {"x": MetaTensorType([3], requires_grad=guaranteed)}
     )
-    good, bad = (torch.ones(3, requires_grad=x) for x in (promised, not promised))
+    good, bad = (torch.ones(3, requires_grad=x) for x in (guaranteed, not guaranteed))
     f(good, good)
     f.save(tmp_path / "f")
     for run in (f, tsfunc.load(tmp_path / "f")):

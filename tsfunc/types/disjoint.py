@@ -1,4 +1,4 @@
-"""Descriptors that exclude each other: no value fits both."""
+"""Disjoint descriptors: no value fits both."""
 
 from __future__ import annotations
 
@@ -23,72 +23,72 @@ _SizeKey = tuple[int, str]
 """A named size, and the index of its set of descriptors."""
 
 
-def exclude_each_other(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
+def are_disjoint(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
     """Return True if no call can fit both sets; False if that can't be shown."""
     sizes: list[tuple[DimForm, DimForm]] = []
-    apart = any(_apart(left[name], right[name], sizes) for name in left if name in right)
-    return apart or _contradict(sizes)
+    disjoint = any(_disjoint(left[name], right[name], sizes) for name in left if name in right)
+    return disjoint or _contradict(sizes)
 
 
-def _apart(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
+def _disjoint(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
     """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
     if ANY in (left, right):
         return False
     if left.is_union or right.is_union:
-        return all(_all_apart(one, other) for one in left.choices for other in right.choices)
+        return all(_all_disjoint(one, other) for one in left.choices for other in right.choices)
     one, other = left.described, right.described
     if one is not None and other is not None:
-        return _tensors_apart(one, other, sizes)
+        return _disjoint_tensors(one, other, sizes)
     if isinstance(left, Value) and isinstance(right, Value):
         return left != right
-    return _classes_apart(left, right) or _children_apart(left, right, sizes)
+    return _disjoint_classes(left, right) or _disjoint_parts(left, right, sizes)
 
 
-def _all_apart(left: Descriptor, right: Descriptor) -> bool:
+def _all_disjoint(left: Descriptor, right: Descriptor) -> bool:
     sizes: list[tuple[DimForm, DimForm]] = []
-    return _apart(left, right, sizes) or _contradict(sizes)
+    return _disjoint(left, right, sizes) or _contradict(sizes)
 
 
-def _classes_apart(left: Descriptor, right: Descriptor) -> bool:
+def _disjoint_classes(left: Descriptor, right: Descriptor) -> bool:
     one, other = left.value_class, right.value_class
     if one is None or other is None:
         return False
     return not left.fits_class(other) and not right.fits_class(one)
 
 
-def _children_apart(
+def _disjoint_parts(
     left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]
 ) -> bool:
     if isinstance(left, TSFields) and isinstance(right, TSFields):
         others = dict(zip(right.names, right.children, strict=True))
         pairs = zip(left.names, left.children, strict=True)
-        return any(_apart(each, others[name], sizes) for name, each in pairs if name in others)
+        return any(_disjoint(each, others[name], sizes) for name, each in pairs if name in others)
     if TSDict in (type(left), type(right)) and left.value_class is right.value_class is dict:
-        return _elements_apart(left.item_types, right.item_types)
+        return _disjoint_elements(left.item_types, right.item_types)
     if isinstance(left, TSTuple) and isinstance(right, TSTuple):
         if len(left.elements) != len(right.elements):
             return True
         elements = zip(left.elements, right.elements, strict=True)
-        return any(_apart(*each, sizes) for each in elements)
+        return any(_disjoint(*each, sizes) for each in elements)
     if isinstance(left, TSPytree) and isinstance(right, TSPytree) and left.kind is right.kind:
         if set(left.entries) != set(right.entries):
             return True
         by_entry = dict(zip(right.entries, right.children, strict=True))
         both = zip(left.entries, left.children, strict=True)
-        return any(_apart(child, by_entry[entry], sizes) for entry, child in both)
+        return any(_disjoint(child, by_entry[entry], sizes) for entry, child in both)
     for kind in (list, tuple):
         ones, others_ = left.element_types(kind), right.element_types(kind)
         if ones is not None and others_ is not None:
-            return _elements_apart(ones, others_)
+            return _disjoint_elements(ones, others_)
     return False
 
 
-def _elements_apart(ones: Sequence[Descriptor] | None, others: Any) -> bool:
+def _disjoint_elements(ones: Sequence[Descriptor] | None, others: Any) -> bool:
     """Return True if elements of the two containers can't have a common type."""
-    return any(_all_apart(one, other) for one in ones or () for other in others or ())
+    return any(_all_disjoint(one, other) for one in ones or () for other in others or ())
 
 
-def _tensors_apart(
+def _disjoint_tensors(
     left: MetaTensorType, right: MetaTensorType, sizes: list[tuple[DimForm, DimForm]]
 ) -> bool:
     for name in ("dtype", "requires_grad", "layout"):
@@ -117,14 +117,14 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
     group: dict[_SizeKey, _SizeKey] = {}
     allowed: dict[_SizeKey, Dim] = {}
 
-    def root(place: _SizeKey) -> _SizeKey:
-        while place in group:
-            place = group[place]
-        return place
+    def root(key: _SizeKey) -> _SizeKey:
+        while key in group:
+            key = group[key]
+        return key
 
-    def narrowed(place: _SizeKey, dim: Dim) -> bool:
+    def narrowed(key: _SizeKey, dim: Dim) -> bool:
         try:
-            allowed[place] = dim.meet(allowed.get(place, dim))
+            allowed[key] = dim.meet(allowed.get(key, dim))
         except DescriptorError:
             return False
         return True
@@ -147,9 +147,9 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
             if roots[1] in allowed and not narrowed(roots[0], allowed.pop(roots[1])):
                 return True
     known = {
-        place: dim.max
-        for place in [*group, *allowed]
-        if (dim := allowed.get(root(place))) is not None and (dim.min or 0) == dim.max
+        key: dim.max
+        for key in [*group, *allowed]
+        if (dim := allowed.get(root(key))) is not None and (dim.min or 0) == dim.max
     }
     return any(_differ(pair, known) for pair in pairs)
 

@@ -1,4 +1,4 @@
-"""Programs know values that are equal on all ranks: promises of out_specs, local sums."""
+"""Programs know values that are equal on all ranks: guarantees of out_specs, local sums."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ BROKEN: dict[str, Body] = {
     "a loop in a vmap": lambda x: tsfunc.vmap(lambda v: steps(psum(v), v) + v)(x),
 }  # fmt: skip
 
-# Bodies that keep the promise.
+# Bodies that keep the guarantee.
 KEPT: dict[str, Body] = {
     "a gathered value": lambda x: tsfunc.all_gather(x, "i")[0],
     "the largest": lambda x: tsfunc.pmax(x, "i"),
@@ -95,7 +95,7 @@ def tripled(x: Tensor) -> Tensor:
 
 
 tripled.defvjp(lambda x: (psum(x.sin()), x), lambda x, ct: (3 * psum(ct) * x.cos(),))
-# Bodies that programs know too little of to prove or to refuse the promise.
+# Bodies that programs know too little of to prove or to refuse the guarantee.
 OFFSET = torch.ones(())
 UNKNOWN: dict[str, Body] = {
     "a captured tensor": lambda x: psum(x.sum()) * OFFSET,
@@ -104,8 +104,8 @@ UNKNOWN: dict[str, Body] = {
 }
 
 
-def checks_of_promises(program: Any) -> set[str]:
-    """The checks of results that are promised to be equal."""
+def checks_of_guarantees(program: Any) -> set[str]:
+    """The checks of results that are guaranteed to be equal."""
     return {
         str(node.args[4]).partition(";")[2]
         for node in every_node(program.graph)
@@ -124,8 +124,8 @@ def refused(f: Body) -> Check:
             MeshError, match=r"equal on all ranks along 'i'.* at \S+:\d+, in [a-z<]"
         ):
             mapped("programs")(x)
-        mapped(None)(x)  # without a check, the promise is the user's
-        assert checks_of_promises(mapped("values").lower(x)) == {"values"}
+        mapped(None)(x)  # without a check, the guarantee is the user's
+        assert checks_of_guarantees(mapped("values").lower(x)) == {"values"}
 
     return run
 
@@ -146,7 +146,7 @@ def accepted(f: Body, check: str) -> Check:
               tsfunc.grad(loss(virtual))(x))  # fmt: skip
         checked = tsfunc.specialize(shard_map(f, mesh, P("i"), P(), check="values"))
         close(checked(x), want)
-        assert checks_of_promises(checked.lower(x)) == {check}
+        assert checks_of_guarantees(checked.lower(x)) == {check}
 
     return run
 
@@ -163,7 +163,7 @@ def check(function: Check) -> Check:
 
 
 @check
-def promises_of_a_body_in_a_loop(rank: int, size: int) -> None:
+def guarantees_of_a_body_in_a_loop(rank: int, size: int) -> None:
     """A loop around shard_map, as that of a training script, is followed too."""
     mesh, x = mesh_of(("i",), (size,)), torch.arange(4.0)
 
@@ -174,10 +174,10 @@ def promises_of_a_body_in_a_loop(rank: int, size: int) -> None:
     good = lambda w, x: w - psum((w * x).sin().sum())  # noqa: E731
     bad = lambda w, x: w - (w * x).sin().sum()  # noqa: E731
     close(tsfunc.specialize(trained(good, mesh))(x), trained(good, VirtualMesh(i=size))(x))
-    assert checks_of_promises(tsfunc.specialize(trained(good, mesh, "values")).lower(x)) == {
+    assert checks_of_guarantees(tsfunc.specialize(trained(good, mesh, "values")).lower(x)) == {
         "unchecked"
     }
-    with pytest.raises(MeshError, match=r"equal on all ranks along 'i'.*test_mesh_promises.py:\d"):
+    with pytest.raises(MeshError, match=r"equal on all ranks along 'i'.*mesh_guarantees.py:\d"):
         tsfunc.specialize(trained(bad, mesh))(x)
 
 
