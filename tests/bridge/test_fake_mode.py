@@ -181,6 +181,34 @@ def test_scaled_down_calls_have_the_results_of_the_kernels(
     assert served > 60
 
 
+def alike_calls(shape: tuple[int, ...]) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each overload of torch that a scaled-down call may serve, on tensors of one shape."""
+    given: dict[str, Any] = {"Tensor": torch.rand(shape), "number": 0.5, "int": -1, "bool": False}
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        for overload in getattr(packet, "overloads", lambda: [])():
+            call = getattr(packet, overload)
+            needed = [x for x in call._schema.arguments if not x.has_default_value()]
+            if all(str(x.type) in given and not x.kwarg_only for x in needed):
+                yield call, [given[str(x.type)] for x in needed]
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_scaled_down_calls_serve_no_operator_with_computed_sizes(
+    rank: int, request: pytest.FixtureRequest
+) -> None:
+    rng = random.Random(f"{request.config.option.hypothesis_seed} {rank}")
+    served = set()
+    for _ in range(4):
+        shape = tuple(2 * n for n in rng.sample(range(1, 8), rank))
+        for call, args in alike_calls(shape):
+            found = scaled_down(call, args, {})
+            if isinstance(found, Metadata):
+                served.add(call)
+                assert tuple(found.shape) == call(*args).shape, (call, shape)
+    assert len(served) > 100
+
+
 def test_a_mode_is_set_up_when_it_runs_an_operator() -> None:
     mode = LazyFakeMode()
     x: Any = new_fake(mode, (3, 3), (3, 1), torch.float32, torch.device("cpu"))

@@ -146,6 +146,26 @@ def test_names_are_those_of_torch_func(function: str, in_dim: int, out_dim: int)
     assert got.names == want.names
 
 
+def test_one_entry_in_out_dims_is_that_of_a_single_collection() -> None:
+    given = nested()
+    for dim in (0, 1):
+        got = tsfunc.vmap(FUNCTIONS["apply"], out_dims=(dim,))(given)
+        assert_same(got, torch.func.vmap(FUNCTIONS["apply"], out_dims=(dim,))(given))
+    with pytest.raises(ValueError, match="not compatible"):
+        tsfunc.vmap(FUNCTIONS["apply"], out_dims=(0, 0))(given)
+
+
+@pytest.mark.parametrize("stack_dim", [0, 1])
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_locked_collections_are_locked_inside(stack_dim: int, in_dim: int) -> None:
+    for given in (lazy(stack_dim), nested()):
+        write = tsfunc.vmap(lambda t: t.set("c", t.get("a")), in_dim)
+        write(given)
+        given.lock_()
+        with pytest.raises(RuntimeError, match="Cannot modify locked"):
+            write(given)
+
+
 def test_the_function_sees_no_mapped_dim() -> None:
     seen = []
 

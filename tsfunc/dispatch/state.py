@@ -8,6 +8,12 @@ A level captures the state in which it is made. Its kernels run under that state
 the backward pass runs on threads of its own, which have another thread-local state. The level of a
 kernel is therefore found from the call's arguments first, and from the thread's state only if no
 argument has a level.
+
+NOTE [threads inside of a transform]
+A thread that is started inside of a transform does not have the transform's levels, but may use its
+values, which name their level. A level that the thread enters must then be inside of that level, so
+the first level of a thread is deeper than all levels that are active on other threads. This is
+harmless for independent threads; ``_DEEPEST_ELSEWHERE`` keeps the depths from adding up.
 """
 
 from __future__ import annotations
@@ -312,12 +318,6 @@ def _masks(depth: int, priority: int) -> tuple[int, int]:
     return 1 << (depth * WIDTH + priority), -1 << (depth * WIDTH)
 
 
-# NOTE [threads inside of a transform]
-# A thread that is started inside of a transform does not have the transform's levels, but may use
-# its values, which name their level. A level that the thread enters must then be inside of that
-# level, so the first level of a thread is deeper than all levels that are active on other threads.
-# This is harmless for threads that are independent; the limit below keeps the depths from adding
-# up.
 _DEEPEST_ELSEWHERE: Final = 16
 
 

@@ -1,4 +1,4 @@
-"""Values of a JSON document, each checked against the expected type, with its place."""
+"""Values of a JSON document, each checked against the expected type, with its path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEEPEST = 200  # the maximum depth of nested containers; Python's own limit is n
 
 
 class Field:
-    """A value, and its place in the document.
+    """A value, and its path in the document.
 
     Args:
         value: the JSON value.
@@ -49,7 +49,7 @@ class Field:
 
     @property
     def where(self) -> str:
-        """The place of the value in its document."""
+        """The path of the value in its document."""
         steps: list[str] = []
         field: Field | str = self
         while isinstance(field, Field):

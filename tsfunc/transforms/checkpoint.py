@@ -185,10 +185,10 @@ class CheckpointCall(ControlFlowOperator):
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Run the body and pull back through it at once: no values need to be kept in between."""
-        return OnceCall(self.name, self.bodies).pullback(count, by, of)
+        return RecomputedCall(self.name, self.bodies).pullback(count, by, of)
 
 
-class OnceCall(ControlFlowOperator):
+class RecomputedCall(ControlFlowOperator):
     """The body of a checkpoint as an operator."""
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:

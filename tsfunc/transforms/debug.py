@@ -123,7 +123,7 @@ def _call_with(
 
 
 def _tensors_of(tree: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
-    """Return the tensors of a pytree, and the function that puts others in their places.
+    """Return the tensors of a pytree, and the function that replaces them in the pytree.
 
     A symbolic number becomes a tensor, and is a number again in its place.
     """

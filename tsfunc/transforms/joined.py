@@ -22,8 +22,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 class Joined:
     """The results of the chunks so far.
 
-    A result that is not differentiated through is copied to its place chunk by chunk, which frees
-    the memory of the chunk. The parts of other results are kept, and concatenated at the end.
+    A result that is not differentiated through is copied into the result chunk by chunk, which
+    frees the memory of the chunk. The parts of other results are kept, and concatenated at the end.
 
     Args:
         spec: the arguments of vmap.

@@ -28,8 +28,8 @@ def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[in
             f"dimension should appear."
         )
     try:
-        if isinstance(out, torch.Tensor) and not is_dim(out_dims):
-            # A collection with one dim counts for a single tensor, as in torch.func.
+        if tree.is_leaf() and not is_dim(out_dims):
+            # A collection with one dim counts for a single output, as in torch.func.
             (only,) = entries
             return [only]
         return pytrees.broadcast_prefix(out_dims, out, is_dim)

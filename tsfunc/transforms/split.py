@@ -7,6 +7,13 @@ and appends to an outer list again. Random draws are the same numbers for an exa
 that contain it: under ``randomness="different"`` examples draw as under ``"split"``. Writes into
 arguments reach the caller once, after all parts have run. Decisions that do not come from tensors
 (Python's ``random``, the time) may differ from run to run, as they may from call to call.
+
+NOTE [single examples]
+An example that is put off by itself is passed to the function as a plain tensor: torch's own calls
+take a fifth of the time of a tracer's. A batch in which every example takes its own path therefore
+costs little more than a loop. The level is still active, for operators without a tensor argument.
+Random operators raise at such a level; if the randomness mode allows them, single examples are
+passed as tracers too.
 """
 
 from __future__ import annotations
@@ -175,12 +182,6 @@ def run_traced(spec: Spec, sources: Sequence[Any], size: Any, run: Run) -> Any:
     return run(level, inputs)
 
 
-# NOTE [single examples]
-# An example that is put off by itself is passed to the function as a plain tensor: torch's own
-# calls take a fifth of the time of a tracer's. A batch in which every example takes its own path
-# therefore costs little more than a loop. The level is still active, for operators without a tensor
-# argument. Random operators raise at such a level; if the randomness mode allows them, single
-# examples are passed as tracers too.
 def _inputs(sources: Sequence[Any], level: SplitLevel, single: bool) -> list[Any]:
     """Return the level's examples as its tracers; plain tensors if ``single``."""
     inputs: list[Any] = []

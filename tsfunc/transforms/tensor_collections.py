@@ -194,7 +194,8 @@ def _with_tensors_at(collection: Any, dim: int) -> Any:
     inner = _inner(collection)
     if isinstance(inner, module.LazyStackedTensorDict) and inner.stack_dim == dim:
         if not module.is_non_tensor(collection):
-            return collection.contiguous()
+            made = collection.contiguous()
+            return made.lock_() if collection.is_locked else made
         raise ValueError(
             f"vmap: the values {collection.tolist()} of a tensordict differ along the mapped dim "
             f"and are not tensors. Exclude them: tensordict.exclude(key)."

@@ -113,6 +113,55 @@ class TestInsideOf:
             torch.testing.assert_close(tsfunc.vjp(tsfunc.grad(total(f)), x)[1](t)[0], want)
 
 
+SIZES = [torch.tensor([1.0, 0.5]), torch.tensor([-0.7, 0.2])]
+
+
+def _branch(x: Tensor) -> Any:
+    return tsfunc.cond(x.sum() > 0, lambda y: y**3, lambda y: y.sin() * y, x).sum()
+
+
+def _loop(x: Tensor) -> Any:
+    return tsfunc.while_loop(lambda c: c.sum() < 9, lambda c: c + c**2, x).sum()
+
+
+def _steps(x: Tensor) -> Any:
+    return tsfunc.scan(lambda c, y: (c * y, c * y * y), x, torch.stack([x, x]))[0].sum()
+
+
+# Derivatives by plain tensors up to the third, as functions of the transforms.
+ORDERS: dict[str, Callable[[Any, Callable[[Tensor], Any], Tensor], Any]] = {
+    "grad(grad)": lambda t, f, x: t.grad(lambda y: (t.grad(f)(y) * y).sum())(x),
+    "grad(grad(grad))": lambda t, f, x: t.grad(
+        lambda z: (t.grad(lambda y: (t.grad(f)(y) * y).sum())(z) * z).sum()
+    )(x),
+    "jvp(grad)": lambda t, f, x: t.jvp(t.grad(f), (x,), (x,))[1],
+    "jvp(jvp)": lambda t, f, x: t.jvp(lambda y: t.jvp(f, (y,), (x,))[1], (x,), (x,))[1],
+    "jacrev(jacrev)": lambda t, f, x: t.jacrev(t.jacrev(f))(x),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("f", [chosen, running, each, products], ids=lambda f: f.__name__)
+def test_derivatives_of_derivatives(f: Callable[[Tensor], Tensor], order: str) -> None:
+    for x in INPUTS[:2]:
+        got = ORDERS[order](tsfunc, lambda y: (f(y) ** 2).sum(), x)
+        want = ORDERS[order](torch.func, lambda y: (PLAIN[f](y) ** 2).sum(), x)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("f", [_branch, _loop, _steps])
+def test_derivatives_of_derivatives_of_exported_programs(f: Any, order: str) -> None:
+    for x in SIZES[:1] if f is _loop else SIZES:
+        program = tsfunc.specialize(f)
+        program(x)
+        exported = program.to_exported_program().module()
+        want = ORDERS[order](tsfunc, f, x)
+        torch.testing.assert_close(ORDERS[order](tsfunc, exported, x), want)
+        module = program.graph_module
+        torch.testing.assert_close(ORDERS[order](tsfunc, lambda y: module(y)[0], x), want)  # noqa: B023
+
+
 def test_the_size_of_a_call_chooses() -> None:
     def f(x: Tensor) -> Any:
         return torch.cond(x.shape[0] > 4, torch.sin, torch.cos, (x,))

@@ -433,7 +433,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     levels = tuple(level if other is level.parent else other for other in seen(state.levels))
     inner = state.with_levels(levels)
     level.bodies.append(level)
-    # A mask keeps the name of the number of its places, which has no value in another graph.
+    # A mask keeps the name of the number of its elements, which has no value in another graph.
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
     try:
         with (

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.grad.autograd import differentiates_here
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage, registry
+from tsfunc.bridge.tracers.registrations import replace_in_transforms
 from tsfunc.dispatch.state import tls
 
 OURS: Final[dict[HigherOrderOperator, Callable[..., Any]]] = {}
@@ -42,6 +43,7 @@ def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) ->
     rules = FunctionRules()
     rules.add(Stage.METHOD, called, operator)
     registry.load([rules])
+    replace_in_transforms(operator, func)
 
 
 class _Given(TorchFunctionMode):

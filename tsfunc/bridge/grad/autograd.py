@@ -7,6 +7,15 @@ level. Tensors of other levels are lifted to it first, so that the graphs of two
 a differentiated input. Operations on the inner values, under the state that the level captured,
 record the graphs of the outer levels.
 
+NOTE [one dual level]
+torch has a single forward-mode level for all threads. The outermost jvp of a thread enters and
+exits it. Inner jvps share it; their tangents are separate, because they belong to the tensors of
+different levels. Two threads can't share it: tangents of one thread in saved values would outlive
+that thread's jvp. A second thread therefore waits for its turn, but only for a limited time,
+because the first thread may be waiting for the second inside of its jvp. After that time the second
+thread differentiates the pullback instead, which gives the same result unless the function turns
+grad mode off.
+
 Private names used here (torch 2.13 and 2.14): ``Variable._execution_engine`` runs a backward pass
 without ``torch.autograd.grad``'s checks; ``forward_ad._current_level`` tells whether a dual level
 is entered, ``forward_ad._maybe_load_decompositions`` is called by the first ``make_dual``,
@@ -427,14 +436,6 @@ def detached(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
 
-# NOTE [one dual level]
-# torch has a single forward-mode level for all threads. The outermost jvp of a thread enters and
-# exits it. Inner jvps share it; their tangents are separate, because they belong to the tensors of
-# different levels. Two threads can't share it: tangents of one thread in saved values would outlive
-# that thread's jvp. A second thread therefore waits for its turn, but only for a limited time,
-# because the first thread may be waiting for the second inside of its jvp. After that time the
-# second thread differentiates the pullback instead, which gives the same result unless the function
-# turns grad mode off.
 _dual_lock = threading.Condition()
 _DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0

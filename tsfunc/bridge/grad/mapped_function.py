@@ -3,6 +3,13 @@
 Its ``forward``, ``backward`` and ``jvp`` run the methods of the class on tracers of a new level.
 The values' own graph gets a node with the derivative that the class defines, instead of the
 operations that ``forward`` would record.
+
+NOTE [tangents of outer levels]
+C++ runs a ``jvp`` method with forward mode switched off, because the tensors' own tangents would be
+propagated a second time. A ``jvp`` method that switches forward mode on again, by a jvp of its own
+or by a checkpoint, must not see these tangents at all, so its tensors are stripped of them. The
+tangents of outer levels, which belong to the values inside of tracers, must be propagated, so
+forward mode is on for tracers.
 """
 
 from __future__ import annotations
@@ -366,12 +373,6 @@ def differentiable(x: torch.Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-# NOTE [tangents of outer levels]
-# C++ runs a ``jvp`` method with forward mode switched off, because the tensors' own tangents would
-# be propagated a second time. A ``jvp`` method that switches forward mode on again, by a jvp of its
-# own or by a checkpoint, must not see these tangents at all, so its tensors are stripped of them.
-# The tangents of outer levels, which belong to the values inside of tracers, must be propagated, so
-# forward mode is on for tracers.
 def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``jvp`` method that sees no tangents except its arguments.
 

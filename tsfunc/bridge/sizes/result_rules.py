@@ -158,7 +158,7 @@ def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
 
 @shape_rule("masked_select")
 def _masked_select(x: Any, mask: Any) -> Any:
-    """Return as many elements as the mask has places, a number that torch keeps with the mask."""
+    """Return as many elements as the mask selects, a number that torch keeps with the mask."""
     if mask.fake_mode.shape_env is None or x.dim() != mask.dim():
         return NotImplemented
     if not all(known(a == b) for a, b in zip(x.shape, mask.shape, strict=True)):

@@ -100,8 +100,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def quick_check(examples: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """Return a function that is True only for tensors with the same properties as the examples.
 
-    The function may be False for tensors that do match: tensors of another class, or one tensor in
-    two places. Such tensors need a full check.
+    The function may be False for tensors that do match: tensors of another class, or one tensor at
+    two positions. Such tensors need a full check.
 
     Args:
         examples: tensors with their sizes and strides.

@@ -1,5 +1,11 @@
 """The handlers of batched tensors: they run a call by its plan, or leave it to the table.
 
+NOTE [plans of operators]
+``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
+belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered for
+the operator, then this is the kernel of the Batch column, which runs a batching rule. The plan runs
+the rule without the steps between, under the state that the level captured.
+
 Private names used here (torch 2.13 and 2.14): ``_ForceDispatchKeyGuard``, ``_set_grad_enabled`` and
 ``_current_graph_task_id`` as in ``torch_state``, whose context manager the dispatch handler
 inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
@@ -212,11 +218,6 @@ def _decomposed(
         return NotImplemented
 
 
-# NOTE [plans of operators]
-# ``Operator.call`` finds the kernel of the highest bit of the key set. If all tracers of a call
-# belong to one vmap's level, no key is included or excluded by hand, and no kernel is registered
-# for the operator, then this is the kernel of the Batch column, which runs a batching rule. The
-# plan runs the rule without the steps between, under the state that the level captured.
 def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a call of the dispatch handler by its plan; NotImplemented leaves it to the table."""
     values: Sequence[Any]

@@ -43,6 +43,7 @@ from tsfunc.bridge.tracers.torch_state import (
     FACTORY_KEY_NAME,
     RANDOM_KEY_NAME,
     after,
+    in_dispatch_modes,
     is_storing_data,
     with_factory_key,
     with_random_key,
@@ -119,7 +120,23 @@ def _let_higher_order_operators_ignore(key: str) -> None:
     parsed: Any = _parse_dispatch_key(key)
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(parsed)
     for operator in list(torch._ops._higher_order_ops.values()):
-        operator.fallthrough(parsed)
+        if parsed not in operator.py_kernels:
+            operator.fallthrough(parsed)
+
+
+def replace_in_transforms(operator: Any, func: Callable[..., Any]) -> None:
+    """Replace a higher-order operator, called on any values, while random functions are watched.
+
+    torch's own kernels serve torch's own traces, which are dispatch modes.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if in_dispatch_modes():
+            with without_factory_keys():
+                return operator(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    operator.py_impl(_parse_dispatch_key(RANDOM_KEY_NAME))(call)
 
 
 def _kernel(overload: Any, key: str) -> Callable[..., Any]:

@@ -1,5 +1,29 @@
 """torch's thread-local state: the part that a level captures, and how it is restored.
 
+NOTE [the factory keys]
+Random and factory functions have no tensor argument that leads to a level. While a level that must
+see them is active, a key that torch itself no longer uses is in the thread-local include set.
+Python kernels registered for the key see exactly the operators that they are registered for, and
+all other operators skip it at no cost. There are two such keys, because C++ makes small tensors of
+its own in many operators (``x * 2`` makes a scalar): a vmap must see only the random functions, a
+trace must see all of them. torch.vmap has a key of its own.
+
+NOTE [autocast and rules]
+Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
+the arguments of the operators on torch's list; arguments at the dispatch handler have been cast
+already. The operators that a rule calls in place of another operator must not cast again: on the
+CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a
+composite would call itself are cast, if autocast was on at the function handler, which records
+this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
+
+NOTE [guards in frames]
+Some of torch's Python functions hold a dispatch guard in a local variable (``guard =
+torch._C._DisableFuncTorch()``, while a tensor is printed). If such a function raises, the traceback
+keeps its frame, and so the guard. When the exception is freed, at any later time, the guard
+restores the thread's dispatch keys to those of the call of the function. Inside a trace these keys
+exclude the Python key, and kernels get tensors without memory. A block that restores the keys
+therefore clears torch's frames in the traceback first.
+
 Private names used here (torch 2.13 and 2.14 have them all; ``tests/bridge/test_private_names.py``
 fails by name if one is missing):
 
@@ -95,13 +119,6 @@ _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
-# NOTE [the factory keys]
-# Random and factory functions have no tensor argument that leads to a level. While a level that
-# must see them is active, a key that torch itself no longer uses is in the thread-local include
-# set. Python kernels registered for the key see exactly the operators that they are registered
-# for, and all other operators skip it at no cost. There are two such keys, because C++ makes small
-# tensors of its own in many operators (``x * 2`` makes a scalar): a vmap must see only the random
-# functions, a trace must see all of them. torch.vmap has a key of its own.
 RANDOM_KEY_NAME = "VmapMode"
 FACTORY_KEY_NAME = "TESTING_ONLY_GenericMode"
 _RANDOM_KEY: Any = _parse_dispatch_key(RANDOM_KEY_NAME)
@@ -109,13 +126,6 @@ _FACTORY_KEY: Any = _parse_dispatch_key(FACTORY_KEY_NAME)
 _BOTH_KEYS = DispatchKeySet(_RANDOM_KEY).add(_FACTORY_KEY)
 
 
-# NOTE [autocast and rules]
-# Autocast is a property of the call. Its kernels are in C++, run before those of tracers, and cast
-# the arguments of the operators on torch's list; arguments at the dispatch handler have been cast
-# already. The operators that a rule calls in place of another operator must not cast again: on the
-# CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only the parts that a
-# composite would call itself are cast, if autocast was on at the function handler, which records
-# this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
 _AUTOCAST = tuple(key for name, key in TorchKey.__members__.items() if name.startswith("Autocast"))
 _EVERY_AUTOCAST = functools.reduce(or_, map(DispatchKeySet, _AUTOCAST))
 
@@ -415,13 +425,6 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
-# NOTE [guards in frames]
-# Some of torch's Python functions hold a dispatch guard in a local variable (``guard =
-# torch._C._DisableFuncTorch()``, while a tensor is printed). If such a function raises, the
-# traceback keeps its frame, and so the guard. When the exception is freed, at any later time, the
-# guard restores the thread's dispatch keys to those of the place where the function was called.
-# Inside a trace these keys exclude the Python key, and kernels get tensors without memory. A block
-# that restores the keys therefore clears torch's frames in the traceback first.
 _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 
 

@@ -105,7 +105,7 @@ class FreeVariables:
                 self._object("self", code.__self__)
                 self.scan(code.__func__)
             elif is_instance(code):
-                # An object that is reached from a variable already has a place.
+                # An object that is reached from a variable already has a source.
                 self._object(type(code).__name__, code)
                 called = "forward" if isinstance(code, torch.nn.Module) else "__call__"
                 self.scan(inspect.getattr_static(type(code), called, None))

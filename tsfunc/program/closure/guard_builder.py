@@ -2,7 +2,7 @@
 
 NOTE [attributes]
 A parameter may be an object of any class. The guards check the attributes that the traced function
-reads, each at the place where it reads it. The single traced run is watched (``instances.py``), and
+reads, each at its source. The single traced run is watched (``instances.py``), and
 each attribute of a known object that is read becomes a guard (``read_guards.py``) that later calls
 check:
 
@@ -86,7 +86,7 @@ class InputNumber(NamedTuple):
 
     Attributes:
         name: its name in the program.
-        source: its place.
+        source: its source.
         variable: its variable in the generated guard.
         value: its value in the traced call.
         position: its index among the values that the program is called with after the arguments.
@@ -122,7 +122,7 @@ class InputNumbers:
         self._replaced: list[tuple[Any, Any, Any, Any]] = []
 
     def is_input(self, value: Any, text: str) -> bool:
-        """Note that a value is read at a place; return True if it is an input of the program."""
+        """Record the read of a value; return True if it is an input of the program."""
         if type(value) not in (int, float):
             return False
         earlier = self._earlier.get(text, ())
@@ -264,7 +264,7 @@ class GuardBuilder:
         name: the name of the specialized function, for errors.
         enter: called with each object that is to be watched.
         met: called with each function among the values.
-        opaque: called with the place and the object for objects that are compared by identity.
+        opaque: called with the source and the object for objects that are compared by identity.
         closure: the treatment of values that belong to the function: NOTE [closures].
         earlier: the numbers that earlier traces have read: NOTE [numbers that vary].
 
@@ -273,7 +273,7 @@ class GuardBuilder:
         numbers: the numbers in containers and objects: NOTE [numbers that vary].
         inputs: the tensors that are read at every call.
         containers: the containers whose elements the function may change.
-        read: the guarded values, keyed by the user's spelling of their places.
+        read: the guarded values, keyed by the user's spelling of their sources.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class GuardBuilder:
         return id(value) in self._known
 
     def source_of(self, value: Any) -> Source | None:
-        """Return the place at which the trace has met an object, or None."""
+        """Return the source of an object that the trace has met, or None."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
@@ -342,7 +342,7 @@ class GuardBuilder:
         return OutsideRef(len(self._given) + guards.result(source, value))
 
     def guard(self, value: Any, source: Source) -> None:
-        """Guard a value: later calls must find the same or an equal value at its place."""
+        """Guard a value: later calls must find the same or an equal value at its source."""
         known = self._known.get(id(value))
         guards = self.guards_of(source.own)
         if guards is self.read_guards:

@@ -193,7 +193,7 @@ def builder(tree: optree.PyTreeSpec) -> Build:
 
 
 def _built(value: Any, scope: dict[str, Any]) -> str | None:
-    """Return the Python for results with numbers in their places; None for other containers."""
+    """Return the Python for results with numbers as leaves; None for other containers."""
     kind = type(value)
     if kind is int:
         return f"results[{value}]"
@@ -307,7 +307,7 @@ class Source:
 
     @cached_property
     def path(self) -> tuple[Any, ...]:
-        """The steps of the path; equal for two sources of one place."""
+        """The steps of the path; equal for two sources of one value."""
         last = self.step, None if self.key is _NO_KEY else id(self.key)
         return (last,) if self.base is None else (*self.base.path, last)
 

@@ -102,7 +102,7 @@ class Instances:
         self._paused = self._met_modules = False
 
     def add(self, value: Any, source: Source) -> None:
-        """Watch an object that was found at a place."""
+        """Watch an object that was found at a source."""
         self.builder.guard(value, source)
 
     def __enter__(self) -> Instances:

@@ -112,7 +112,7 @@ class Update:
             return None
 
     def slots(self) -> list[ResultSlot]:
-        """Return the places of the tensors in its value."""
+        """Return the slots of the tensors in its value."""
         return list(_slots(self.value))
 
     def statements(self, owner: str, spell: Callable[[Any], str]) -> list[str]:

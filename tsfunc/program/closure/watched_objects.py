@@ -40,7 +40,7 @@ class WatchedObject:
 
     Args:
         value: the object.
-        source: the place where it was found.
+        source: the source of the object.
         builder: the guards of the values that the trace has read.
         paused: returns a context in which reads are not reads of the traced function.
         on_method: called with the methods that the function uses.
@@ -62,7 +62,8 @@ class WatchedObject:
         self.source = source
         self.lines: dict[str, str] = {}
         self._held: set[str] = set()
-        # The attributes with numbers that are inputs: the value, its place, the value with symbols.
+        # The attributes with numbers that are inputs: the value, its source, the value with
+        # symbols.
         self._inputs: dict[str, tuple[Any, Source, Callable[[], Any]]] = {}
         self._before = _contents(value)
 

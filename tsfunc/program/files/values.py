@@ -64,7 +64,7 @@ class NoFileForm(Exception):
         self.why = why
 
     def within(self, where: str) -> NoFileForm:
-        """Return the same error with a place."""
+        """Return the same error with a path."""
         return NoFileForm(f"{self}{where}", self.why)
 
 

@@ -309,7 +309,7 @@ def _assignments(program: ProgramData, count: int) -> Callable[[Sequence[Any]], 
 
 
 def _named_sizes(call_spec: CallSpec | None) -> dict[str, tuple[int, int]]:
-    """Return the place of the size of each named dim that is a dim itself."""
+    """Return the input and the dim with the size of each named dim that is a dim itself."""
     places: dict[str, tuple[int, int]] = {}
     for spec in call_spec.inputs if call_spec is not None else ():
         for k, dim in enumerate(spec.dims):

@@ -29,7 +29,7 @@ from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
 from tsfunc.program.passes.effects import is_random, writes
 from tsfunc.transforms.control.active import by_choice, numbers_in, repeat
-from tsfunc.transforms.control.choice import ByExample, read
+from tsfunc.transforms.control.choice import BatchedChoice, read
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types import Dim
 
@@ -177,7 +177,7 @@ class PhysicalBatch:
 
 
 def loop(
-    condition: Body, body: Body, carried: int, operands: Sequence[Any], choice: ByExample
+    condition: Body, body: Body, carried: int, operands: Sequence[Any], choice: BatchedChoice
 ) -> tuple[Any, ...] | None:
     """Run a loop whose first condition is known to its end.
 
@@ -198,11 +198,11 @@ def loop(
         batch = _physical(operands, level)
         if batch is None:
             return None
-        carried_out = loop_of(condition, body, carried, batch, read(choice.values).bool())
+        carried_out = run_batched_loop(condition, body, carried, batch, read(choice.values).bool())
     return None if carried_out is None else tuple([wrap(x, 0, level) for x in carried_out])
 
 
-def loop_of(
+def run_batched_loop(
     condition: Body,
     body: Body,
     carried: int,
@@ -240,7 +240,7 @@ def _truth(results: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def choice(
-    branches: Sequence[Body], operands: Sequence[Any], taken: ByExample
+    branches: Sequence[Body], operands: Sequence[Any], taken: BatchedChoice
 ) -> tuple[Any, ...] | None:
     """Run each branch on the examples that take it; None as for `loop`.
 
@@ -256,11 +256,11 @@ def choice(
         batch = _physical(operands, level)
         if batch is None:
             return None
-        results = choice_of(branches, batch, read(taken.values))
+        results = run_batched_choice(branches, batch, read(taken.values))
     return None if results is None else tuple([wrap(x, 0, level) for x in results])
 
 
-def choice_of(
+def run_batched_choice(
     branches: Sequence[Body], batch: PhysicalBatch, index: torch.Tensor
 ) -> Sequence[torch.Tensor] | None:
     """Same as `choice` for physical operands."""

@@ -21,7 +21,7 @@ from tsfunc.errors import DataDependentError
 
 
 @dataclass(frozen=True)
-class ByExample:
+class BatchedChoice:
     """A choice that differs from example to example of a vmap.
 
     Attributes:
@@ -35,23 +35,23 @@ class ByExample:
     known: bool
 
     @property
-    def is_of_none(self) -> bool:
+    def is_empty(self) -> bool:
         """True if there are no examples."""
         size: Any = self.values.shape[0]
         return type(size) is int and size == 0
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedChoice:
     """A choice that is made when the program runs."""
 
     value: TraceTracer
 
 
-Choice = bool | int | ByExample | Traced
+Choice = bool | int | BatchedChoice | TracedChoice
 
 
-def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
+def predicate_of(value: Any, what: str) -> bool | BatchedChoice | TracedChoice:
     """Read a predicate: True if the value is not zero.
 
     Raises:
@@ -62,8 +62,8 @@ def predicate_of(value: Any, what: str) -> bool | ByExample | Traced:
         return value != 0
     inexact = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
     choice = choice_of(value != 0 if inexact else value, what)
-    if isinstance(choice, ByExample):
-        return ByExample(choice.level, choice.values != 0, choice.known)
+    if isinstance(choice, BatchedChoice):
+        return BatchedChoice(choice.level, choice.values != 0, choice.known)
     return bool(choice) if isinstance(choice, int) else choice
 
 
@@ -113,10 +113,10 @@ def choice_of(value: Any, what: str) -> Choice:
             level = inner.dispatch_level
             with level.restored():
                 values = batch_first(inner, level).reshape(level.batch_size)
-            return ByExample(level, values, _known(values))
+            return BatchedChoice(level, values, _known(values))
         inner = inner.value
     if isinstance(inner, TraceTracer):
-        return Traced(inner)
+        return TracedChoice(inner)
     if is_batched_in_functorch(inner):
         raise DataDependentError(
             f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
@@ -164,7 +164,7 @@ def read(values: Any) -> torch.Tensor:
     return known
 
 
-class DiffersInside(BaseException):
+class DiffersAtInnerLevel(BaseException):
     """Internal: a predicate with a value for each example of a level differs at an inner level.
 
     ``by`` is the caller that needs the predicate; it handles the choice at the inner level.
@@ -179,12 +179,12 @@ def values_at(value: Any, level: BatchLevel, by: object = None) -> torch.Tensor:
     """Return a predicate for each example of a level, as a tensor that is outside of the level.
 
     Raises:
-        DiffersInside: the predicate differs among the examples of an inner level.
+        DiffersAtInnerLevel: the predicate differs among the examples of an inner level.
     """
     inner: Any = as_seen_by_current_level(value)
     while isinstance(inner, Tracer) and inner.dispatch_level.depth > level.depth:
         if isinstance(inner, BatchTracer) and inner.bdim is not None:
-            raise DiffersInside(by, inner.dispatch_level)
+            raise DiffersAtInnerLevel(by, inner.dispatch_level)
         inner = inner.value  # type: ignore[attr-defined]
     with level.restored():
         if isinstance(inner, BatchTracer) and inner.dispatch_level.depth == level.depth:

@@ -40,9 +40,9 @@ from tsfunc.transforms.control.arguments import (
     operands_of,
 )
 from tsfunc.transforms.control.choice import (
-    ByExample,
+    BatchedChoice,
     Choice,
-    Traced,
+    TracedChoice,
     choice_of,
     predicate_of,
     read,
@@ -158,8 +158,8 @@ def _index_of(value: Any, what: str, last: int) -> Choice:
             raise TypeError(f"{what}: the index must be an integer, got a bool. Use cond.")
     if isinstance(choice, int):
         return min(max(int(choice), 0), last)
-    if isinstance(choice, ByExample):
-        return ByExample(choice.level, choice.values.long().clamp(0, last), choice.known)
+    if isinstance(choice, BatchedChoice):
+        return BatchedChoice(choice.level, choice.values.long().clamp(0, last), choice.known)
     return choice
 
 
@@ -240,18 +240,18 @@ class _SwitchCall:
         """Return the result of the chosen branches."""
         if isinstance(choice, int):
             return self.branches[choice](*self.operands)
-        if isinstance(choice, Traced):
+        if isinstance(choice, TracedChoice):
             return self.record(choice.value)
         if self.batching == "select":
             return self.select(choice)
-        if choice.is_of_none:  # any branch gives the types of the results
+        if choice.is_empty:  # any branch gives the types of the results
             return in_tensors(self.branches[0](*self.operands))
         if not choice.known and current_trace() is not None:
             with suppress(CannotUnbatch):
                 return self.record(wrap(choice.values, 0, choice.level))
         with Attempt(choice.level) as attempt:
             try:
-                return self.on_subsets(choice) if choice.known else self.unseen(choice)
+                return self.run_on_subsets(choice) if choice.known else self.unseen(choice)
             except NeedsWholeBatch as error:
                 attempt.give_up(error)
         return self.select(choice)
@@ -273,7 +273,7 @@ class _SwitchCall:
         )
         return checked if isinstance(value, torch.Tensor) else out
 
-    def on_subsets(self, choice: ByExample) -> Any:
+    def run_on_subsets(self, choice: BatchedChoice) -> Any:
         """Run each branch on the examples that take it."""
         values = read(choice.values)
         taken = numbers_in(values)
@@ -287,7 +287,7 @@ class _SwitchCall:
         self.check([out for _, (out, _) in parts], taken)
         return whole.merged(parts)
 
-    def select(self, choice: ByExample) -> Any:
+    def select(self, choice: BatchedChoice) -> Any:
         """Run all branches on all examples, and select."""
         level = choice.level
         each = [counted(branch, level.depth)(*self.operands) for branch in self.branches]
@@ -304,7 +304,7 @@ class _SwitchCall:
         merge_draw_counts([drawn for _, drawn in each], chosen)
         return together(outs, chosen)
 
-    def unseen(self, choice: ByExample) -> Any:
+    def unseen(self, choice: BatchedChoice) -> Any:
         """Run the branches on guarded subsets: NOTE [unreadable choices]."""
         level, values = choice.level, choice.values
         first = values[0]
@@ -348,9 +348,9 @@ class _SwitchInProgram(_SwitchCall):
 
     branches: tuple[Body, ...]
 
-    def on_subsets(self, choice: ByExample) -> Any:
+    def run_on_subsets(self, choice: BatchedChoice) -> Any:
         results = batched.choice(self.branches, self.operands, choice)
-        return super().on_subsets(choice) if results is None else results
+        return super().run_on_subsets(choice) if results is None else results
 
 
 def _same(result: Any) -> Any:

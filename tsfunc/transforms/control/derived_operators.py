@@ -36,7 +36,7 @@ class ControlFlowOperator(ControlFlow):
     """Control flow of a program; its derivatives are operators of a program too."""
 
     # True if a batch of calls runs each body only on the examples that choose it.
-    on_subsets = False
+    run_on_subsets = False
 
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         return Pullback(self, count, by, of)
@@ -107,7 +107,7 @@ class MappedOperator(ControlFlowOperator):
     def __init__(self, of_op: ControlFlowOperator, batched: Sequence[bool]) -> None:
         super().__init__(f"{of_op.name}_mapped", of_op.bodies)
         self.op, self.batched = of_op, tuple(batched)
-        self.on_subsets = of_op.on_subsets
+        self.run_on_subsets = of_op.run_on_subsets
 
     def flow(
         self, operands: Sequence[Axes], through: Callable[[Body, Sequence[Axes]], list[Axes]]
@@ -138,7 +138,7 @@ class MappedOperator(ControlFlowOperator):
         The choices of an inner batch can't be read.
         """
         inner = self.op
-        if not self.on_subsets or not isinstance(inner, MappedOperator):
+        if not self.run_on_subsets or not isinstance(inner, MappedOperator):
             return None
         either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
         return _flattened(MappedOperator(inner.op, either), self.batched, inner.batched)

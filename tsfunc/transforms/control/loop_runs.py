@@ -27,10 +27,10 @@ from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched
 from tsfunc.transforms.control.active import SubsetGroup, repeat
 from tsfunc.transforms.control.choice import (
-    ByExample,
+    BatchedChoice,
     Choice,
-    DiffersInside,
-    Traced,
+    DiffersAtInnerLevel,
+    TracedChoice,
     choice_of,
     read,
     truth_of,
@@ -105,13 +105,13 @@ class Loop:
             choice: Choice | None = None if traced else truth_of(value)
             if choice is None:
                 choice = choice_of(value, self.what)
-            if isinstance(choice, ByExample):
+            if isinstance(choice, BatchedChoice):
                 left = None if limit is None else limit - steps
-                return self.each_its_own(carry, value, choice, left)
-            if isinstance(choice, Traced):
+                return self.run_differing(carry, value, choice, left)
+            if isinstance(choice, TracedChoice):
                 return self.record(carry, choice.value), True
             if not choice:
-                return self.ended(carry), True
+                return self.check_end(carry), True
             if steps == limit:
                 return carry, False
             if steps == 0 and traced:
@@ -119,20 +119,20 @@ class Loop:
                 # numbers of its carry as Python values is called for each step.
                 with suppress(DataDependentError):
                     return self.record(carry, False), True
-            sure = self.sure(carry) if limit is None and not traced else 1
+            sure = self.certain_steps(carry) if limit is None and not traced else 1
             carry = self.steps(carry, sure)
             steps += sure
 
-    def sure(self, carry: Any) -> int:
+    def certain_steps(self, carry: Any) -> int:
         """Return a number of steps that are certain to be made if the condition holds."""
         return 1
 
-    def each_its_own(
-        self, carry: Any, value: Any, choice: ByExample, limit: int | None
+    def run_differing(
+        self, carry: Any, value: Any, choice: BatchedChoice, limit: int | None
     ) -> tuple[Any, bool]:
         """Run the loop if the condition differs from example to example."""
         level = choice.level
-        if choice.is_of_none:
+        if choice.is_empty:
             return in_tensors(carry), True
         if not choice.known and current_trace() is not None:
             with suppress(CannotUnbatch):
@@ -140,20 +140,20 @@ class Loop:
         with Attempt(level) as attempt:
             try:
                 if choice.known:
-                    return self.on_subsets(carry, choice, limit)
+                    return self.run_on_subsets(carry, choice, limit)
                 return self.masked(carry, value, level, guarded=True), True
             except NeedsWholeBatch as error:
                 attempt.give_up(error)
                 inside = None
-            except DiffersInside as error:
+            except DiffersAtInnerLevel as error:
                 # A body that batches the carry also batches the condition from the second step on.
                 if error.by is not self:
                     raise
                 attempt.undo()
-                inside = ByExample(error.level, values_at(value, error.level), False)
+                inside = BatchedChoice(error.level, values_at(value, error.level), False)
         if inside is None:
             return self.masked(carry, value, level, guarded=False), True
-        return self.each_its_own(carry, value, inside, limit)
+        return self.run_differing(carry, value, inside, limit)
 
     def steps(self, carry: Any, count: int) -> Any:
         for _ in range(count):
@@ -168,18 +168,20 @@ class Loop:
             self.checked = True
         return new
 
-    def ended(self, carry: Any) -> Any:
+    def check_end(self, carry: Any) -> Any:
         """Return the last carry; without a step, check the body's type now."""
         if not self.checked:
             self.checked = True
             check_zero_steps(self.what, self.written, self.body_fun, carry, ADVICE)
         return carry
 
-    def on_subsets(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+    def run_on_subsets(
+        self, carry: Any, choice: BatchedChoice, limit: int | None
+    ) -> tuple[Any, bool]:
         """Run each step on the subset of examples that are not done."""
         active = read(choice.values).bool()
         if not self.checked and not bool(active.any()):
-            self.ended(carry)
+            self.check_end(carry)
         state = carry, draw_counts(choice.level.depth)
         return repeat(SubsetGroup(self.what, choice.level), state, active, self.on_group, limit)
 
@@ -190,10 +192,12 @@ class Loop:
         carry, drawn = state
         with group.running((self, carry)):
             set_draw_counts(drawn)
-            carry, made, active = self.together(group.level, limit, carry)
+            carry, made, active = self.common_steps(group.level, limit, carry)
             return (carry, draw_counts(group.level.depth)), made, active
 
-    def together(self, subset: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
+    def common_steps(
+        self, subset: BatchLevel, limit: int | None, carry: Any
+    ) -> tuple[Any, int, Any]:
         """Make steps as long as all examples of the subset continue.
 
         Returns:
@@ -211,9 +215,9 @@ class Loop:
             choice: Choice | None = None if traced else truth_of(value, subset)
             if choice is None:
                 choice = choice_of(value, self.what)
-            if isinstance(choice, ByExample) and choice.level is subset and choice.known:
+            if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
                 return carry, made, read(choice.values).bool()
-            if isinstance(choice, ByExample | Traced):
+            if isinstance(choice, BatchedChoice | TracedChoice):
                 carry, done = self.run(carry, None if limit is None else limit - made)
                 return carry, made, done
             if not choice:
@@ -237,14 +241,14 @@ class Loop:
                 stepped, drawn = run_guarded(level, active, self.what, step, (carry,))
             else:
                 stepped, drawn = step(carry)
-            return self.kept(level, active, stepped, drawn, carry)
+            return self.keep_finished(level, active, stepped, drawn, carry)
 
         # This loop runs as long as any example continues; its body checks the steps.
         every = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
         every.checked = True
         return every.whole((carry, values_at(value, level)))[0]
 
-    def kept(
+    def keep_finished(
         self, level: BatchLevel, active: torch.Tensor, stepped: Any, drawn: DrawCounts, carry: Any
     ) -> Any:
         """Return the new state of the active examples, and the old one of the others."""
@@ -267,8 +271,8 @@ class Loop:
         """Record the loop; without a first condition no vmap is hidden."""
 
         def unhidden(carry: Any, value: Any, level: BatchLevel) -> Any:
-            choice = ByExample(level, values_at(value, level), False)
-            return self.each_its_own(carry, value, choice, None)[0]
+            choice = BatchedChoice(level, values_at(value, level), False)
+            return self.run_differing(carry, value, choice, None)[0]
 
         if self.draws or draws_are_counted():
             return self.recorded_with_draws(carry, value, unhidden)
@@ -331,26 +335,32 @@ class CountedLoop(Loop):
             count -= some
         return super().steps(carry, count)
 
-    def together(self, subset: BatchLevel, limit: int | None, carry: Any) -> tuple[Any, int, Any]:
-        left = None if limit is not None or current_trace() is not None else self.left(carry)
-        if isinstance(left, ByExample) and left.level is subset and left.known:
+    def common_steps(
+        self, subset: BatchLevel, limit: int | None, carry: Any
+    ) -> tuple[Any, int, Any]:
+        left = (
+            None
+            if limit is not None or current_trace() is not None
+            else self.remaining_steps(carry)
+        )
+        if isinstance(left, BatchedChoice) and left.level is subset and left.known:
             counts = read(left.values)
             sure = int(counts.min())
             if sure > 0:
                 return self.steps(carry, sure), sure, counts > sure
         elif isinstance(left, int) and left > 0:
             return self.steps(carry, left), left, True
-        return super().together(subset, limit, carry)
+        return super().common_steps(subset, limit, carry)
 
-    def left(self, carry: Any) -> Choice | None:
+    def remaining_steps(self, carry: Any) -> Choice | None:
         """Return the number of remaining steps; None if the bounds are not integers."""
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
             return None
         return choice_of(left, self.what)
 
-    def sure(self, carry: Any) -> int:
-        left = self.left(carry)
+    def certain_steps(self, carry: Any) -> int:
+        left = self.remaining_steps(carry)
         return left if isinstance(left, int) else 1
 
 
@@ -360,13 +370,15 @@ class _LoopInProgram(Loop):
     bodies: tuple[Body, Body]
     rest: tuple[Any, ...]
 
-    def on_subsets(self, carry: Any, choice: ByExample, limit: int | None) -> tuple[Any, bool]:
+    def run_on_subsets(
+        self, carry: Any, choice: BatchedChoice, limit: int | None
+    ) -> tuple[Any, bool]:
         if limit is None:
             operands = (*carry, *self.rest)
             carried = batched.loop(*self.bodies, len(carry), operands, choice)
             if carried is not None:
                 return carried, True
-        return super().on_subsets(carry, choice, limit)
+        return super().run_on_subsets(carry, choice, limit)
 
 
 @run_by(While)

@@ -25,7 +25,7 @@ from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
-from tsfunc.transforms.control.batched import batch_here, choice_of, loop_of
+from tsfunc.transforms.control.batched import batch_here, run_batched_choice, run_batched_loop
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.outputs import slice_like, stack_of_no_steps
 from tsfunc.transforms.control.prefixes import prefixes
@@ -43,7 +43,7 @@ class Switch(ControlFlowOperator):
         batching: the ``batching=`` of the call.
     """
 
-    on_subsets = True
+    run_on_subsets = True
 
     def __init__(self, name: str, bodies: Sequence[Body], batching: Batching) -> None:
         super().__init__(name, bodies)
@@ -59,7 +59,7 @@ class Switch(ControlFlowOperator):
             return None
         index = batch.operands[0].reshape(-1)
         index = index != 0 if self.name == "cond" else index
-        return choice_of(self.bodies, batch, index.long().clamp(0, len(self.bodies) - 1))
+        return run_batched_choice(self.bodies, batch, index.long().clamp(0, len(self.bodies) - 1))
 
     def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         branches = (through(body, operands) for body in self.bodies)
@@ -129,7 +129,7 @@ class While(ControlFlowOperator):
         checkpoint: the ``checkpoint=`` of the call.
     """
 
-    on_subsets = True
+    run_on_subsets = True
 
     def __init__(
         self, name: str, bodies: Sequence[Body], carried: int, checkpoint: Checkpoint
@@ -144,7 +144,7 @@ class While(ControlFlowOperator):
             return None
         batch = batch_here(operands, batched)
         condition, body = self.bodies
-        return None if batch is None else loop_of(condition, body, self.carried, batch)
+        return None if batch is None else run_batched_loop(condition, body, self.carried, batch)
 
     def flow(self, operands: Sequence[Axes], through: Through) -> list[Axes]:
         condition, body = self.bodies

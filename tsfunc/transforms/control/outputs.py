@@ -1,4 +1,11 @@
-"""Type checks of the results of branches and bodies, with their error messages."""
+"""Type checks of the results of branches and bodies, with their error messages.
+
+NOTE [numbers among results]
+A Python number has a kind and no dtype. It takes the dtype of the tensor, or the kind of the
+number, that another branch or step returns in its place, as in arithmetic (JAX's weak types). A
+number may be widened in this way, as an int to a float, but not narrowed. A bool is not
+interchangeable with the ints 0 and 1. Symbolic sizes are numbers of a trace.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +77,6 @@ def same_type(a: Any, b: Any) -> bool:
     return a is b or bool(type(a) is type(b) and a == b)
 
 
-# NOTE [numbers among results]
-# A Python number has a kind and no dtype. It takes the dtype of the tensor, or the kind of the
-# number, that another branch or step returns in its place, as in arithmetic (JAX's weak types). A
-# number may be widened in this way, as an int to a float, but not narrowed. A bool is not
-# interchangeable with the ints 0 and 1. Symbolic sizes are numbers of a trace.
 _NUMBERS: Final = (bool, int, float, complex, *SYMBOLIC)
 
 
@@ -93,7 +95,7 @@ def _fits(number: Any, dtype: torch.dtype) -> bool:
 
 
 def common_dtype(column: Sequence[Any]) -> torch.dtype | None:
-    """Return the common dtype of numbers in one place: that of a tensor if there is one."""
+    """Return the common dtype of numbers at one path: that of a tensor if there is one."""
     for leaf in column:
         if isinstance(leaf, torch.Tensor):
             return leaf.dtype
@@ -121,7 +123,8 @@ def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) 
         results: the results of the two branches.
 
     Raises:
-        TypeCheckError: the types differ; the message has both types and each place that differs.
+        TypeCheckError: the types differ; the message has both types and each path at which they
+            differ.
     """
     _check(what, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
 

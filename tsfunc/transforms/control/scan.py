@@ -67,7 +67,7 @@ def scan(
         length: the number of steps; needed if ``xs`` has no tensor.
         reverse: True to begin with the last slice. The results have the order of their slices.
         unroll: a positive int or a bool, accepted for compatibility with JAX, without effect: a
-            longer turn of the loop makes no step cheaper.
+            longer loop body does not make a step cheaper.
         dim: the dim of ``xs`` to scan, and the dim of the stacked results. A step result with too
             few dims is stacked along a new first dim.
 

@@ -23,7 +23,7 @@ from tsfunc.program.files.graphs import (
 from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
 from tsfunc.transforms import checkpoint_policies as policies
-from tsfunc.transforms.checkpoint import CheckpointCall, OnceCall
+from tsfunc.transforms.checkpoint import CheckpointCall, RecomputedCall
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.custom_function_tracing import key_of, traced_callee
 from tsfunc.transforms.control.custom_functions import register_callees
@@ -250,13 +250,13 @@ def _decode_checkpoint(field: Field, name: str, graph: DecodeGraph, kinds: Kinds
     return CheckpointCall(body, _decode_policy(policy, graph.made_with), random.flag())
 
 
-def _encode_once(op: OnceCall, graph: EncodeGraph) -> dict[str, Any]:
+def _encode_once(op: RecomputedCall, graph: EncodeGraph) -> dict[str, Any]:
     return {"bodies": encode_bodies(op, graph)}
 
 
 def _decode_once(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
     *_, bodies = field.record("kind", "name", "bodies")
-    return OnceCall(name, [_single(bodies, graph, kinds)])
+    return RecomputedCall(name, [_single(bodies, graph, kinds)])
 
 
 def _single(field: Field, graph: DecodeGraph, kinds: Kinds) -> Body:
@@ -350,7 +350,7 @@ def register_all() -> None:
         ControlKind("pushforward", Pushforward, _encode_derivative, _decode_pushforward),
         ControlKind("mapped", MappedOperator, _encode_mapped, _decode_mapped),
         ControlKind("checkpoint", CheckpointCall, _encode_checkpoint, _decode_checkpoint),
-        ControlKind("once", OnceCall, _encode_once, _decode_once),
+        ControlKind("once", RecomputedCall, _encode_once, _decode_once),
         ControlKind("replayed", Replayed, _encode_replayed, _decode_replayed),
         ControlKind("states", RandomStates, _encode_states, _decode_states),
         ControlKind("function", FunctionCall, encode_call, decode_call),

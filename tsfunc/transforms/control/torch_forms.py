@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from tsfunc import pytrees
 from tsfunc.transforms.control import cond as choices
 from tsfunc.transforms.control import loops
@@ -31,11 +33,13 @@ def while_loop(
     carried_inputs: Sequence[Any],
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
-    def body(carry: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(body_fn(*carry, *additional_inputs))
+    def body(*carry: Any) -> tuple[Any, ...]:
+        new = body_fn(*carry, *additional_inputs)
+        return (new,) if isinstance(new, torch.Tensor) else tuple(new)
 
+    # The entries of the carry are arguments, also of a carry with one entry.
     return loops.while_loop(
-        lambda carry: cond_fn(*carry, *additional_inputs), body, tuple(carried_inputs)
+        lambda *carry: cond_fn(*carry, *additional_inputs), body, tuple(carried_inputs)
     )
 
 
