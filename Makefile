@@ -13,6 +13,8 @@
 #   make fuzz                         random programs for a minute (SEED=N for those of a seed)
 #   make soak HOURS=8                 random programs for hours; failures are in build/fuzz
 #   make mutants                      300 random changes of the code, and the tests that notice them
+#   make bench                        timings (docs/benchmarks.md)
+#   make bench-check                  is something slower than the stored baseline?
 #   make docs                         the site, in build/docs
 #   make dist                         sdist and wheel, in dist
 #   make setup PYTHON=python3.12      with another Python (3.10 to 3.13)
@@ -37,7 +39,8 @@ COMPILED := 0
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
 .PHONY: setup handlers setup-newest demo test test-compiled test-newest test-libraries test-one \
-    test-releases test-all fuzz soak mutants lint format docs dist bench clean
+    test-releases test-all fuzz soak mutants lint format docs dist bench setup-bench \
+    bench-check bench-baseline clean
 
 setup: $(STAMP)
 
@@ -149,6 +152,17 @@ dist: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks $(ARGS)
+
+# JAX, transformers, torchvision and matplotlib, with which `bench` has more rows.
+setup-bench: setup
+	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[bench]'
+
+# Fails if something is slower than benchmarks/baseline.json, which `bench-baseline` writes.
+bench-check: setup
+	$(BIN)/python -m benchmarks check $(ARGS)
+
+bench-baseline: setup
+	$(BIN)/python -m benchmarks check --renew $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,12 +3,16 @@
 python -m benchmarks                       all, as a table
 python -m benchmarks gradients             those with "gradients" in their names
 python -m benchmarks --repeats 5           quicker, less exact
+python -m benchmarks --without inductor    without the ways that have this in their names
 python -m benchmarks --markdown            the table as docs/benchmarks.md has it
+python -m benchmarks check                 fail if something is slower than the stored baseline
+python -m benchmarks scaling               how costs grow with sizes, with plots
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,19 +25,23 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import (
+    check,
     cold,
     comparison,
     control_flow,
     eager,
+    gpu,
     gradients,
     mesh,
+    models,
     operators,
+    scaling,
     specializing,
     tracing,
     vmapping,
 )
 from benchmarks.cold import Cold
-from benchmarks.timing import Case, Timing
+from benchmarks.timing import Case, Timing, settle_memory
 
 COLUMNS = ("what, and the ways", "time", "ratio", "aim")
 
@@ -66,10 +74,24 @@ def all_cases() -> Iterator[Case | Cold]:
         specializing,
         tracing,
         comparison,
+        models,
         mesh,
+        gpu,
     ):
         yield from topic.cases()
     yield from cold.cases()
+
+
+def without(words: Sequence[str], case: Case | Cold) -> Case | Cold:
+    """Return a benchmark without the ways that have one of the words in their names."""
+    if not words or isinstance(case, Cold):
+        return case
+    calls = {
+        way: call
+        for way, call in case.calls.items()
+        if way == case.base or not any(word in way for word in words)
+    }
+    return dataclasses.replace(case, calls=calls)
 
 
 def print_markdown(results: Sequence[tuple[str, list[list[str]]]]) -> None:
@@ -93,20 +115,20 @@ def print_table(results: Sequence[tuple[str, list[list[str]]]]) -> None:
     Console().print(table)
 
 
-def settle_memory() -> None:
-    """Has the C library keep what tensors of up to 32 MB free, as it does in a long-lived process.
-
-    Until a block of some size was once freed, each new one is mapped afresh, and its first use
-    costs more than the arithmetic; which sizes these are depends on all that ran before.
-    """
-    torch.zeros(32 * 2**20 - 2**12, dtype=torch.uint8)
+# Commands with options of their own.
+COMMANDS = {"check": check.main, "scaling": scaling.main}
 
 
 def main() -> int:
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        return COMMANDS[sys.argv[1]](sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("word", nargs="?", default="", help="run what has this in its name")
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--cpu", action="store_true", help="the least CPU times, for busy machines")
+    parser.add_argument(
+        "--without", action="append", default=[], help="leave out ways that have this in their name"
+    )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -114,7 +136,7 @@ def main() -> int:
     settle_memory()
 
     every = list(all_cases())
-    chosen = [case for case in every if args.word in case.name]
+    chosen = [without(args.without, case) for case in every if args.word in case.name]
     if not chosen:
         names = "\n  ".join(case.name for case in every)
         parser.error(f"no benchmark has {args.word!r} in its name; there are:\n  {names}")

@@ -1,6 +1,7 @@
 """The same computation by tsfunc, torch.func, torch.compile and, if it is installed, JAX.
 
-JAX is not a dependency of this package: without it, its ways are left out. One thread:
+JAX is not a dependency of this package (``pip install tsfunc[bench]`` brings it); without it, its
+ways are left out. One thread:
 
     XLA_FLAGS="--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1" \
         OMP_NUM_THREADS=1 python -m benchmarks compared --cpu
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 
 import tsfunc
+from benchmarks.eager import Layers, layers
 from benchmarks.gradients import SIZES, mlp_params, per_example, tiny, tiny_grad
 from benchmarks.timing import Call, Case
-from benchmarks.ways import OURS, SPECIALIZED, ways
+from benchmarks.ways import OURS, SPECIALIZED, compiled, ways
 
-COMPILED = "torch.compile of torch.func"
 JAX, JAX_JIT = "JAX", "JAX, jit"
 
 
@@ -42,10 +43,6 @@ def _jax_ways(make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> dic
         return optree.tree_map(torch.from_dlpack, out)
 
     return {JAX: partial(call, function), JAX_JIT: partial(call, jax.jit(function))}
-
-
-def _compiled(function: Callable[..., Any], *args: Any) -> dict[str, Call]:
-    return {COMPILED: partial(torch.compile(function), *args)}
 
 
 def _jax_loss(jax: Any, jnp: Any) -> Callable[..., Any]:
@@ -87,13 +84,111 @@ def _jax_halve(jax: Any, jnp: Any) -> Callable[..., Any]:
     return mapped
 
 
+def _network(numerics: Any, params: Layers, x: Tensor) -> Any:
+    for weight, bias in params[:-1]:
+        x = numerics.tanh(weight @ x + bias)
+    weight, bias = params[-1]
+    return weight @ x + bias
+
+
+# Each of the following takes the transforms and the functions on arrays of a library: torch.func
+# or tsfunc and torch, or jax and jax.numpy. Annotations name torch's tensors, since `specialize`
+# reads them; JAX's arrays come in their places.
+
+
+def pinn(transforms: Any, numerics: Any) -> Callable[..., Any]:
+    """The gradient of a physics-informed network's loss: Burgers' equation at many points."""
+
+    def field(params: Layers, point: Tensor) -> Any:
+        return _network(numerics, params, point)[0]
+
+    slope = transforms.grad(field, argnums=1)
+
+    def residual(params: Layers, point: Tensor) -> Any:
+        by_t, by_x = slope(params, point)
+        second = transforms.grad(lambda point: slope(params, point)[1])(point)[1]
+        return by_t + field(params, point) * by_x - 0.01 * second
+
+    def loss(params: Layers, points: Tensor) -> Any:
+        return (transforms.vmap(residual, (None, 0))(params, points) ** 2).mean()
+
+    made: Callable[..., Any] = transforms.grad(loss)
+    return made
+
+
+def kernel(transforms: Any, numerics: Any) -> Callable[..., Any]:
+    """The neural tangent kernel of two batches, by the product of the Jacobians of each pair."""
+
+    def jacobian(params: Layers, x: Tensor) -> Any:
+        return transforms.jacrev(lambda params: _network(numerics, params, x))(params)
+
+    def between(params: Layers, first: Tensor, second: Tensor) -> Any:
+        total = 0
+        pairs = zip(
+            transforms.vmap(jacobian, (None, 0))(params, first),
+            transforms.vmap(jacobian, (None, 0))(params, second),
+            strict=True,
+        )
+        for mine, theirs in pairs:
+            for a, b in zip(mine, theirs, strict=True):
+                a, b = (each.reshape(each.shape[0], each.shape[1], -1) for each in (a, b))
+                total = total + numerics.einsum("naf,mbf->nmab", a, b)
+        return total
+
+    return between
+
+
+def maml(transforms: Any, numerics: Any) -> Callable[..., Any]:
+    """The gradient through a step of descent for each task (model-agnostic meta-learning)."""
+
+    def error(params: Layers, x: Tensor, y: Tensor) -> Any:
+        return ((transforms.vmap(lambda x: _network(numerics, params, x))(x) - y) ** 2).mean()
+
+    def after_a_step(params: Layers, x: Tensor, y: Tensor) -> Any:
+        steps = transforms.grad(error)(params, x, y)
+        new = [(w - 0.1 * dw, b - 0.1 * db) for (w, b), (dw, db) in zip(params, steps, strict=True)]
+        return error(new, x, y)
+
+    def total(params: Layers, x: Tensor, y: Tensor) -> Any:
+        return transforms.vmap(after_a_step, (None, 0, 0))(params, x, y).sum()
+
+    made: Callable[..., Any] = transforms.grad(total)
+    return made
+
+
+def _compared(name: str, make: Callable[[Any, Any], Callable[..., Any]], *args: Any) -> Case:
+    calls = ways(lambda library: make(library, torch), *args)
+    calls |= compiled(make(torch.func, torch), *args) | _jax_ways(make, *args)
+    return Case(f"compared: {name}", calls)
+
+
 def cases() -> Iterator[Case]:
+    yield _compared(
+        "gradient of a PINN, 128 points",
+        pinn,
+        layers(2, 32, 32, 1),
+        torch.randn(128, 2),
+    )
+    yield _compared(
+        "NTK of a small MLP, 16 inputs by 16",
+        kernel,
+        layers(16, 32, 32, 4),
+        torch.randn(16, 16),
+        torch.randn(16, 16),
+    )
+    yield _compared(
+        "MAML, 8 tasks of 10 examples",
+        maml,
+        layers(8, 32, 32, 2),
+        torch.randn(8, 10, 8),
+        torch.randn(8, 10, 2),
+    )
     params = mlp_params()
     x, labels = torch.randn(64, SIZES[0]), torch.randint(SIZES[-1], (64,))
     yield Case(
         "compared: per-example gradients of an MLP, batch 64",
         ways(per_example, params, x, labels)
-        | _compiled(per_example(torch.func), params, x, labels)
+        | compiled(per_example(torch.func), params, x, labels)
         | _jax_ways(
             lambda jax, jnp: jax.vmap(jax.grad(_jax_loss(jax, jnp)), (None, 0, 0)),
             params,
@@ -105,14 +200,14 @@ def cases() -> Iterator[Case]:
     yield Case(
         "compared: vmap of 50 small elementwise operators",
         ways(lambda library: library.vmap(_elementwise), points)
-        | _compiled(torch.func.vmap(_elementwise), points)
+        | compiled(torch.func.vmap(_elementwise), points)
         | _jax_ways(_jax_elementwise, points),
     )
     point = torch.randn(12)
     yield Case(
         "compared: grad call of a tiny function",
         ways(tiny_grad, point)
-        | _compiled(torch.func.grad(tiny), point)
+        | compiled(torch.func.grad(tiny), point)
         | _jax_ways(lambda jax, jnp: jax.grad(lambda x: (jnp.sin(x) * x).sum()), point),
     )
     rows = torch.randn(256, 64) * torch.logspace(0, 3, 256)[:, None]

@@ -63,19 +63,39 @@ class Case:
 
         With ``cpu``, the figures are the least CPU times of the process instead of medians of wall
         times. Other work on the machine disturbs these less.
-
-        The garbage collector is left on, as it is for users.
         """
         failures = self.failures()
         calls = {name: call for name, call in self.calls.items() if name not in failures}
+        figures = least if cpu else medians
+        return {**figures(self.in_turns(calls, repeats, block_seconds, cpu), self.base), **failures}
+
+    def in_turns(
+        self,
+        calls: Mapping[str, Call],
+        repeats: int,
+        block_seconds: float = 0.01,
+        cpu: bool = False,
+    ) -> dict[str, list[float]]:
+        """Return the seconds of one operation of each call, in each repeat.
+
+        The garbage collector is left on, as it is for users.
+        """
         counts = {name: calls_per_block(call, block_seconds) for name, call in calls.items()}
         seconds: dict[str, list[float]] = {name: [] for name in calls}
         gc.collect()
         for repeat in range(repeats):
             for name in calls if repeat % 2 == 0 else reversed(calls):
                 seconds[name].append(block(calls[name], counts[name], cpu) / self.per)
-        figures = least if cpu else medians
-        return {**figures(seconds, self.base), **failures}
+        return seconds
+
+
+def settle_memory() -> None:
+    """Let the C library keep what tensors of up to 32 MB free, as it does in a long-lived process.
+
+    Until a block of some size was once freed, each new one is mapped afresh, and its first use
+    costs more than the arithmetic; which sizes these are depends on all that ran before.
+    """
+    torch.zeros(32 * 2**20 - 2**12, dtype=torch.uint8)
 
 
 def block(call: Call, count: int, cpu: bool = False) -> float:

@@ -17,6 +17,7 @@ OURS = "tsfunc"
 SPECIALIZED = "tsfunc, specialized"
 INDUCTOR = "tsfunc, with inductor"
 TORCH_FUNC = "torch.func"
+COMPILED = "torch.compile of torch.func"
 
 
 def ways(
@@ -34,3 +35,10 @@ def ways(
     if specialized and shutil.which("gcc") is not None:
         calls[INDUCTOR] = partial(tsfunc.specialize(ours, backend="inductor"), *args)
     return calls
+
+
+def compiled(function: Callable[..., Any], *args: Any, **options: Any) -> dict[str, Call]:
+    """A call of ``function`` by torch.compile, where there is a compiler for it."""
+    if shutil.which("gcc") is None:
+        return {}
+    return {COMPILED: partial(torch.compile(function, **options), *args)}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tools.libraries import load_torchvision
 from tsfunc import Dim
 from tsfunc import MetaTensorType as Meta
 
@@ -57,26 +55,8 @@ def library(name: str) -> Any:
     """Import a library, or skip the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if importlib.util.find_spec("torchvision") is not None:
-            _load_torchvision()
+        load_torchvision()
         return pytest.importorskip(name)
-
-
-def _load_torchvision() -> None:
-    """Import torchvision, also where its C++ operators do not load.
-
-    Its wheels on PyPI are for CUDA. Beside a torch for CPUs its Python code fails for two operators
-    that no model here calls.
-    """
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        for name in [name for name in sys.modules if name.startswith("torchvision")]:
-            del sys.modules[name]
-        schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", schema)
-        importlib.import_module("torchvision")
 
 
 _TRANSFORMER: dict[str, Any] = {

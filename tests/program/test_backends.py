@@ -200,6 +200,21 @@ class TestNames:
 
     @needs_gcc
     @pytest.mark.slow
+    @pytest.mark.parametrize("descriptors", [None, {"x": Meta(["n", 4])}])
+    def test_inductor_takes_its_code_from_disk(self, descriptors: Any) -> None:
+        """A second program of the same graph is found by the graph, as in a later process."""
+        from torch._dynamo.utils import counters
+
+        x = torch.randn(5, 4)
+        trained(specialize(layer, descriptors, backend="inductor"), x)
+        counters.clear()
+        again = specialize(layer, descriptors, backend="inductor")
+        torch.testing.assert_close(trained(again, x), trained(layer, x), rtol=1e-4, atol=1e-4)
+        found = counters["aot_autograd"]
+        assert found["autograd_cache_hit"] == 1 and not found["autograd_cache_bypass"]
+
+    @needs_gcc
+    @pytest.mark.slow
     def test_inductor_draws_the_numbers_of_eager_mode(self) -> None:
         def noisy(x: Tensor) -> Tensor:
             return torch.nn.functional.dropout(x + torch.randn_like(x), 0.5)

@@ -976,7 +976,8 @@ def _guards() -> None:
     """torch._inductor.aoti_compile_and_package torch._inductor.compile_fx.compile_fx
     torch._inductor.decomposition.select_decomp_table
     torch._dynamo.backends.registry.lookup_backend torch._dynamo.exc.InvalidBackend
-    torch._functorch.config torch._C._autograd._get_current_graph_task_keep_graph""",
+    torch._functorch.config torch._C._autograd._get_current_graph_task_keep_graph
+    torch._guards.TracingContext torch._guards.tracing""",
     use='specialize(backend="inductor") and other backends by name, and tsfunc export --to aoti.',
     stand_in="torch.compile of the program's module.",
     risk=Risk.LOW,
@@ -985,8 +986,12 @@ def _compilers() -> None:
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
     from torch._functorch import config
+    from torch._guards import TracingContext, tracing
     from torch._inductor.decomposition import select_decomp_table
 
+    context = TracingContext(None)
+    with tracing(context):
+        _expect(TracingContext.try_get() is context, "the context that a compiler runs in")
     with config.patch(donated_buffer=False):
         _expect(config.donated_buffer is False, "a setting for donated buffers")
     _expect(

@@ -7,10 +7,19 @@ AOTAutograd makes of its derivatives: an initial value must not be an expanded t
 storage is smaller than a new carry; and each symbol in the sizes of stacked results must be an
 operand, or the length of the loop. :class:`PrepareLoops` ensures both.
 
+NOTE [compiled code on disk]
+torch keeps the code that Inductor made in a directory (``TORCHINDUCTOR_CACHE_DIR``), and finds it
+by the graph and the settings, in later processes too. It does so only if a tracing context has the
+``ShapeEnv`` of the example inputs, which are therefore fake tensors. A graph with an exchange
+between ranks is compiled without: a decomposition of this package replaces the exchange by that of
+a rank, and the decompositions are not a part of what torch finds the code by. A graph that computes
+numbers (NOTE [loops in Inductor]) is compiled without, too.
+
 Private names used here (torch 2.13 and 2.14): ``torch._inductor.compile_fx`` is Inductor, which
 uses AOTAutograd for graphs with autograd; ``torch._dynamo.backends.registry`` has the backends by
 name; ``forward_ad._current_level`` is 0 or more inside a dual level;
-``_functorch.maybe_current_level`` is the depth of torch.func's transforms.
+``_functorch.maybe_current_level`` is the depth of torch.func's transforms;
+``torch._guards.tracing`` sets the ``TracingContext`` that compilers read.
 """
 
 from __future__ import annotations
@@ -23,6 +32,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._C import _functorch
+from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
@@ -68,7 +78,11 @@ def inductor(
     if decompositions and any(node.target in decompositions for node in _every_node(module)):
         table = {**select_decomp_table(), **decompositions}
     compiler = functools.partial(compile_fx, config_patches=patches, decompositions=table)
-    return _compiled(compiler, module, examples)
+    if _has_numbers(module) or table is not None:
+        return _compiled(compiler, module, examples)
+    mode, fakes = _as_fakes(examples)
+    with tracing(TracingContext(mode)):
+        return _compiled(compiler, module, fakes)
 
 
 def _compiled(backend: Any, module: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Any:
@@ -101,16 +115,24 @@ def _has_numbers(module: torch.fx.GraphModule) -> bool:
 
 def _with_numbers(examples: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return fake examples for a graph that computes numbers, with symbols for these."""
+    mode, fakes = _as_fakes(examples)
+    env = mode.shape_env
+    assert env is not None
+    env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
+    return fakes
+
+
+def _as_fakes(
+    examples: Sequence[torch.Tensor],
+) -> tuple[FakeTensorMode, Sequence[torch.Tensor]]:
+    """Return fake examples, with the given ones' symbols or with fixed sizes, and their mode."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None)
     if mode is None:
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples = [mode.from_tensor(x, static_shapes=True) for x in examples]
-    env = mode.shape_env
-    assert env is not None
-    env.settings = dataclasses.replace(env.settings, allow_scalar_outputs=True)
-    return examples
+    return mode, examples
 
 
 def backend_of(name: str) -> Backend:
