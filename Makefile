@@ -5,7 +5,8 @@
 #   make test ARGS='-k vmap'          part of it, or any other options of pytest
 #   make test TSFUNC_DEVICE=cuda      on another device
 #   make test TORCH=2.14.1            with another release of torch
-#   make test-compiled                the tests of calls at levels, with the compiled handlers
+#   make handlers                     the compiled handlers of batched tensors
+#   make test-compiled                the tests of eager calls, with the compiled handlers
 #   make test-newest                  the part that depends most on torch, with the newest release
 #   make test-libraries               models of other libraries, which it installs
 #   make test-all                     slow tests too, with the pinned and with the newest release
@@ -37,7 +38,7 @@ COMPILED := 0
 
 FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
-.PHONY: setup setup-newest demo test test-compiled test-newest test-libraries test-one \
+.PHONY: setup handlers setup-newest demo test test-compiled test-newest test-libraries test-one \
     test-releases test-all fuzz soak mutants lint format docs dist bench setup-bench \
     bench-check bench-baseline clean
 
@@ -52,6 +53,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install torch==$(TORCH)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
+	touch $@
+
+# The handlers of batched tensors, compiled for this torch: half a minute of CPU time. Without a C++
+# compiler this prints a message, and Python serves every call.
+handlers: $(VENV)/.handlers
+
+$(VENV)/.handlers: $(STAMP) $(wildcard tsfunc/bridge/compiled/*.h tsfunc/bridge/compiled/*.cpp)
+	$(BIN)/python -m tsfunc build --if-possible
 	touch $@
 
 demo: setup
@@ -77,21 +86,23 @@ setup-newest: setup
 test-newest:
 	$(MAKE) test TORCH=$(NEWEST) ARGS='$(NEWEST_TESTS) $(ARGS)'
 
-# The tests of calls at levels, with the compiled handlers. They are compiled into a directory of
-# their own, so that the other targets use the Python ones.
-COMPILED_TESTS := tests/bridge/test_call_plans.py tests/bridge/test_compiled.py \
-    tests/bridge/test_outside.py tests/bridge/test_recipes.py tests/ops/test_fixed.py \
-    tests/ops/test_shifts.py tests/transforms/test_backward.py tests/transforms/test_checkpoint.py \
+# The tests of eager calls, with the compiled handlers: those of the handlers, of derivatives and
+# ranks of every family of operators, of results in containers, of writes, threads and interrupts.
+COMPILED_TESTS := tests/bridge/test_batch_checks.py tests/bridge/test_call_plans.py \
+    tests/bridge/test_compiled.py tests/bridge/test_outside.py tests/bridge/test_recipes.py \
+    tests/ops/test_coverage.py tests/ops/test_derivatives.py tests/ops/test_fixed.py \
+    tests/ops/test_ranks.py tests/ops/test_shifts.py tests/transforms/test_backward.py \
+    tests/transforms/test_batched_values.py tests/transforms/test_checkpoint.py \
     tests/transforms/test_chunks.py tests/transforms/test_dispatch_modes.py \
-    tests/transforms/test_forward.py tests/transforms/test_interrupts.py \
-    tests/transforms/test_jacobians.py tests/transforms/test_nestings.py \
-    tests/transforms/test_reference_cycles.py tests/transforms/test_third_derivatives.py \
-    tests/transforms/test_threads.py tests/transforms/test_torch_func.py
+    tests/transforms/test_forward.py tests/transforms/test_inplace.py \
+    tests/transforms/test_interrupts.py tests/transforms/test_jacobians.py \
+    tests/transforms/test_nestings.py tests/transforms/test_optimizers.py \
+    tests/transforms/test_reference_cycles.py tests/transforms/test_reshapes.py \
+    tests/transforms/test_third_derivatives.py tests/transforms/test_threads.py \
+    tests/transforms/test_torch_func.py tests/transforms/test_vmap_containers.py
 
-test-compiled: export TSFUNC_BUILD_DIR := $(CURDIR)/build/handlers
 test-compiled: COMPILED := 1
-test-compiled: setup
-	$(BIN)/python -m tsfunc build
+test-compiled: handlers
 	$(PYTEST) -m 'not slow' $(COMPILED_TESTS) $(ARGS)
 
 # The models of other libraries, in an environment of their own: they bring sixty packages.
@@ -155,4 +166,5 @@ bench-baseline: setup
 
 clean:
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -f tsfunc/bridge/compiled/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -183,17 +183,24 @@ def show_record(
 
 
 @app.command("build")
-def build_handlers() -> None:
+def build_handlers(
+    if_possible: Annotated[
+        bool, typer.Option("--if-possible", help="A failed compilation is a message, no error.")
+    ] = False,
+) -> None:
     """Compile the handlers of batched tensors, for faster eager vmap calls."""
     path = compiled.library_path()
     if path.exists():
         print(f"{path} is there already.")
         return
-    print("Compiling the handlers of batched tensors for this torch takes one to two minutes.")
+    print("Compiling the handlers of batched tensors for this torch takes half a minute or more.")
     try:
         path, seconds = compiled.build()
     except (OSError, RuntimeError) as error:
-        _fail(str(error))
+        if not if_possible:
+            _fail(str(error))
+        print(f"{error}\nThe handlers were not compiled: those in Python serve every call.")
+        return
     print(f"{path} was compiled in {seconds:.0f} s. The next process that imports tsfunc uses it.")
 
 

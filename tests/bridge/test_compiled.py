@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import cli, explain, grad, hessian, jvp, vmap
 from tsfunc.bridge import compiled
-from tsfunc.bridge.tracers.batch_handlers import FastBatchTracer, SlottedBatchTracer
+from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 
 built = pytest.mark.skipif(
     "__torch_function__" not in vars(SlottedBatchTracer),
@@ -29,21 +30,16 @@ built = pytest.mark.skipif(
 Function = Callable[..., torch.Tensor]
 
 
-def set_handler(handler: Any) -> None:
-    SlottedBatchTracer.__torch_function__ = handler  # type: ignore[method-assign]
-
-
 @pytest.fixture(params=["compiled", "python"])
 def function_handler(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run a test with the function handler of either kind."""
-    own = vars(SlottedBatchTracer).get("__torch_function__")
-    if request.param == "compiled" and own is None:
-        pytest.skip("the compiled handlers are not built: python -m tsfunc build")
-    if request.param == "python" and own is not None:
-        set_handler(FastBatchTracer.__dict__["__torch_function__"])
-    yield request.param
-    if request.param == "python" and own is not None:
-        set_handler(own)
+    """Run a test with the handlers of either kind."""
+    if request.param == "compiled":
+        if "__torch_function__" not in vars(SlottedBatchTracer):
+            pytest.skip("the compiled handlers are not built: python -m tsfunc build")
+        yield request.param
+        return
+    with compiled.paused():
+        yield request.param
 
 
 def network(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -179,6 +175,32 @@ class TestBuild:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(FileNotFoundError, match=r"expected a C\+\+ compiler, got none"):
             compiled.build()
+
+    def test_a_missing_compiler_is_no_error_if_possible(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("TSFUNC_BUILD_DIR", str(tmp_path))
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        cli.build_handlers(if_possible=True)
+        assert "those in Python serve every call" in capsys.readouterr().out
+        with pytest.raises(typer.Exit):
+            cli.build_handlers()
+
+    def test_libraries_of_other_sources_are_removed(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("TSFUNC_BUILD_DIR", str(tmp_path))
+        path = compiled.library_path()
+        old, other = (
+            tmp_path / f"{path.stem[:-12]}0123456789ab.so",
+            tmp_path / "tsfunc_handlers-x-1.so",
+        )
+        old.touch()
+        other.touch()
+        monkeypatch.setattr(compiled, "command", lambda output: ["cp", str(other), str(output)])
+        assert compiled.build()[0] == path
+        assert sorted(tmp_path.glob("*.so")) == sorted([path, other])
 
     def test_the_compilers_words_are_shown(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

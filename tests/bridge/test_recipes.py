@@ -10,7 +10,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tsfunc import grad, jvp, vmap
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
 from tsfunc.bridge.tracers.call_plans import Plan, PlanStep
 from tsfunc.bridge.tracers.operators import operator_of
@@ -34,7 +35,7 @@ MM = torch.ops.aten.mm.default
 
 def recorded(rule: Any, *args: Any, dims: Any = None, overload: Any = MM) -> Any:
     plan = Plan(PlanStep.RULE, overload, rule, operator_of(overload))
-    return record(plan, 5, dims or [0] * len(args), args, {})
+    return record(plan, 5, dims or [0] * len(args), args, {}, False)
 
 
 NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
@@ -46,6 +47,9 @@ NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
     "randomness": lambda x, level: x * level.randomness,
     "examples": lambda x, level: x + level.examples(x.device).unsqueeze(1),
     "write": lambda x, level: x.add_(1),
+    "write to a view": lambda x, level: x.view(-1).add_(1),
+    "places": lambda x, level: x.new_zeros((x > 0).nonzero().shape),
+    "a mask": lambda x, level: x.new_zeros(x[x > 0].shape),
     "refusal": lambda x, level: NotImplemented,
     "number": lambda x, level: x.sum().item(),
 }
@@ -88,6 +92,17 @@ class TestRecorder:
         before = torch.get_rng_state()
         assert recorded(rule, torch.randn(0, 2).new_zeros(5, 2)) is None
         assert torch.get_rng_state().equal(before)
+
+
+def test_a_write_is_not_recorded_for_nested_batches() -> None:
+    """A plain tensor that a tracer is written to becomes a tracer."""
+
+    def rule(op: Any, level: Any, dims: Any, args: Any, kwargs: Any) -> Any:
+        return args[0].new_zeros(5, 2).copy_(args[0]), 0
+
+    plan = Plan(PlanStep.RULE, MM, rule, operator_of(MM))
+    assert record(plan, 5, [0], [torch.ones(5, 2)], {}, False) is not None
+    assert record(plan, 5, [0], [torch.ones(5, 2)], {}, True) is None
 
 
 def rows(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -155,6 +170,132 @@ def test_repeated_calls_agree_with_the_loop(name: str, order: str) -> None:
                 found = vmap(g)(*given)
                 expected = torch.stack([g(*[x[i] for x in args]) for i in range(size)])
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "sin": lambda x, w, n: x.sin(),
+    "number": lambda x, w, n: x * 0.5 + n,
+    "product": lambda x, w, n: x @ w,
+    "linear": lambda x, w, n: F.linear(x, w),
+    "sum": lambda x, w, n: x - x.sum(n - 1, keepdim=True),
+    "mean": lambda x, w, n: x - x.mean(),
+    "softmax": lambda x, w, n: F.softmax(x, dim=n - 1),
+    "norm": lambda x, w, n: F.layer_norm(x, x.shape[-1:]),
+    "cat": lambda x, w, n: torch.cat([x, x.cos()], 0)[n : n + x.shape[0]],
+    "stack": lambda x, w, n: torch.stack([x, w[: x.shape[0]]], n).sum(n),
+    "split": lambda x, w, n: torch.cat(x.split(2, -1)[::-1], -1),
+    "view": lambda x, w, n: x.reshape(-1).roll(n).view(x.shape),
+    "transpose": lambda x, w, n: x.mT.contiguous().mT * x,
+    "index": lambda x, w, n: x + x[0, None, n],
+    "where": lambda x, w, n: torch.where(x > 0, x, w[0]),
+    "fill": lambda x, w, n: x.masked_fill(w[0] > 0, 0.5),
+    "write": lambda x, w, n: x.clone().mul_(2.0).add_(w[0]),
+    "fill in place": lambda x, w, n: x.sin().index_fill_(0, x[:, 0].argmax(), 0.5),
+    "gather": lambda x, w, n: x.gather(1, x.argsort(1)),
+    "einsum": lambda x, w, n: torch.einsum("ij,jk->ik", x, w),
+    "clamp": lambda x, w, n: x.clamp(-1.0, n / 2),
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "plain": nullcontext,
+    "no grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "double": lambda: default_dtype(torch.float64),
+    "deterministic": lambda: deterministic(),
+}
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "value": lambda f: vmap(f, (0, None)),
+    "weights too": lambda f: vmap(f),
+    "grad": lambda f: vmap(grad(lambda x, w: f(x, w).sum()), (0, None)),
+    "both gradients": lambda f: vmap(grad(lambda x, w: f(x, w).sum(), (0, 1))),
+    "grad outside": lambda f: grad(lambda x, w: vmap(f, (0, None))(x, w).sum()),
+    "tangent": lambda f: vmap(lambda x, w: jvp(lambda y: f(y, w), (x,), (x.cos(),))[1]),
+    "nested": lambda f: lambda x, w: vmap(vmap(f, (0, None)), (None, 0))(x, w),
+    "second": lambda f: vmap(grad(lambda x, w: grad(lambda y: f(y, w).sum())(x).square().sum())),
+}
+
+
+def outcome(f: Callable[..., Any], args: list[Tensor], mode: str) -> Any:
+    """Return the results of a call and the gradients of its arguments, or its error."""
+    given = [x.detach().requires_grad_(x.requires_grad) for x in args]
+    try:
+        with MODES[mode]():
+            out = f(*given)
+        results = [out] if isinstance(out, Tensor) else list(out)
+        total = sum(x.sum() for x in results if x.requires_grad)
+        if isinstance(total, Tensor):
+            total.backward()
+        return [*results, *(x.grad for x in given if x.grad is not None)]
+    except RuntimeError as error:
+        return type(error), str(error)
+
+
+@built
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_compiled_handlers_agree_with_the_python_ones(transform: str) -> None:
+    """Random programs, called again and again with other metadata and in other modes."""
+    seed = random.randrange(2**32)
+    print("seed", seed)
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    for _ in range(6):
+        names = rng.choices(list(STEPS), k=4)
+        number = rng.randrange(2)
+
+        def program(x: Tensor, w: Tensor, names: list[str] = names, n: int = number) -> Tensor:
+            for name in names:
+                x = STEPS[name](x, w, n + 1 if name in ("sum", "softmax") else n)
+            return x
+
+        f = TRANSFORMS[transform](program)
+        for _ in range(8):
+            size, dtype = rng.choice((2, 3)), rng.choice((torch.float32, torch.float64))
+            args = []
+            for _ in range(2):
+                x = torch.randn(size, 4, 4).to(dtype)
+                if rng.random() < 0.4:
+                    x = x.transpose(0, -1).contiguous().transpose(0, -1)
+                if rng.random() < 0.2:
+                    x = x[:1].expand(size, 4, 4)
+                args.append(x.requires_grad_(rng.random() < 0.3))
+            if transform in ("value", "grad", "grad outside"):
+                args[1] = args[1].detach()[0].requires_grad_(args[1].requires_grad)
+            mode = rng.choice(["plain", "plain", *MODES])
+            for _ in range(rng.choice((1, 4))):  # planned, seen, recorded, repeated
+                found = outcome(f, args, mode)
+            with compiled.paused():
+                expected = outcome(f, args, mode)
+            print(names, number, mode, [(tuple(x.shape), x.stride(), x.dtype) for x in args])
+            if isinstance(expected, tuple):
+                assert found == expected
+                continue
+            assert len(found) == len(expected)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, equal_nan=True, check_stride=True)
+                assert mine.requires_grad == theirs.requires_grad
+                assert mine.is_inference() == theirs.is_inference()
 
 
 @contextmanager

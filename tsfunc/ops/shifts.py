@@ -18,7 +18,7 @@ R = TypeVar("R", bound=Callable[..., Any])
 
 
 class Shift(enum.IntEnum):
-    """The change of one argument. The numbers are those of ``compiled/handlers.cpp``."""
+    """The change of one argument. The numbers are those of ``compiled/plans.h``."""
 
     SAME = 0  # passed as it is
     DIM = 1  # a dim
@@ -26,9 +26,8 @@ class Shift(enum.IntEnum):
     DIMS = 3  # a dim, or several
     SIZES = 4  # the sizes of the result
     ALL_SIZES = 5  # the same, for a result of the same rank only
-    INDEX = 6  # an index of ints, slices, None and ...
-    ORDER = 7  # all dims in a new order
-    FEW = 8  # a tensor with at most three logical dims: others may have the channels last
+    ORDER = 6  # all dims in a new order
+    FEW = 7  # a tensor with at most three logical dims: others may have the channels last
 
 
 def shifted(*changes: Shift) -> Callable[[R], R]:
@@ -50,9 +49,3 @@ def shifts_of(rule: Any) -> tuple[int, ...] | None:
     """Return the changes that a rule declares, or None."""
     shifts: tuple[int, ...] | None = getattr(rule, "shifts", None)
     return shifts
-
-
-def shifted_like(made: R, rule: Any) -> R:
-    """Return a rule that passes its arguments on to another one, with the same changes."""
-    made.shifts = shifts_of(rule)  # type: ignore[attr-defined]
-    return made

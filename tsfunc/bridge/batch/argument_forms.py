@@ -18,7 +18,6 @@ from tsfunc.bridge.sizes.sized_indexing import is_traced_here
 from tsfunc.bridge.tracers.tracer import NO_KWARGS, Tracer
 from tsfunc.ops.dims import batch_to_front, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
-from tsfunc.ops.shifts import Shift, shifted, shifted_like
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -66,7 +65,7 @@ def over_dims(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, (arguments[0], over, keep), NO_KWARGS)
 
-    return shifted_like(rule_of_call, rule)
+    return rule_of_call
 
 
 def along_dim(rule: Rule) -> Rule:
@@ -80,7 +79,7 @@ def along_dim(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, arguments, NO_KWARGS)
 
-    return shifted_like(rule_of_call, rule)
+    return rule_of_call
 
 
 def with_ints(rule: Rule, least: int, most: int) -> Rule:
@@ -93,7 +92,7 @@ def with_ints(rule: Rule, least: int, most: int) -> Rule:
             return NotImplemented
         return rule(op, level, dims, args, NO_KWARGS)
 
-    return shifted_like(rule_of_call, rule)
+    return rule_of_call
 
 
 def with_sizes(rule: Rule) -> Rule:
@@ -109,7 +108,7 @@ def with_sizes(rule: Rule) -> Rule:
             return NotImplemented
         return rule(op, level, dims, (args[0], list(sizes)), NO_KWARGS)
 
-    return shifted_like(rule_of_call, rule)
+    return rule_of_call
 
 
 def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
@@ -135,7 +134,7 @@ def reshaping(made: CallForm, as_view: Callable[..., torch.Tensor]) -> CallForm:
             except (RuntimeError, ValueError):  # fake tensors raise ValueError
                 return NotImplemented
 
-        return made(shifted_like(views_only, rule))
+        return made(views_only)
 
     return form
 
@@ -182,7 +181,7 @@ def indexed(by_tensors: Rule | None) -> Rule:
             return NotImplemented
         return out, 0
 
-    return shifted(Shift.SAME, Shift.INDEX)(rule_of_call)
+    return rule_of_call
 
 
 def _tensor_indices(

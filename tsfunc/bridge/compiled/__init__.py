@@ -1,12 +1,13 @@
 """The compiled handlers of batched tensors: how they are built, found and loaded.
 
-``handlers.cpp`` has the two handlers of ``batch_handlers``, and NOTE [compiled handlers] describes
-them. They are optional: without them the Python handlers serve every call, with the same results.
-Importing tsfunc never compiles anything. ``python -m tsfunc build`` compiles the handlers once for
-a version of torch and of Python, and puts the library beside this file.
+The C++ files beside this one have the two handlers of ``batch_handlers``; NOTE [compiled handlers]
+in ``handlers.cpp`` describes them. They are optional: without them the Python handlers serve every
+call, with the same results. Importing tsfunc never compiles anything. ``python -m tsfunc build``
+compiles the handlers once for a version of torch and of Python, and puts the library beside this
+file.
 
 The library is compiled against torch's C++ headers, which are not stable between releases, so its
-file name contains torch's version and a hash of the source.
+file name contains torch's version and a hash of the sources.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -33,12 +36,13 @@ SWITCH = "TSFUNC_COMPILED"
 
 
 def library_path() -> Path:
-    """Return the path of the library for this source, torch and Python.
+    """Return the path of the library for these sources, torch and Python.
 
     It lies beside this file, or in the directory that ``TSFUNC_BUILD_DIR`` names.
     """
-    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
-    tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}-{source}"
+    files = [*sorted(SOURCE.parent.glob("*.h")), SOURCE]
+    sources = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    tag = f"{sys.implementation.cache_tag}-torch{torch.__version__}-{sources}"
     directory = os.environ.get("TSFUNC_BUILD_DIR")
     return (Path(directory) if directory else SOURCE.parent) / f"{MODULE}-{tag}.so"
 
@@ -62,6 +66,19 @@ def load() -> ModuleType | None:
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Context manager: the Python handlers serve every call, on all threads. It is for tests."""
+    handlers = load()
+    if handlers is not None:
+        handlers.enable(False)
+    try:
+        yield
+    finally:
+        if handlers is not None:
+            handlers.enable(True)
 
 
 def command(output: Path) -> list[str]:
@@ -114,4 +131,7 @@ def build() -> tuple[Path, float]:
                 f"{done.returncode}:\n{done.stderr[-2000:]}"
             )
         os.replace(made, path)
+    for old in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.so"):
+        if old != path:  # of other sources, which no process can load any more
+            old.unlink()
     return path, time.perf_counter() - start

@@ -56,7 +56,6 @@ from tsfunc.bridge.tracers.operators import (
     operator_of,
     operators_by_id,
 )
-from tsfunc.bridge.tracers.parsing import Form
 from tsfunc.bridge.tracers.recipes import record
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
@@ -391,15 +390,14 @@ def _use_compiled() -> None:
     functions, dispatch = handlers.setup({
         "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
         "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
-        "plan": Plan, "form": Form, "tls": tls, "size": torch.Size,
+        "plan": Plan, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
         "function_plans": FUNCTION_PLANS, "call_below": call_below_function,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
-        "batch_changed": BatchChanged, "arguments_of": arguments_of, "dims_at_call": dims_at_call,
-        "wrapped": _wrapped, "record": record, "tracer_level": TracerLevel,
+        "batch_changed": BatchChanged, "record": record, "tracer_level": TracerLevel,
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]

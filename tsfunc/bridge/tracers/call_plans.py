@@ -34,6 +34,7 @@ from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRu
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
+from tsfunc.bridge.tracers.tracer import C_TYPES
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise
@@ -81,14 +82,16 @@ class Plan:
             for compiled handlers; None if the rule has to run.
         recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
         unrecorded: the positions of plain tensors that must not require gradients.
-        innermost: True if :func:`is_innermost` must hold for the values.
+        innermost: True if :func:`is_innermost` must hold for the values, if torch is called.
+        below: True if compiled handlers may leave a call of a rule to torch, whose operators have
+            plans of their own.
         form: the conversion of the arguments to an operator's schema, or None.
         view: True if a result may have a storage offset, as a view has.
     """
 
     __slots__ = (
-        "dim", "dims", "first", "form", "function", "innermost", "operator", "recipes", "rule",
-        "shifts", "step", "target", "unrecorded", "view",
+        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "recipes",
+        "rule", "shifts", "step", "target", "unrecorded", "view",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +114,7 @@ class Plan:
         self.shifts: tuple[int, ...] | None = None
         self.recipes: Any = None
         self.innermost = False
+        self.below = False
         self.view = operator is not None
 
     def __repr__(self) -> str:
@@ -246,10 +250,14 @@ def _function_plan(
     if rule is not None and known.takes(kwargs, kinds[len(args) :]):
         direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
         if direct is not None:
+            direct.below = isinstance(function, C_TYPES)
             return direct
         plan = Plan(PlanStep.RULE, function, rule.rule)
-        plan.shifts = _shifts(rule.rule, kinds)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
+        plan.below = isinstance(function, C_TYPES) and (
+            function not in METHODS or _leaves(function, kinds)
+        )
+        plan.innermost = function in METHODS
         return plan
     if not known.parsed:
         return TABLE
@@ -263,7 +271,7 @@ def _function_plan(
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
         plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
-        plan.shifts = _shifts(op.direct_rule, kinds)
+        plan.below = True
     elif decomposition is not None:
         plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:

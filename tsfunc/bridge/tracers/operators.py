@@ -68,7 +68,7 @@ def add_rule_listener(listener: Callable[[TorchOperator], None]) -> None:
 def _notify_listeners(
     op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], None]]
 ) -> None:
-    if (op.direct_rule is None and op.by_tracers is None) or op.composite:
+    if op.direct_rule is None and op.by_tracers is None:
         return
     if op.overload.namespace == "aten":
         for listener in listeners:

@@ -12,8 +12,11 @@ as it is then. A recording is discarded, and the rule runs at each call, if
 
 - the rule reads data (``item``), draws random numbers, or returns another object than a tensor;
 - the rule reads another property of the level than its batch size;
-- the rule uses a tensor that is neither an argument nor a result, writes to an argument, or takes a
-  storage offset.
+- the size of a result depends on data (``nonzero``);
+- the rule uses a tensor that is neither an argument nor a result, writes to an argument or a view
+  of one, or takes a storage offset;
+- the rule writes, and a value is a tracer of an outer level. The recorder has plain tensors in the
+  place of tracers, but a write of a tracer into a plain tensor makes that a tracer (``writes``).
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc.bridge.tracers.call_plans import Plan, plans_of_operator
+from tsfunc.bridge.tracers.call_plans import Plan, dims_at_call, plans_of_operator
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of, tensors_in
 from tsfunc.bridge.tracers.torch_state import without_autograd
-from tsfunc.ops.registry import RuleLevel
+from tsfunc.ops.registry import Category, RuleLevel
 
 Step = tuple[TorchOperator, str, str, tuple[Any, ...], dict[str, Any], Any]
+_MASKS = frozenset({torch.bool, torch.uint8})
 _READS_OFFSETS = frozenset({"aten::as_strided", "aten::as_strided_"})
 
 
@@ -54,16 +58,18 @@ class _Recorder(TorchDispatchMode):
     """Records the operators that are called.
 
     Attributes:
+        nested: True if values are tracers of outer levels.
         steps: the calls.
-        given: the identities of the tensors among the arguments.
-        known: those of all tensors that a recorded call may take.
+        given: the storages of the tensors among the arguments.
+        known: the identities of all tensors that a recorded call may take.
     """
 
-    def __init__(self, args: Sequence[Any]) -> None:
+    def __init__(self, args: Sequence[Any], nested: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.nested = nested
         self.steps: list[Step] = []
-        self.given = frozenset(map(id, tensors_in(args)))
-        self.known = set(self.given)
+        self.given = frozenset(map(_storage_of, tensors_in(args)))
+        self.known = set(map(id, tensors_in(args)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -72,12 +78,15 @@ class _Recorder(TorchDispatchMode):
             raise _NotRecordable(func)
         op = operator_of(func)
         plans_of_operator(op)  # the values may be tracers of outer levels
-        if op.random or op.out_names or op.name in _READS_OFFSETS:
+        if op.random or op.out_names or op.name in _READS_OFFSETS or _depends_on_data(op, args):
+            raise _NotRecordable(op.name)
+        if op.writes and self.nested:
             raise _NotRecordable(op.name)
         kwargs = kwargs or {}
         if not self.known.issuperset(map(id, tensors_in((*args, *kwargs.values())))):
             raise _NotRecordable(op.name)
-        if any(id(args[position]) in self.given for position in op.written if position < len(args)):
+        written = tensors_in([args[i] for i in op.written if i < len(args)])
+        if not self.given.isdisjoint(map(_storage_of, written)):
             raise _NotRecordable(op.name)  # the recording would write to the user's tensors
         out = func(*args, **kwargs)
         if not _has_tensors_only(out):
@@ -86,6 +95,23 @@ class _Recorder(TorchDispatchMode):
         schema = func._schema
         self.steps.append((op, schema.name, schema.overload_name, tuple(args), kwargs, out))
         return out
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _depends_on_data(op: TorchOperator, args: Sequence[Any]) -> bool:
+    """True if the size of an operator's result depends on data."""
+    if op.overload is torch.ops.aten.index.Tensor:
+        return any(index.dtype in _MASKS for index in tensors_in(args[1]))
+    if torch.Tag.dynamic_output_shape in op.overload.tags:
+        return True
+    if not op.composite:
+        return False
+    from tsfunc.ops.catalogue.lookup import category_of  # reads the catalogue's table
+
+    return category_of(op.name) is Category.DYNAMIC
 
 
 def _has_tensors_only(value: Any) -> bool:
@@ -98,25 +124,28 @@ def _has_tensors_only(value: Any) -> bool:
 def record(
     plan: Plan,
     batch_size: int,
-    dims: Sequence[Any],
+    kinds: Sequence[Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    nested: bool,
 ) -> tuple[list[Step], list[list[tuple[Any, int | None]]]] | None:
     """Return the calls of a plan's rule and its results with their batch dims, or None.
 
     Args:
         plan: the plan of the call.
         batch_size: the batch size of the level.
-        dims: the batch dims of the arguments.
+        kinds: the kinds of the arguments, as ``unwrap_args`` makes them.
         args: tensors with the metadata of the values, and the other arguments.
         kwargs: the keyword arguments.
+        nested: True if values are tracers of outer levels.
     """
     assert plan.rule is not None
     assert plan.operator is not None
     if plan.operator.written:  # running statistics
         return None
-    recorder = _Recorder((*args, *kwargs.values()))
+    recorder = _Recorder((*args, *kwargs.values()), nested)
     level = cast(RuleLevel, _BatchSize(batch_size))
+    dims = plan.dims if plan.dims is not None else dims_at_call(plan, kinds, args, len(args))
     try:
         with without_autograd(), recorder:
             found = plan.rule(plan.target, level, dims, args, kwargs)

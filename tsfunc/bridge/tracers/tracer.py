@@ -401,7 +401,7 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
 call_below_function: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
 
 # The types of C functions; a Python function calls others, which reach the handlers again.
-_C_TYPES = (
+C_TYPES = (
     type(torch.sin), type(torch.Tensor.add), type(torch.Tensor.__add__),
     type(torch.Tensor.__getitem__), OpOverload,
 )  # fmt: skip
@@ -515,7 +515,7 @@ def call_torch(
 def _call_torch(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    if isinstance(func, _C_TYPES):
+    if isinstance(func, C_TYPES):
         level = innermost_level((*args, *kwargs.values()))
         if level is not None:
             if not level.alive:

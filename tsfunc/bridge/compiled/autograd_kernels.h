@@ -1,0 +1,142 @@
+// Kernels and queries of autograd that every operator of a derivative meets: they decide in C++
+// whether Python has work to do.
+#pragma once
+
+#include <unordered_set>
+
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/library.h>
+
+#include "levels.h"
+#include "values.h"
+
+namespace {
+
+// True if the values of a call, or values inside of these, may be differentiated more than once.
+bool may_need_replacement(const Stack& arguments, bool first_order) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) return true;
+  bool recorded = false, may = false;
+  for (const c10::IValue& value : arguments)
+    each_tensor(value, [&](const at::Tensor& tensor) { recorded |= tensor.requires_grad(); });
+  recorded &= at::GradMode::is_enabled();
+  if (!recorded || !first_order) return recorded;
+  for (const c10::IValue& value : arguments)
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      Owned object(THPVariable_Wrap(tensor));
+      PyObject* inner = object.get();
+      while (is_tracer(inner)) {
+        inner = slot(inner, slots.value);
+        may |= inner == nullptr || THPVariable_Unpack(inner).requires_grad();
+      }
+      may |= !THPVariable_CheckExact(inner);
+    });
+  return may;
+}
+
+// The kernel of an operator whose formula torch replaces: second_order.py. Most calls need none.
+class Replacement : public c10::OperatorKernel {
+ public:
+  Replacement(PyObject* kernel, bool first_order)
+      : kernel_(Py_NewRef(kernel)), first_order_(first_order) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    {
+      py::gil_scoped_acquire gil;
+      Stack arguments(stack->end() - count, stack->end());
+      if (!c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView) &&
+          may_need_replacement(arguments, first_order_)) {
+        Owned set(py::cast(keys).release().ptr());
+        Owned out = Arguments(op, arguments).call(kernel_, set.get());
+        return return_results(op, stack, results_of(op, out.get()));
+      }
+    }
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+        stack);
+  }
+
+ private:
+  PyObject* kernel_;  // held for the life of the process
+  bool first_order_;
+};
+
+torch::Library* mode_library() {
+  static auto* library = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::VmapMode, __FILE__, __LINE__);
+  return library;
+}
+
+// replace(name, kernel, first_order): register the kernel of an operator with a replacement for the
+// key of random functions.
+PyObject* replace(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 3, "replace(): expected 3 arguments, got ", count);
+  mode_library()->impl(
+      PyUnicode_AsUTF8(args[0]),
+      torch::CppFunction::makeFromBoxedFunctor(
+          std::make_unique<Replacement>(args[1], args[2] == Py_True)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// registrations._zero_tangent.
+void zero_tangent(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  bool any = false;
+  {
+    py::gil_scoped_acquire gil;
+    Owned state = current_state();
+    PyObject* levels = slot(state.get(), slots.levels);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(levels); ++i)
+      any |= PyObject_IsInstance(PyTuple_GET_ITEM(levels, i), names.tracer_level) == 1;
+  }
+  if (!any) {
+    op.redispatchBoxed(
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+        stack);
+    return;
+  }
+  static auto zeros = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zeros", "");
+  const c10::IValue& size = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard;
+  if (size.toListRef().empty())
+    guard.emplace(c10::DispatchKeySet(
+        {c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::VmapMode}));
+  zeros.callBoxed(stack);
+}
+
+PyObject* install_zero_tangent(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  mode_library()->impl(
+      "_efficientzerotensor", torch::CppFunction::makeFromBoxedFunction<&zero_tangent>());
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// leaves(outputs): the leaves of the graphs of a sequence of tensors.
+PyObject* leaves(PyObject*, PyObject* outputs) {
+  HANDLE_TH_ERRORS
+  Owned items = checked(PySequence_Fast(outputs, "leaves(): expected a sequence of tensors"));
+  Owned found = checked(PyList_New(0));
+  std::vector<torch::autograd::Node*> pending;
+  std::unordered_set<torch::autograd::Node*> seen;
+  auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) pending.push_back(node);
+  };
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i)
+    visit(THPVariable_Unpack(PySequence_Fast_GET_ITEM(items.get(), i)).grad_fn().get());
+  while (!pending.empty()) {
+    auto* node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
+    if (leaf == nullptr) continue;
+    Owned variable = checked(THPVariable_Wrap(leaf->variable));
+    if (PyList_Append(found.get(), variable.get()) < 0) raise();
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

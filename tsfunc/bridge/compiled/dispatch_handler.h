@@ -1,0 +1,341 @@
+// The dispatch handler: a boxed kernel on torch's dispatch key Python for one operator.
+#pragma once
+
+#include <ATen/core/PythonFallbackKernel.h>
+#include <c10/core/impl/PyInterpreterHooks.h>
+#include <torch/library.h>
+
+#include "plans.h"
+#include "recipes.h"
+
+namespace {
+
+// False while Python serves every call: compiled.paused().
+bool enabled = true;
+
+// Operators on fewer elements keep the GIL: to release it takes longer than they do.
+constexpr int64_t kSmall = 4096;
+
+// True if a value is a plain tensor, or a batched one to the innermost value.
+bool is_batched_throughout(PyObject* value) {
+  while (is_tracer(value)) value = slot(value, slots.value);
+  return value != nullptr && THPVariable_CheckExact(value);
+}
+
+// The alias of a tracer at its level, or null.
+Owned alias_of(PyObject* tracer) {
+  PyObject* level = slot(tracer, slots.level);
+  Owned state = current_state();
+  if (level == nullptr || slot(state.get(), slots.plain) != Py_True || !is_ready(level) ||
+      !reaches(state.get(), level))
+    return Owned();
+  return wrap(slot(tracer, slots.value), slot(tracer, slots.bdim), level);
+}
+
+// The dispatch handler of one operator.
+class DispatchHandler : public c10::OperatorKernel {
+ public:
+  explicit DispatchHandler(PyObject* op) : op_(Py_NewRef(op)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (!c10::impl::dispatch_mode_enabled()) {
+      if (!any_subclass(op, *stack)) {
+        // The keys of a mode are included, but the mode is off the stack while its handler runs.
+        return op.redispatchBoxed(
+            keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::Python),
+            stack);
+      }
+      if (enabled && run(op, stack)) return;
+    }
+    give_to_python(op, keys, stack);
+  }
+
+  // Call the operator on values, which may be tracers of outer levels.
+  void call_below(const c10::OperatorHandle& op, Stack& values, const Call& call, PyObject* state) {
+    if (call.outer_tracers && any_subclass(op, values)) {
+      if (call_outwards(op, values, state)) return;
+      Owned out = Arguments(op, values).call(slot(op_, slots.overload));
+      values = results_of(op, out.get());
+    } else if (call.elements < kSmall) {
+      op.callBoxed(&values);
+    } else {
+      py::gil_scoped_release no_gil;
+      op.callBoxed(&values);
+    }
+  }
+
+ private:
+  // True if a tensor among the arguments has a class that defines __torch_dispatch__.
+  static bool any_subclass(const c10::OperatorHandle& op, const Stack& stack) {
+    bool any = false;
+    for (const auto& value : torch::jit::last(stack, op.schema().arguments().size()))
+      each_tensor(value, [&](const at::Tensor& tensor) {
+        any |= tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python);
+      });
+    return any;
+  }
+
+  // Call torch's own fallback for the key Python: it is the kernel of an operator without another.
+  static void give_to_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    at::impl::MaybeSetTLSOnEntryGuard entry;
+    static const auto* fallback = [] {
+      static torch::Library library(
+          torch::Library::FRAGMENT, "tsfunc_handlers", std::nullopt, __FILE__, __LINE__);
+      library.def("fallback(Tensor x) -> Tensor");
+      return new c10::SafeKernelFunction(
+          find_operator("tsfunc_handlers::fallback", "")
+              .getComputedKernelForDispatchKey(c10::DispatchKey::Python));
+    }();
+    fallback->callBoxed(op, keys, stack);
+  }
+
+  const Schema& schema_of(const c10::OperatorHandle& op) {
+    if (!schema_.has_value()) schema_.emplace(op.schema());
+    return *schema_;
+  }
+
+  // True if the call was made here. Otherwise the stack is as it was.
+  bool run(const c10::OperatorHandle& op, Stack* stack) {
+    py::gil_scoped_acquire gil;
+    PyObject* answer = slot(op_, slots.by_tracers);
+    if (answer == names.same_size || answer == names.same_numel)
+      return answer_query(op, answer == names.same_size, stack);
+    if (answer == names.alias) return make_alias(op, stack);
+    if (!is_set(slot(op_, slots.direct_rule)) || !is_set(slot(op_, slots.operator_plans)) ||
+        (slot(op_, slots.composite) == Py_True && any_autocast()))  // NOTE [autocast and rules]
+      return false;
+    Owned state = current_state();
+    OperatorCall call;
+    if (!is_plain(state) || !call.unwrap(op, schema_of(op), *stack)) return false;
+    PyObject* level = call.level;
+    if (!is_ready(level) || !reaches(state.get(), level)) return false;
+    if (!at::GradMode::is_enabled() && c10::InferenceMode::is_enabled()) return false;
+    if (slot(slot(level, slots.torch_state), slots.in_modes) == Py_True) return false;
+    PyObject* found = find_plan(slot(op_, slots.operator_plans), slots.plans, call);
+    if (found == nullptr) return false;
+    Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
+    Owned below = kernel_state(level);
+    Captured captured(level);
+    std::optional<UnderState> under;
+    if (!needs_no_state(call, captured.key_sets.included_)) under.emplace(state.get(), below.get());
+    c10::impl::ForceDispatchKeyGuard guard(captured.key_sets);
+    WithGradMode mode(captured.grad_mode);
+    std::optional<Stack> results = run_steps(op, plan.get(), call, below.get());
+    if (!results.has_value()) return false;
+    return_results(op, stack, std::move(*results));
+    return true;
+  }
+
+  // Run the steps of a plan: the operator itself on the values, or with its arguments shifted, or the
+  // recipe of its rule. Return the wrapped results, or nothing where Python is to take the call.
+  std::optional<Stack> run_steps(
+      const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
+    PyObject* step = slot(plan, slots.step);
+    bool direct = is_direct(plan, call);
+    bool once = step == names.step_once;
+    if (!direct && !once && step != names.step_rule && step != names.step_alike &&
+        step != names.step_beside)
+      return std::nullopt;
+    Stack values(call.values);
+    for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
+      if (values[i].isTensor()) values[i] = padded(values[i].toTensor(), call.rank);
+    bool shifted = !direct && !once && shift_arguments(plan, call, values);
+    try {
+      if (!direct && !once && !shifted) return run_recipe(op, plan, call, state);
+      call_below(op, values, call, state);
+    } catch (const c10::Error&) {
+      // The rule raises the error of one example; without examples Python finds the results.
+      if ((direct || once) && call.strided && batch_size(call.level) != 0) throw;
+      return std::nullopt;
+    } catch (python_error& error) {
+      error.restore();
+      if (is_users_error(call)) raise();
+      return std::nullopt;
+    }
+    Owned zero = checked(PyLong_FromLong(0));
+    PyObject* bdim = direct ? slot(plan, slots.dim) : once ? Py_None : zero.get();
+    for (c10::IValue& value : values)
+      value = with_tensors(
+          value, [&](const at::Tensor& tensor) { return wrap_tensor(tensor, bdim, call.level); });
+    return values;
+  }
+
+  // Run a rule's recipe for the values of a call: NOTE [recipes].
+  std::optional<Stack> run_recipe(
+      const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
+    if (!is_set(slot(plan, slots.rule)) || !call.strided || batch_size(call.level) <= 0 ||
+        any_autocast() || at::impl::PythonTorchFunctionTLS::stack_len() != 0)
+      return std::nullopt;
+    Seen seen;
+    if (!seen.read(call.values)) return std::nullopt;
+    if (call.outer_tracers)
+      for (const at::Tensor& value : seen.tensors)
+        if (value.key_set().has(c10::DispatchKey::Python) &&
+            !is_batched_throughout(checked(THPVariable_Wrap(value)).get()))
+          return std::nullopt;
+    Recipes& recipes = recipes_of(plan);
+    size_t hash = seen.hash();
+    auto found = recipes.find(hash);
+    if (found == recipes.end()) {
+      if (recipes.size() < kMostRecipes) recipes[hash] = nullptr;
+      return std::nullopt;
+    }
+    std::shared_ptr<const Recipe> recipe = found->second;
+    if (recipe == nullptr) {
+      recipe = record(op, plan, call, seen, state);
+      recipes[hash] = recipe;
+    }
+    if (!recipe->usable || !recipe->fits(seen)) return std::nullopt;
+    std::vector<at::Tensor> values = std::move(seen.tensors);
+    replay(*recipe, values, call, state);
+    auto wrapped = [&](const Result& part) {
+      bool defined = part.value >= 0 && values[part.value].defined();
+      return defined ? wrap_tensor(values[part.value], part.bdim.get(), call.level) : at::Tensor();
+    };
+    Stack results;
+    for (size_t i = 0; i < recipe->results.size(); ++i) {
+      const std::vector<Result>& parts = recipe->results[i];
+      if (op.schema().returns()[i].real_type()->kind() == c10::TypeKind::TensorType) {
+        results.push_back(wrapped(parts[0]));
+        continue;
+      }
+      c10::List<at::Tensor> list;
+      for (const Result& part : parts) list.push_back(wrapped(part));
+      results.emplace_back(std::move(list));
+    }
+    return results;
+  }
+
+  // Call the operators of a recipe. The values are those of the arguments, and then all results.
+  static void replay(
+      const Recipe& recipe, std::vector<at::Tensor>& values, const Call& call, PyObject* state) {
+    for (const RecipeStep& step : recipe.steps) {
+      Stack stack(step.arguments);
+      for (const Use& use : step.uses) {
+        auto next = use.values.begin();
+        stack[use.argument] = with_tensors(
+            step.arguments[use.argument], [&](const at::Tensor&) { return values[*next++]; });
+      }
+      step.handler->call_below(step.op, stack, call, state);
+      for (const c10::IValue& result : stack)
+        each_result(result, [&](const at::Tensor& tensor) { values.push_back(tensor); });
+      for (int value : step.last) values[value] = at::Tensor();
+    }
+  }
+
+  // Record the calls of a plan's rule, on values with the same metadata.
+  static std::shared_ptr<const Recipe> record(
+      const c10::OperatorHandle& op, PyObject* plan, const OperatorCall& call, const Seen& seen,
+      PyObject* state) {
+    auto recipe = std::make_shared<Recipe>(seen);
+    std::vector<at::Tensor> given;
+    Stack shown;
+    for (const c10::IValue& value : call.values)
+      shown.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
+        at::Tensor made = like(tensor);
+        if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) given.push_back(made);
+        return made;
+      }));
+    Arguments passed(op, shown);
+    Owned kinds = checked(PyTuple_GetSlice(call.key.get(), 0, call.positional));
+    Owned current = current_state();
+    UnderState under(current.get(), state);
+    Owned found = checked(PyObject_CallFunctionObjArgs(
+        names.record, plan, slot(call.level, slots.batch_size), kinds.get(), passed.tuple().get(),
+        passed.dict().get(), call.outer_tracers ? Py_True : Py_False, nullptr));
+    if (found.get() != Py_None) recipe->compile(op, found.get(), given);
+    return recipe;
+  }
+
+  // Call the operator on tracers of outer levels, as a call of its overload in Python would.
+  bool call_outwards(const c10::OperatorHandle& op, Stack& stack, PyObject* state) {
+    OperatorCall call;
+    if (!call.unwrap(op, schema_of(op), stack) || call.named || !is_ready(call.level) ||
+        in_functorch() || slot(state, slots.remap) != Py_None || !reaches(state, call.level))
+      return false;
+    PyObject* plans = slot(op_, slots.operator_plans);
+    bool records = is_true(slot(call.level, slots.autograd));
+    if (!is_set(plans) || (!records && !is_set(slot(op_, slots.direct_rule))) ||
+        PyTuple_GET_SIZE(slot(op_, slots.written)) != 0)
+      return false;
+    Owned plan = Owned::copy(find_plan(plans, records ? slots.recorded : slots.plans, call));
+    if (!plan) {
+      PyObject* overload = slot(op_, slots.overload);
+      plan = checked(
+          records ? PyObject_CallMethod(
+                        plans, "make_recorded", "OOOO", overload, names.no_kwargs, call.key.get(),
+                        call.key.get())
+                  : PyObject_CallMethod(
+                        plans, "make", "OOOOO", overload, Arguments(op, stack).tuple().get(),
+                        names.no_kwargs, call.key.get(), call.key.get()));
+    }
+    if (records) {
+      auto tensor_at = [&](long i) { return call.values[i].toTensor(); };
+      if (slot(plan.get(), slots.innermost) == Py_True ||
+          !can_record(plan.get(), call.level, tensor_at))
+        return false;
+      op.callBoxed(&stack);
+      return true;
+    }
+    if (slot(state, slots.plain) != Py_True || slot(plan.get(), slots.step) == names.step_once)
+      return false;
+    PyObject* outer = slot(call.level, slots.outer);
+    UnderState under(state, outer);
+    std::optional<Stack> results = run_steps(op, plan.get(), call, outer);
+    if (!results.has_value()) return false;
+    stack = std::move(*results);
+    return true;
+  }
+
+  static bool make_alias(const c10::OperatorHandle& op, Stack* stack) {
+    const c10::IValue& value = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+    Owned tracer = checked(THPVariable_Wrap(value.toTensor()));
+    if (op.schema().arguments().size() != 1 || !is_tracer(tracer.get())) return false;
+    Owned made = alias_of(tracer.get());
+    if (!made) return false;
+    return_results(op, stack, {THPVariable_Unpack(made.get())});
+    return true;
+  }
+
+  // NOTE [queries of autograd] in batch_handlers.py.
+  static bool answer_query(const c10::OperatorHandle& op, bool sizes, Stack* stack) {
+    if (!is_plain(current_state())) return false;
+    bool answer = true;
+    if (sizes) {
+      const at::Tensor& one = torch::jit::peek(stack, 0, 2).toTensor();
+      const at::Tensor& other = torch::jit::peek(stack, 1, 2).toTensor();
+      for (const at::Tensor* tensor : {&one, &other})
+        if (tensor->is_nested() || tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides())
+          return false;
+      answer = one.sizes() == other.sizes();
+    }
+    return_results(op, stack, {answer});
+    return true;
+  }
+
+  PyObject* op_;  // the TorchOperator, held for the life of the process
+  std::optional<Schema> schema_;
+};
+
+// The dispatch handlers of operators, by their rows.
+DispatchHandler* handler_of(PyObject* op) {
+  static auto* handlers = new std::unordered_map<PyObject*, DispatchHandler*>();
+  auto& found = (*handlers)[op];
+  if (found == nullptr) found = new DispatchHandler(op);
+  return found;
+}
+
+// install(name, operator): register the dispatch handler of an ATen operator.
+PyObject* install(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK(count == 2, "install(): expected a name and an operator, got ", count, " arguments");
+  static auto* library = new torch::Library(
+      torch::Library::IMPL, "aten", c10::DispatchKey::Python, __FILE__, __LINE__);
+  library->impl(
+      PyUnicode_AsUTF8(args[0]),
+      torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DispatchHandler>(args[1])));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

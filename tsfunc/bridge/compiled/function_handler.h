@@ -1,0 +1,118 @@
+// The function handler and the class method __torch_dispatch__ of the class of tracers.
+#pragma once
+
+#include "dispatch_handler.h"
+
+namespace {
+
+// Call torch without the function handler of the tracers.
+Owned call_below(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
+  PyObject* passed[5] = {nullptr, func, types, args, kwargs ? kwargs : names.no_kwargs};
+  return checked(PyObject_Vectorcall(
+      names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+// NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
+// the call.
+Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
+  Owned kwnames;
+  c10::SmallVector<PyObject*, 8> given;
+  given.append(&PyTuple_GET_ITEM(args, 0), &PyTuple_GET_ITEM(args, 0) + PyTuple_GET_SIZE(args));
+  const size_t positional = given.size();
+  if (kwargs != nullptr) {
+    kwnames = checked(PyTuple_New(PyDict_GET_SIZE(kwargs)));
+    PyObject *name, *value;
+    Py_ssize_t at = 0, i = 0;
+    while (PyDict_Next(kwargs, &at, &name, &value)) {
+      PyTuple_SET_ITEM(kwnames.get(), i++, Py_NewRef(name));
+      given.push_back(value);
+    }
+  }
+  PyObject* op = nullptr;
+  PyObject* plans = plans_of(func, kwnames.get(), &op);
+  if (!is_set(plans)) return Owned();
+  FunctionCall call;
+  if (!call.unwrap(given.data(), given.size(), kwnames.get()) ||
+      !is_ready(call.level) || in_functorch())
+    return Owned();
+  PyObject* level = call.level;
+  Owned state = current_state();
+  if (slot(state.get(), slots.remap) != Py_None || (op != nullptr && !reaches(state.get(), level)))
+    return Owned();
+  bool records = is_true(slot(level, slots.autograd));
+  if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
+  PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
+  if (found == nullptr) return Owned();
+  if (slot(found, slots.innermost) == Py_True && !is_innermost(call.values(), call.count()))
+    return Owned();
+  if (records || slot(found, slots.step) == names.step_parts) {
+    // C++ records the call at the level, and it comes back to the dispatch handler.
+    auto tensor_at = [&](long i) { return THPVariable_Unpack(call.values()[i]); };
+    if (!can_record(found, level, tensor_at)) return Owned();
+    return call_below(func, types, args, kwargs);
+  }
+  if (!is_direct(found, call)) {
+    // torch calls the operator, whose plan the dispatch handler runs.
+    if (slot(found, slots.below) != Py_True || any_autocast()) return Owned();  // NOTE [autocast and rules]
+    c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
+        {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
+    return call_below(func, types, args, kwargs);
+  }
+  Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
+  Owned out;
+  {
+    std::optional<UnderState> under;
+    if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+      under.emplace(state.get(), slot(level, slots.outer));
+    for (size_t i = 0; !call.has_one_rank() && i < 2; ++i) {
+      at::Tensor value = padded(THPVariable_Unpack(call.values()[i]), call.rank);
+      Py_SETREF(call.values()[i], checked(THPVariable_Wrap(value)).release());
+    }
+    out = Owned(PyObject_Vectorcall(
+        slot(plan.get(), slots.function), call.values(), positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
+  }
+  if (!out) {
+    if (is_users_error(call)) raise();
+    return Owned();
+  }
+  PyObject* bdim = slot(plan.get(), slots.dim);
+  if (THPVariable_Check(out.get())) return wrap(out.get(), bdim, level);
+  return Owned();
+}
+
+PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+  PyObject* passed[6] = {nullptr, cls};
+  for (Py_ssize_t i = 0; i < count && i < 4; ++i) passed[2 + i] = args[i];
+  return PyObject_Vectorcall(
+      handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
+PyObject* function_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (enabled && count >= 3 && PyTuple_CheckExact(args[2]) &&
+      (count == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
+    bool named = count > 3 && args[3] != Py_None && PyDict_GET_SIZE(args[3]) != 0;
+    Owned out = call_function(args[0], args[1], args[2], named ? args[3] : nullptr);
+    if (out) return out.release();
+  }
+  return give_to(names.function_handler, cls, args, count);
+  END_HANDLE_TH_ERRORS
+}
+
+// The boxed kernels take most calls before this; C++ calls it for the detach of a tensor that
+// autograd saves, whatever kernels there are.
+PyObject* dispatch_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (enabled && count >= 3 && PyTuple_CheckExact(args[2]) && PyTuple_GET_SIZE(args[2]) == 1 &&
+      is_tracer(PyTuple_GET_ITEM(args[2], 0))) {
+    PyObject* op = operator_of(args[0]);
+    if (op != nullptr && slot(op, slots.by_tracers) == names.alias) {
+      Owned made = alias_of(PyTuple_GET_ITEM(args[2], 0));
+      if (made) return made.release();
+    }
+  }
+  return give_to(names.dispatch_handler, cls, args, count);
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace

@@ -1,0 +1,116 @@
+// Levels and the thread's state: which level a call reaches, and what is restored while it works.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "objects.h"
+
+// torch's header of these needs a header that wheels do not have; only the stack's length is read.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
+namespace {
+
+// True if a transform of torch.func is active on this thread.
+bool in_functorch() { return !at::functorch::getDynamicLayerStack().empty(); }
+
+bool any_autocast() {
+  for (auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
+    if (at::autocast::is_autocast_enabled(type)) return true;
+  return false;
+}
+
+// A level that can be worked for here: its transform runs, and it restores nothing of others'.
+bool is_ready(PyObject* level) {
+  return slot(level, slots.alive) == Py_True && PyTuple_GET_SIZE(slot(level, slots.restores)) == 0;
+}
+
+// The size of a level's batch; 0 if it is not a plain number.
+int64_t batch_size(PyObject* level) {
+  PyObject* size = slot(level, slots.batch_size);
+  return is_int(size) ? PyLong_AsLongLong(size) : 0;
+}
+
+// The thread's dispatch state.
+Owned current_state() { return checked(PyObject_GetAttr(names.tls, names.state)); }
+
+// True if no key is included or excluded by hand, and no kernel is recorded.
+bool is_plain(const Owned& state) { return slot(state.get(), slots.plain) == Py_True; }
+
+// True if the calls of a level reach it in a state: inside of the level's kernels they do not.
+bool reaches(PyObject* state, PyObject* level) {
+  Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
+  return Py_SIZE(reached.get()) != 0;
+}
+
+// The state in which the kernels of a level run.
+Owned kernel_state(PyObject* level) {
+  PyObject* known = PyDict_GetItemWithError(slot(level, slots.kernel_states), slot(level, slots.bit));
+  if (known != nullptr) return Owned::copy(known);
+  return checked(PyObject_CallMethodOneArg(level, names.kernel_state, slot(level, slots.bit)));
+}
+
+// Set the thread's dispatch state for a block, and put the previous one back.
+class UnderState {
+ public:
+  UnderState(PyObject* previous, PyObject* state) : previous_(previous) {
+    Py_INCREF(previous);
+    if (PyObject_SetAttr(names.tls, names.state, state) < 0) {
+      Py_DECREF(previous);
+      raise();
+    }
+  }
+  UnderState(const UnderState&) = delete;
+  ~UnderState() {
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    if (PyObject_SetAttr(names.tls, names.state, previous_) < 0) PyErr_WriteUnraisable(previous_);
+    Py_DECREF(previous_);
+    PyErr_Restore(type, error, trace);
+  }
+
+ private:
+  PyObject* previous_;
+};
+
+class WithGradMode {
+ public:
+  explicit WithGradMode(bool enabled) : previous_(at::GradMode::is_enabled()) {
+    if (enabled != previous_) at::GradMode::set_enabled(enabled);
+  }
+  WithGradMode(const WithGradMode&) = delete;
+  ~WithGradMode() {
+    if (at::GradMode::is_enabled() != previous_) at::GradMode::set_enabled(previous_);
+  }
+
+ private:
+  bool previous_;
+};
+
+// The dispatch keys and the grad mode that a level captured: torch_state.TorchState.
+struct Captured {
+  explicit Captured(PyObject* level) {
+    PyObject* state = slot(level, slots.torch_state);
+    const auto* raw =
+        reinterpret_cast<const uint64_t*>(PyBytes_AS_STRING(slot(state, slots.key_sets)));
+    key_sets.included_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[0]);
+    key_sets.excluded_ = c10::DispatchKeySet(c10::DispatchKeySet::RAW, raw[1]);
+    int pass = torch::autograd::get_current_graph_task_id();
+    grad_mode = slot(state, slots.grad_mode) == Py_True &&
+        (at::GradMode::is_enabled() ||
+         (PyLong_AsLong(slot(state, slots.quiet)) == 0 && pass != -1 &&
+          pass != PyLong_AsLong(slot(state, slots.rerun_by))));
+  }
+
+  c10::impl::LocalDispatchKeySet key_sets{c10::impl::PODLocalDispatchKeySet{}};
+  bool grad_mode;
+};
+
+}  // namespace

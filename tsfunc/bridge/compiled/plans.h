@@ -1,0 +1,168 @@
+// Plans (call_plans.py): how a plan is found, and which of its steps C++ can take.
+#pragma once
+
+#include <c10/core/InferenceMode.h>
+
+#include "tracers.h"
+
+namespace {
+
+// The operator of an overload (borrowed), or nullptr if it was not called before.
+PyObject* operator_of(PyObject* overload) {
+  Owned id = checked(PyLong_FromVoidPtr(overload));
+  return PyDict_GetItemWithError(names.operators, id.get());
+}
+
+// The plans of a callable (borrowed), or nullptr if Python is to take the call.
+PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
+  if (type_of(func) != names.overload_type) {
+    PyObject* plans = PyDict_GetItemWithError(names.function_plans, func);
+    if (plans == nullptr) PyErr_Clear();  // not hashable
+    return plans;
+  }
+  *op = operator_of(func);
+  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) ||
+      PyTuple_GET_SIZE(slot(*op, slots.written)) != 0 ||
+      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+    return nullptr;
+  for (Py_ssize_t i = 0; kwnames != nullptr && i < PyTuple_GET_SIZE(kwnames); ++i)
+    if (PySet_Contains(slot(*op, slots.keywords), PyTuple_GET_ITEM(kwnames, i)) != 1) return nullptr;
+  return slot(*op, slots.operator_plans);
+}
+
+PyObject* find_plan(PyObject* plans, Py_ssize_t table, const Call& call) {
+  PyObject* plan = PyDict_GetItemWithError(slot(plans, table), call.key.get());
+  if (plan == nullptr && PyErr_Occurred()) raise();
+  return plan;
+}
+
+// True if a slice has no tensors.
+bool is_plain_slice(PyObject* object) {
+  auto* slice = reinterpret_cast<PySliceObject*>(object);
+  for (PyObject* part : {slice->start, slice->stop, slice->step})
+    if (part != Py_None && !is_int(part)) return false;
+  return true;
+}
+
+// call_plans.is_innermost.
+bool is_innermost(PyObject* const* items, Py_ssize_t count) {
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = items[i];
+    if (PySlice_Check(item) && !is_plain_slice(item)) return false;
+    if (is_sequence(item) &&
+        !is_innermost(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
+      return false;
+    while (is_tracer(item)) {
+      PyObject* bdim = slot(item, slots.bdim);
+      if (!is_int(bdim) || Py_SIZE(bdim) != 0) return false;
+      item = slot(item, slots.value);
+    }
+    if (THPVariable_Check(item) && !THPVariable_CheckExact(item)) return false;
+  }
+  return true;
+}
+
+// True if C++ can record a call at its level.
+template <class F>
+bool can_record(PyObject* plan, PyObject* level, F tensor_at) {
+  PyObject* step = slot(plan, slots.step);
+  if (c10::InferenceMode::is_enabled()) return false;
+  if (step == names.step_parts) return !any_autocast();  // NOTE [autocast and rules]
+  if (step != names.step_recorded) return false;
+  PyObject* places = slot(plan, slots.unrecorded);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
+    const at::Tensor& value = tensor_at(PyLong_AsLong(PyTuple_GET_ITEM(places, i)));
+    if (is_true(slot(level, slots.forward)) || value.requires_grad())
+      return false;  // NOTE [operands of outer levels]: Python lifts it
+  }
+  return true;
+}
+
+// True if the Python error that is set is the user's, and is to be raised at once. Otherwise it is
+// cleared, and Python makes the call again: the batch became smaller, there are no examples, or a
+// sparse value has a rule of its own.
+bool is_users_error(const Call& call) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return true;
+  bool users = !PyErr_ExceptionMatches(names.batch_changed) && call.strided;
+  if (users) {
+    PyObject* size = slot(call.level, slots.batch_size);
+    users = !(is_int(size) && Py_SIZE(size) == 0);
+  }
+  if (!users) PyErr_Clear();
+  return users;
+}
+
+// True if a call on the values runs no Python code that could see the dispatch state: no handler, no
+// mode, no hook of autograd, and no kernel of factories (NOTE [the factory keys]).
+bool needs_no_state(const Call& call, c10::DispatchKeySet included) {
+  return call.bare && !call.outer_tracers && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+      at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
+      !included.has(c10::DispatchKey::TESTING_ONLY_GenericMode);
+}
+
+// Give a value that is batched in front the rank of another one: new dims follow the batch dim.
+at::Tensor padded(at::Tensor value, int64_t rank) {
+  while (value.dim() < rank) value = value.unsqueeze(1);
+  return value;
+}
+
+// True if a plan calls the operator on the values, which may be padded.
+bool is_direct(PyObject* plan, const Call& call) {
+  PyObject* step = slot(plan, slots.step);
+  if (step == names.step_direct) return true;
+  if (step == names.step_alike)
+    return call.has_one_rank() ||
+        (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
+         !call.outer_tracers);
+  return step == names.step_beside && call.rank > 1 &&
+      call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank;
+}
+
+// How a rule changes an argument if the batch dim of all tensors is the first: the codes of
+// ops/shifts.py.
+enum Shift : long { kSame = 0, kDim, kNewDim, kDims, kSizes, kAllSizes, kOrder, kFew };
+
+// Shift numbers past a batch dim that is first. False if the rule of the call is to decide.
+bool shift(long how, c10::SmallVectorImpl<int64_t>& numbers, int64_t rank, int64_t batch) {
+  if (how == kSizes || how == kAllSizes) {
+    if (how == kAllSizes && static_cast<int64_t>(numbers.size()) != rank) return false;
+    numbers.insert(numbers.begin(), batch);
+    return true;
+  }
+  int64_t most = how == kNewDim ? rank + 1 : rank;
+  for (int64_t& dim : numbers) {
+    if (dim < -most || dim >= most) return false;
+    if (dim >= 0) ++dim;
+  }
+  if (how == kOrder) numbers.insert(numbers.begin(), 0);
+  return !numbers.empty();
+}
+
+// Shift the arguments of an operator past a batch dim that is first. False if the rule is to decide.
+bool shift_arguments(PyObject* plan, const Call& call, Stack& stack) {
+  PyObject* shifts = slot(plan, slots.shifts);
+  int64_t batch = batch_size(call.level);
+  if (!is_set(shifts) || call.plain_rank >= 0 || !call.has_one_rank() || call.rank < 2 ||
+      !call.strided || batch <= 0 ||
+      PyTuple_GET_SIZE(shifts) > static_cast<Py_ssize_t>(stack.size()))
+    return false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
+    long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
+    if (how == kFew && call.rank > 4) return false;
+    if (how == kSame || how == kFew) continue;
+    c10::SmallVector<int64_t, 8> numbers;
+    bool single = stack[i].isInt();
+    if (single) {
+      numbers.push_back(stack[i].toInt());
+    } else if (stack[i].isIntList()) {
+      for (int64_t number : stack[i].toIntList()) numbers.push_back(number);
+    } else {
+      return false;
+    }
+    if (!shift(how, numbers, call.rank - 1, batch)) return false;
+    stack[i] = single ? c10::IValue(numbers[0]) : c10::IValue(at::IntArrayRef(numbers).vec());
+  }
+  return true;
+}
+
+}  // namespace

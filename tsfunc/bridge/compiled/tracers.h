@@ -1,0 +1,365 @@
+// Tracers: how they are made, and how the arguments of a call are unwrapped for its level.
+//
+// A call in Python and an operator on the dispatcher's stack are unwrapped in the same way:
+// batch_tracer.unwrap_args. Their keys are equal where Python would see equal arguments, since they
+// look up the same tables of plans.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+
+#include "levels.h"
+#include "values.h"
+
+namespace {
+
+bool is_strided(const at::Tensor& value) { return value.layout() == at::kStrided; }
+
+// Wrap a physical value as a tracer of a level; bdim is an int, or None for a value that is not
+// batched. Values that are laid out in other ways than by strides are wrapped in Python.
+Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_offset = true) {
+  const at::Tensor& value = THPVariable_Unpack(value_object);
+  auto* impl = value.unsafeGetTensorImpl();
+  if (slot(level, slots.kind) != names.tracer || !is_strided(value) ||
+      impl->has_symbolic_sizes_strides() || value.is_quantized() || value.is_nested()) {
+    Owned offset = Owned::copy(Py_None);
+    if (with_offset && is_strided(value))
+      offset = checked(PyObject_CallMethod(value_object, "storage_offset", nullptr));
+    PyObject* args[5] = {nullptr, value_object, bdim, level, offset.get()};
+    return checked(
+        PyObject_Vectorcall(names.wrap, args + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+  }
+  int64_t at = -1;
+  if (bdim != Py_None) {
+    at = PyLong_AsLongLong(bdim);
+    if (at == -1 && PyErr_Occurred()) raise();
+  }
+  c10::SmallVector<int64_t, 6> sizes, strides;
+  auto all_sizes = value.sizes();
+  auto all_strides = value.strides();
+  for (size_t i = 0; i < all_sizes.size(); ++i) {
+    if (static_cast<int64_t>(i) == at) continue;
+    sizes.push_back(all_sizes[i]);
+    strides.push_back(all_strides[i]);
+  }
+  int64_t offset = with_offset ? value.storage_offset() : 0;
+  size_t bytes =
+      at::detail::computeStorageNbytes(sizes, strides, value.dtype().itemsize(), offset);
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, value.device()),
+      c10::GetAllocator(c10::kMeta), true));
+  c10::DispatchKeySet keys = c10::DispatchKeySet(value.key_set().highestBackendKey());
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::Dense) | keys, value.dtype());
+  auto* made = tensor.unsafeGetTensorImpl();
+  made->set_python_dispatch(true);
+  if (at == 0 && all_sizes[0] != 0 && offset == 0 && value.is_contiguous())
+    made->set_sizes_contiguous(sizes);
+  else
+    made->set_sizes_and_strides(sizes, strides, offset);
+  Owned tracer = checked(
+      THPVariable_Wrap(tensor, reinterpret_cast<PyTypeObject*>(names.tracer)));
+  Py_INCREF(value_object);
+  Py_INCREF(bdim);
+  Py_INCREF(level);
+  slot(tracer.get(), slots.value) = value_object;
+  slot(tracer.get(), slots.bdim) = bdim;
+  slot(tracer.get(), slots.level) = level;
+  return tracer;
+}
+
+at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
+  Owned object = checked(THPVariable_Wrap(tensor));
+  return THPVariable_Unpack(wrap(object.get(), bdim, level).get());
+}
+
+// Take an argument into account for the innermost level of the tracers among arguments (borrowed).
+// False where Python has to look: tracers of other classes, and a level that replaces another one.
+bool find_level(PyObject* arg, PyObject*& level) {
+  if (is_tracer(arg)) {
+    PyObject* own = slot(arg, slots.level);
+    if (own == level) return true;
+    if (own == nullptr || slot(arg, slots.value) == nullptr || slot(arg, slots.bdim) == nullptr)
+      return false;
+    if (level == nullptr) {
+      level = own;
+      return true;
+    }
+    long mine = PyLong_AsLong(slot(own, slots.depth));
+    long other = PyLong_AsLong(slot(level, slots.depth));
+    if (mine > other) level = own;
+    return mine != other;
+  }
+  if (type_of(arg) == names.promoted) return false;
+  if (is_sequence(arg)) {
+    PyObject** items = PySequence_Fast_ITEMS(arg);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
+      if (!find_level(items[i], level)) return false;
+  }
+  return true;
+}
+
+// The key of a plan for a list: its class, and the kinds of its items, or one kind if all are equal.
+Owned kind_of_list(PyObject* cls, const std::vector<Owned>& kinds) {
+  bool alike = true;
+  for (const Owned& kind : kinds)
+    alike = alike && (kind.get() == kinds[0].get() ||
+                      PyObject_RichCompareBool(kinds[0].get(), kind.get(), Py_EQ) == 1);
+  size_t count = alike ? 1 : kinds.size();
+  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(count + 1)));
+  PyTuple_SET_ITEM(made.get(), 0, Py_NewRef(cls));
+  for (size_t i = 0; i < count; ++i)
+    PyTuple_SET_ITEM(made.get(), i + 1, Py_NewRef(kinds[i].get()));
+  return made;
+}
+
+// The same for items without tensors: ints are not part of the key.
+Owned kind_of_numbers(PyObject* cls, PyObject* types) {
+  Owned set = checked(PyFrozenSet_New(types));
+  return checked(PyTuple_Pack(2, cls, set.get()));
+}
+
+// What the unwrapped arguments of a call have in common.
+class Call {
+ public:
+  PyObject* level = nullptr;  // borrowed from a tracer
+  Owned key;                  // of the call's plan
+  bool strided = true;
+  bool outer_tracers = false;          // a value is a tensor with a handler of its own
+  bool bare = true;                    // no value is differentiated
+  int64_t rank = -1, least_rank = -1;  // the most and the fewest dims of a batched value
+  int64_t plain_rank = -1;             // the most dims of a tensor that is not batched
+  int64_t elements = 0;                // of all values
+
+  Call() = default;
+  Call(const Call&) = delete;
+
+  bool has_one_rank() const { return rank == least_rank; }
+
+ protected:
+  // The value of a tensor among the arguments (borrowed), and its kind.
+  PyObject* unwrap_tensor(PyObject* arg, Owned& kind) {
+    bool own = is_tracer(arg) && slot(arg, slots.level) == level;
+    PyObject* value = own ? slot(arg, slots.value) : arg;
+    kind = Owned::copy(own ? slot(arg, slots.bdim) : type_of(arg));
+    see(THPVariable_Unpack(value), own && kind.get() != Py_None);
+    return value;
+  }
+
+ private:
+  void see(const at::Tensor& value, bool batched) {
+    strided &= is_strided(value);
+    outer_tracers |= value.key_set().has(c10::DispatchKey::Python);
+    auto* impl = value.unsafeGetTensorImpl();
+    bare &= impl->autograd_meta() == nullptr;
+    elements += impl->has_symbolic_sizes_strides() ? 0 : impl->numel();
+    if (!batched) {
+      plain_rank = std::max(plain_rank, value.dim());
+      return;
+    }
+    least_rank = rank < 0 ? value.dim() : std::min(least_rank, value.dim());
+    rank = std::max(rank, value.dim());
+  }
+};
+
+// A call of a Python function.
+class FunctionCall : public Call {
+ public:
+  FunctionCall() { values_.push_back(nullptr); }
+  ~FunctionCall() {
+    for (PyObject* value : values_) Py_XDECREF(value);
+  }
+
+  // The values; vector calls may write to the place before the first.
+  PyObject** values() { return values_.data() + 1; }
+  size_t count() const { return values_.size() - 1; }
+
+  // Names are those of keyword arguments, whose values follow the others; null for none.
+  bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {
+    for (size_t i = 0; i < count; ++i)
+      if (!find_level(args[i], level)) return false;
+    if (level == nullptr) return false;
+    Py_ssize_t named = kwnames == nullptr ? 0 : PyTuple_GET_SIZE(kwnames);
+    key = checked(PyTuple_New(static_cast<Py_ssize_t>(count) + named));
+    for (size_t i = 0; i < count; ++i) {
+      Owned kind;
+      bool own = false;
+      values_.push_back(unwrap_one(args[i], kind, own).release());
+      PyTuple_SET_ITEM(key.get(), i, kind.release());
+    }
+    for (Py_ssize_t i = 0; i < named; ++i)
+      PyTuple_SET_ITEM(key.get(), count + i, Py_NewRef(PyTuple_GET_ITEM(kwnames, i)));
+    return true;
+  }
+
+ private:
+  // The value of an argument, and its kind; own is set if it has tracers of the level.
+  Owned unwrap_one(PyObject* arg, Owned& kind, bool& own) {
+    if (THPVariable_Check(arg)) {
+      own |= is_tracer(arg) && slot(arg, slots.level) == level;
+      return Owned::copy(unwrap_tensor(arg, kind));
+    }
+    if (is_sequence(arg)) return unwrap_items(arg, kind, own);
+    kind = Owned::copy(type_of(arg));
+    return Owned::copy(arg);
+  }
+
+  Owned unwrap_items(PyObject* arg, Owned& kind, bool& own) {
+    PyObject** items = PySequence_Fast_ITEMS(arg);
+    Py_ssize_t size = PySequence_Fast_GET_SIZE(arg);
+    bool ints = true, simple = true;
+    for (Py_ssize_t j = 0; simple && j < size; ++j) {
+      ints &= is_int(items[j]);
+      simple = is_int(items[j]) || PySet_Contains(names.no_tensors, type_of(items[j])) == 1;
+    }
+    if (simple) {
+      kind = Owned::copy(type_of(arg));
+      if (ints) return Owned::copy(arg);
+      Owned types = checked(PyList_New(size));
+      for (Py_ssize_t j = 0; j < size; ++j)
+        PyList_SET_ITEM(types.get(), j, Py_NewRef(type_of(items[j])));
+      kind = kind_of_numbers(kind.get(), types.get());
+      return Owned::copy(arg);
+    }
+    Owned values = checked(PyList_New(size));
+    std::vector<Owned> kinds(size);
+    bool any = false;
+    for (Py_ssize_t j = 0; j < size; ++j)
+      PyList_SET_ITEM(values.get(), j, unwrap_one(items[j], kinds[j], any).release());
+    kind = kind_of_list(type_of(arg), kinds);
+    own |= any;
+    return any ? std::move(values) : Owned::copy(arg);
+  }
+
+  c10::SmallVector<PyObject*, 10> values_;  // owned
+};
+
+// A call of an operator, whose arguments are on the dispatcher's stack.
+class OperatorCall : public Call {
+ public:
+  Stack values;           // all arguments of the schema
+  size_t positional = 0;  // without trailing arguments that equal the defaults
+  bool named = false;     // keyword arguments are among them
+
+  // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments
+  // of types that plans do not take.
+  bool unwrap(const c10::OperatorHandle& op, const Schema& schema, const Stack& stack) {
+    const size_t count = schema.arguments.size();
+    const size_t first = stack.size() - count;
+    for (size_t i = 0; i < count; ++i)
+      if (!hold_tensors(stack[first + i])) return false;
+    if (level == nullptr) return false;
+    const auto& arguments = op.schema().arguments();
+    positional = schema.positional;
+    while (positional > 0 && is_default(arguments[positional - 1], stack[first + positional - 1]))
+      --positional;
+    c10::SmallVector<Owned, 10> kinds, keywords;
+    values.reserve(count);
+    held_at_ = 0;
+    for (size_t i = 0; i < count; ++i) {
+      values.push_back(stack[first + i]);
+      if (i >= positional && is_default(arguments[i], values[i])) continue;
+      bool keyword = i >= schema.positional;
+      Owned kind = unwrap_one(schema.arguments[i], values[i], keyword);
+      if (!kind) return false;
+      kinds.push_back(std::move(kind));
+      if (keyword) keywords.push_back(interned(arguments[i].name().c_str()));
+    }
+    named = !keywords.empty();
+    key = checked(PyTuple_New(static_cast<Py_ssize_t>(kinds.size() + keywords.size())));
+    Py_ssize_t place = 0;
+    for (auto* list : {&kinds, &keywords})
+      for (Owned& item : *list) PyTuple_SET_ITEM(key.get(), place++, item.release());
+    return true;
+  }
+
+ private:
+  // Hold the Python objects of the tensors of a value, and find the innermost level among them.
+  bool hold_tensors(const c10::IValue& value) {
+    bool known = true;
+    each_tensor(value, [&](const at::Tensor& tensor) {
+      held_.push_back(checked(THPVariable_Wrap(tensor)));
+      known = known && find_level(held_.back().get(), level);
+    });
+    return known;
+  }
+
+  // Replace the tracers of a value. Its kind is null where Python has to look.
+  Owned unwrap_one(Kind how, c10::IValue& value, bool keyword) {
+    if (value.isNone() || (value.isTensor() && !value.toTensor().defined()))
+      return Owned::copy(type_of(Py_None));
+    if (how == Kind::kDtype)
+      return Owned::copy(type_of(reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType()))));
+    if (how == Kind::kFormat)
+      return Owned::copy(type_of(torch::utils::getTHPMemoryFormat(value.toMemoryFormat())));
+    if (how == Kind::kOther || (how == Kind::kTensor && keyword)) return Owned();
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      PyObject* held = held_[held_at_++].get();
+      // A number that C++ has made a tensor of counts less in type promotion: Python gets the number.
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+        return Owned::copy(type_of_number(tensor));
+      Owned kind;
+      PyObject* unwrapped = unwrap_tensor(held, kind);
+      if (unwrapped != held) value = THPVariable_Unpack(unwrapped);
+      return kind;
+    }
+    if (value.isTensorList() || value.isOptionalTensorList()) return unwrap_items(value);
+    if (value.isInt()) return Owned::copy(as_object(PyLong_Type));
+    if (value.isBool()) return Owned::copy(as_object(PyBool_Type));
+    if (value.isDouble()) return Owned::copy(as_object(PyFloat_Type));
+    if (value.isComplexDouble()) return Owned::copy(as_object(PyComplex_Type));
+    if (value.isString()) return Owned::copy(as_object(PyUnicode_Type));
+    if (value.isIntList()) return Owned::copy(as_object(PyList_Type));
+    if (value.isDoubleList() || value.isBoolList()) {
+      PyTypeObject& item = value.isBoolList() ? PyBool_Type : PyFloat_Type;
+      size_t size = value.isBoolList() ? value.toBoolList().size() : value.toDoubleList().size();
+      if (size == 0) return Owned::copy(as_object(PyList_Type));
+      Owned types = checked(PyTuple_Pack(1, as_object(item)));
+      return kind_of_numbers(as_object(PyList_Type), types.get());
+    }
+    return Owned();
+  }
+
+  Owned unwrap_items(c10::IValue& value) {
+    std::vector<Owned> kinds;
+    bool any = false, all_none = true;
+    auto unwrap_item = [&](const at::Tensor& tensor) {
+      PyObject* held = held_[held_at_++].get();
+      kinds.emplace_back();
+      PyObject* unwrapped = unwrap_tensor(held, kinds.back());
+      any |= unwrapped != held;
+      all_none = false;
+      return unwrapped == held ? tensor : THPVariable_Unpack(unwrapped);
+    };
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> made;
+      for (const at::Tensor& item : value.toTensorList()) {
+        if (!item.defined()) return Owned();
+        made.push_back(unwrap_item(item));
+      }
+      if (any) value = made;
+    } else {
+      c10::List<std::optional<at::Tensor>> made;
+      for (const std::optional<at::Tensor>& item : value.toOptionalTensorList()) {
+        if (item.has_value() && item->defined()) {
+          made.push_back(unwrap_item(*item));
+        } else {
+          kinds.push_back(Owned::copy(type_of(Py_None)));
+          made.push_back(std::nullopt);
+        }
+      }
+      if (any) value = made;
+    }
+    if (kinds.empty()) return Owned::copy(as_object(PyList_Type));
+    if (!all_none) return kind_of_list(as_object(PyList_Type), kinds);
+    Owned types = checked(PyTuple_Pack(1, type_of(Py_None)));
+    return kind_of_numbers(as_object(PyList_Type), types.get());
+  }
+
+  c10::SmallVector<Owned, 8> held_;  // the Python objects of the tensors, in order
+  size_t held_at_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,254 @@
+// Values of the dispatcher (IValues): their tensors, and their Python objects.
+#pragma once
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/tensor_memoryformats.h>
+
+#include "objects.h"
+
+namespace {
+
+namespace py = pybind11;
+using torch::jit::Stack;
+
+// Visit the tensors of a value.
+template <class F>
+void each_tensor(const c10::IValue& value, F visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& item : value.toTensorList()) visit(item);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+      if (item.has_value() && item->defined()) visit(*item);
+  }
+}
+
+// The same for a result: an undefined tensor has a place too, since what is undefined may depend on
+// more than metadata.
+template <class F>
+void each_result(const c10::IValue& value, F visit) {
+  if (value.isTensor())
+    visit(value.toTensor());
+  else
+    each_tensor(value, visit);
+}
+
+// The value with the result of a function in the place of each of its tensors, in order.
+template <class F>
+c10::IValue with_tensors(const c10::IValue& value, F replace) {
+  if (value.isTensor())
+    return value.toTensor().defined() ? c10::IValue(replace(value.toTensor())) : value;
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> made;
+    for (const at::Tensor& item : value.toTensorList()) made.push_back(replace(item));
+    return made;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> made;
+    for (const std::optional<at::Tensor>& item : value.toOptionalTensorList())
+      made.push_back(
+          item.has_value() && item->defined() ? std::optional<at::Tensor>(replace(*item))
+                                              : std::nullopt);
+    return made;
+  }
+  return value;
+}
+
+// True for two arguments that are the same to every kernel: also the signs of zeros.
+bool same_argument(const c10::IValue& one, const c10::IValue& other) {
+  if (one.tagKind() != other.tagKind()) return false;
+  if (one.isDouble()) {
+    double first = one.toDouble(), second = other.toDouble();
+    return std::memcmp(&first, &second, sizeof(double)) == 0;
+  }
+  if (one.isTensor() || one.isTensorList() || one.isOptionalTensorList()) return true;
+  return one == other;
+}
+
+// How an argument of an operator becomes a Python object; kOther is left to torch.
+enum class Kind { kTensor, kValue, kDtype, kFormat, kOther };
+
+Kind kind_of(const c10::Argument& argument) {
+  c10::TypePtr type = argument.real_type();
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  switch (type->kind()) {
+    case c10::TypeKind::TensorType:
+      return Kind::kTensor;
+    case c10::TypeKind::ScalarTypeType:
+      return Kind::kDtype;
+    case c10::TypeKind::MemoryFormatType:
+      return Kind::kFormat;
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::FloatType:
+    case c10::TypeKind::BoolType:
+    case c10::TypeKind::NumberType:
+    case c10::TypeKind::StringType:
+    case c10::TypeKind::SymIntType:
+      return Kind::kValue;
+    case c10::TypeKind::ListType: {
+      c10::TypePtr item = type->cast<c10::ListType>()->getElementType();
+      if (auto optional = item->cast<c10::OptionalType>()) item = optional->getElementType();
+      bool known = item->kind() == c10::TypeKind::IntType ||
+          item->kind() == c10::TypeKind::SymIntType || item->kind() == c10::TypeKind::FloatType ||
+          item->kind() == c10::TypeKind::BoolType || item->kind() == c10::TypeKind::TensorType;
+      return known ? Kind::kValue : Kind::kOther;
+    }
+    default:
+      return Kind::kOther;
+  }
+}
+
+// The arguments of an operator's schema.
+struct Schema {
+  explicit Schema(const c10::FunctionSchema& schema) {
+    for (const auto& argument : schema.arguments()) {
+      arguments.push_back(kind_of(argument));
+      if (!argument.kwarg_only()) ++positional;
+    }
+  }
+
+  std::vector<Kind> arguments;
+  size_t positional = 0;
+};
+
+// True if an argument has the default of its schema, and Python does not get it.
+bool is_default(const c10::Argument& argument, const c10::IValue& value) {
+  if (!argument.default_value().has_value()) return false;
+  const c10::IValue& standard = *argument.default_value();
+  if (standard.isNone() || value.isNone()) return standard.isNone() && value.isNone();
+  return !value.isTensor() && !value.isTensorList() && standard == value;
+}
+
+// The number that C++ has made a tensor of.
+Owned number_of(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return checked(PyFloat_FromDouble(*tensor.const_data_ptr<double>()));
+    case at::kLong:
+      return checked(PyLong_FromLongLong(*tensor.const_data_ptr<int64_t>()));
+    case at::kBool:
+      return checked(PyBool_FromLong(*tensor.const_data_ptr<bool>()));
+    case at::kComplexDouble: {
+      auto value = *tensor.const_data_ptr<c10::complex<double>>();
+      return checked(PyComplex_FromDoubles(value.real(), value.imag()));
+    }
+    default:
+      return checked(THPVariable_Wrap(tensor));
+  }
+}
+
+// The class of that number (borrowed); null for a tensor of another dtype.
+PyObject* type_of_number(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return as_object(PyFloat_Type);
+    case at::kLong:
+      return as_object(PyLong_Type);
+    case at::kBool:
+      return as_object(PyBool_Type);
+    case at::kComplexDouble:
+      return as_object(PyComplex_Type);
+    default:
+      return nullptr;
+  }
+}
+
+// The arguments of a call as Python objects, as torch gives them to __torch_dispatch__.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, const Stack& stack) {
+    const auto& arguments = op.schema().arguments();
+    const c10::IValue* values = &stack[stack.size() - arguments.size()];
+    size_t count = 0;
+    while (count < arguments.size() && !arguments[count].kwarg_only()) ++count;
+    for (positional = count; positional > 0; --positional)
+      if (!is_default(arguments[positional - 1], values[positional - 1])) break;
+    for (size_t i = 0; i < positional; ++i)
+      items.push_back(to_python(values[i], kind_of(arguments[i])));
+    Owned names = checked(PyList_New(0));
+    for (size_t i = count; i < arguments.size(); ++i) {
+      if (is_default(arguments[i], values[i])) continue;
+      items.push_back(to_python(values[i], kind_of(arguments[i])));
+      if (PyList_Append(names.get(), interned(arguments[i].name().c_str()).get()) < 0) raise();
+    }
+    kwnames = checked(PyList_AsTuple(names.get()));
+  }
+
+  Owned tuple() const {
+    Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(positional)));
+    for (size_t i = 0; i < positional; ++i)
+      PyTuple_SET_ITEM(made.get(), i, Py_NewRef(items[i].get()));
+    return made;
+  }
+
+  Owned dict() const {
+    Owned made = checked(PyDict_New());
+    for (size_t i = positional; i < items.size(); ++i)
+      if (PyDict_SetItem(
+              made.get(), PyTuple_GET_ITEM(kwnames.get(), i - positional), items[i].get()) < 0)
+        raise();
+    return made;
+  }
+
+  // Call a function with these arguments, after `front` if it is not null.
+  Owned call(PyObject* function, PyObject* front = nullptr) const {
+    c10::SmallVector<PyObject*, 10> passed{nullptr};
+    if (front != nullptr) passed.push_back(front);
+    for (const Owned& item : items) passed.push_back(item.get());
+    size_t count = positional + (front != nullptr);
+    return checked(PyObject_Vectorcall(
+        function, passed.data() + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
+  }
+
+  std::vector<Owned> items;  // those of keyword arguments follow the others
+  size_t positional = 0;
+  Owned kwnames;
+
+ private:
+  static Owned to_python(const c10::IValue& value, Kind kind) {
+    if (value.isNone() || (value.isTensor() && !value.toTensor().defined()))
+      return Owned::copy(Py_None);
+    if (kind == Kind::kDtype)
+      return Owned::copy(reinterpret_cast<PyObject*>(torch::getTHPDtype(value.toScalarType())));
+    if (kind == Kind::kFormat)
+      return Owned::copy(torch::utils::getTHPMemoryFormat(value.toMemoryFormat()));
+    // torch's own fallback gives Python the number, too.
+    if (value.isTensor() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
+      return number_of(value.toTensor());
+    return checked(torch::jit::toPyObject(value).release().ptr());
+  }
+};
+
+// What an operator returned in Python, as the stack has it.
+Stack results_of(const c10::OperatorHandle& op, PyObject* out) {
+  const auto& returns = op.schema().returns();
+  Stack results;
+  for (size_t i = 0; i < returns.size(); ++i) {
+    PyObject* item = returns.size() == 1 ? out : PySequence_Fast_GET_ITEM(out, i);
+    if (item == Py_None && returns[i].real_type()->kind() == c10::TypeKind::TensorType)
+      results.emplace_back(at::Tensor());
+    else
+      results.push_back(torch::jit::toIValue(item, returns[i].real_type()));
+  }
+  return results;
+}
+
+// Put the results of an operator in the place of its arguments.
+void return_results(const c10::OperatorHandle& op, Stack* stack, Stack results) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+  for (c10::IValue& result : results) stack->push_back(std::move(result));
+}
+
+// The dispatcher's handle of an overload.
+c10::OperatorHandle find_operator(const std::string& name, const std::string& overload) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+}
+
+}  // namespace
