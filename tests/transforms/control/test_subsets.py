@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -337,3 +340,29 @@ def test_derivatives_in_a_body_that_a_program_runs_on_subsets() -> None:
         torch.testing.assert_close(vmap(specialize(h))(x), expected)
     expected, twice = torch.stack([f(row) for row in x]), x.expand(2, 3, 2)
     torch.testing.assert_close(specialize(vmap(vmap(f)))(twice), expected.expand(2, 3, 2))
+
+
+# A branch that calls a Python function of torch on tensors that it closes over.
+CALLS_OF_PYTHON_FUNCTIONS = """
+import torch
+import torch.nn.functional as F
+import tsfunc
+
+functions = [lambda x: F.mse_loss(x, x), torch.norm, lambda x: F.layer_norm(x, (2,))]
+for function in functions:
+    def example(x):
+        return tsfunc.cond(x.sum() > 0, lambda: x + function(x), lambda: x.sin())
+    for _ in range(300):
+        x = torch.randn(2, 3, 2, dtype=torch.float64)
+        want = torch.stack([example(x[:, i]) for i in range(3)])
+        torch.testing.assert_close(tsfunc.vmap(example, in_dims=1)(x), want)
+"""
+
+
+def test_python_functions_of_torch_in_branches_leave_memory_intact() -> None:
+    """In a process of its own, since memory that is freed twice ends the process."""
+    out = subprocess.run(
+        [sys.executable, "-c", CALLS_OF_PYTHON_FUNCTIONS],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr

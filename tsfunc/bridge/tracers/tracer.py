@@ -397,8 +397,18 @@ def innermost_level(values: Sequence[Any]) -> TracerLevel | None:
     return innermost
 
 
-# torch's annotation has only tuples and dicts; callers pass nothing else.
-call_below_function: Callable[[Any, Any, Any, Any], Any] = _skip_one_hop_torch_function
+_skip_handler: Callable[..., Any] = _skip_one_hop_torch_function
+
+
+def call_below_function(
+    func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function of torch without the ``__torch_function__`` of its arguments.
+
+    torch frees a list of arguments once too often, so that they are passed in a tuple.
+    """
+    return _skip_handler(func, types, tuple(args), kwargs)
+
 
 # The types of C functions; a Python function calls others, which reach the handlers again.
 C_TYPES = (
