@@ -101,6 +101,25 @@ def test_each_level_has_its_own(when: str) -> None:
     vmap(func)(X)
 
 
+class CollectedWhenRead(dict[int, Any]):
+    """Notes of a collection; another collection follows each time that they are read."""
+
+    def values(self) -> Any:
+        notes = list(super().values())
+        gc.collect(0)
+        return notes
+
+
+def test_a_collection_during_the_search_loses_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outside, "_noted", CollectedWhenRead())
+
+    def func(x: Tensor) -> Tensor:
+        return torch.zeros(3).masked_fill_(x > 0, 0.5)
+
+    x = torch.randn(4, 3)
+    same(vmap(func)(x), torch.stack([func(row) for row in x]))
+
+
 def test_tensors_older_than_the_levels_are_not_recent() -> None:
     old = torch.zeros(3)
     gc.collect()

@@ -717,7 +717,7 @@ class TestRunAgain:
 
         f = specialize(tsfunc.checkpoint(torch.sin, policy=mine))
         f(torch.ones(2))
-        with pytest.raises(ValueError, match=r"policy is a function of the user's \(mine\)"):
+        with pytest.raises(ValueError, match=r"policy is a user-defined function \(mine\)"):
             f.save(tmp_path / "f.tsf")
 
 

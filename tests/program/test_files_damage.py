@@ -405,7 +405,7 @@ def test_graphs(change: Callable[[Any], Any], match: str, good: bytes, tmp_path:
 FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
     ("a program that is not there", lambda d: d["calls"][0].update(program=4), "expected an int"),
     ("inputs", lambda d: d["calls"][0]["form"]["leaves"].reverse(), "that the call does not have"),
-    ("no calls", lambda d: d.update(calls=[]), "programs that answer no call"),
+    ("no calls", lambda d: d.update(calls=[]), "programs that serve no call"),
     ("parameters", lambda d: d["parameters"][0].update(name="a b"), "expected a name"),
     ("no name", lambda d: d["parameters"][0].update(name=""), "expected a name"),
     ("two of a name", lambda d: d["parameters"].append(d["parameters"][0]), "duplicate parameter"),

@@ -75,10 +75,12 @@ _noted: Final[dict[int, weakref.ref[torch.Tensor]]] = {}
 
 def recent_tensors() -> dict[int, torch.Tensor]:
     """Return the live tensors by id, without those older than the outermost active level."""
-    # A reused id does no harm: its tensor is young, or a collection has noted it.
+    # The youngest generation comes first: a collection after it moves and notes tensors that the
+    # list has. A reused id does no harm: its tensor is young, or a collection has noted it.
+    young = live_tensors(generation=0)
     noted = [reference() for reference in list(_noted.values())]
     recent = {id(tensor): tensor for tensor in noted if tensor is not None}
-    recent.update((id(tensor), tensor) for tensor in live_tensors(generation=0))
+    recent.update((id(tensor), tensor) for tensor in young)
     return recent
 
 
