@@ -588,6 +588,23 @@ def test_random_programs_equal_the_loop(program: Any, dim: int, collect: bool) -
     same(vmap(vmap(func))(x.view(2, 2, 6)), tuple(t.view(2, 2, *t.shape[1:]) for t in want))
 
 
+def test_repeated_writes_into_a_detached_view_are_differentiated() -> None:
+    """The second write met a view of a tensor that autograd took for a leaf."""
+
+    def scalar(x: Tensor) -> Tensor:
+        base = torch.zeros(6)
+        view = base[1:3]
+        part = view.detach()
+        part[0] = x[2]
+        part.mul_(x[0])
+        assert part.storage_offset() == 1
+        return (part + 1).sin().sum() + (view * x[:2]).sum()
+
+    x = torch.arange(1.0, 19.0).view(3, 6).sin()
+    want = torch.stack([torch.autograd.functional.jacobian(scalar, one) for one in x])
+    same(tsfunc.grad(lambda x: vmap(scalar)(x).sum())(x), want)
+
+
 @given(steps)
 @settings(deadline=None, max_examples=80)
 def test_random_programs_differentiated(program: Any) -> None:

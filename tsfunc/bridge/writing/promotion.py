@@ -378,8 +378,8 @@ def _copies(base: torch.Tensor, position: _Extent, level: TracerLevel) -> Any:
 
 def _unlinked(copies: Any, tensor: torch.Tensor, at: _Extent, base: _Extent) -> Any:
     """Return a tracer of the base's memory that is not a view of it, as after ``detach``."""
-    source = wrap(copies.value.detach(), 0, copies.dispatch_level)
-    alias = _view(source, at, base).aliased_here()
+    # Detached last: autograd would take a view of a detached tensor for a leaf after a write to it.
+    alias = _view(copies, at, base).detached_here()
     if at.tracked:
         alias.value.copy_(tensor)  # the same numbers, with an autograd graph of their own
     return alias
