@@ -42,7 +42,7 @@ FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--se
     test-releases test-all fuzz soak mutants lint format docs dist bench setup-bench \
     bench-check bench-baseline clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(VENV)/.handlers
 
 # torch goes first and pinned: that way pip takes the build it is set up for (a CPU wheel, say),
 # and the second install finds its requirement met.
@@ -55,8 +55,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c $(VENV)/constraints.txt -e '.[dev]'
 	touch $@
 
-# The handlers of batched tensors, compiled for this torch: half a minute of CPU time. Without a C++
-# compiler this prints a message, and Python serves every call.
+# The handlers of batched tensors, compiled for this torch: half a minute of CPU time, as part of
+# `setup`. Without a C++ compiler this prints a message, and Python serves every call.
 handlers: $(VENV)/.handlers
 
 $(VENV)/.handlers: $(STAMP) $(wildcard tsfunc/bridge/compiled/*.h tsfunc/bridge/compiled/*.cpp)
