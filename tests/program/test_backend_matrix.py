@@ -6,6 +6,7 @@ one tensor twice, inputs that are results too.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -337,6 +338,34 @@ class TestRefusals:
         f = specialize(grad(lambda x: root(x).sum()), backend="inductor")
         with pytest.raises(ExportError, match=r"'inductor' has no place for Solved, which.*Python"):
             f(torch.randn(3))
+
+    @pytest.mark.parametrize("derivative", [lambda f: f, grad])
+    def test_a_solver_that_stops_at_a_tolerance_is_refused_in_plain_words(
+        self, derivative: Any
+    ) -> None:
+        def solver(f: Any, z: Tensor) -> Any:
+            return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
+
+        def root(x: Tensor) -> Any:
+            return implicit_root(lambda z: z - torch.tanh(z * x / 2 + x), torch.zeros(()), solver)
+
+        x = torch.rand(())
+        with pytest.raises(ExportError, match="the number of steps of a while_loop") as caught:
+            specialize(derivative(root), backend="aot_eager")(x)
+        assert not re.search("guard|SymInt|u0", str(caught.value))
+
+    def test_the_derivative_of_a_loop_in_a_scan_is_refused_in_plain_words(self) -> None:
+        def scanned(x: Tensor) -> Any:
+            def step(c: Tensor, y: Tensor) -> Any:
+                c = while_loop(lambda c: c.sum() > 1, lambda c: c.sin() * y, c)
+                return c, c
+
+            return scan(step, x, torch.arange(3.0))[0].sum()
+
+        f, x = specialize(grad(scanned), backend="aot_eager"), torch.rand(()) + 2
+        with pytest.raises(ExportError, match="with while_loop in its body") as caught:
+            f(x)
+        assert "SymInt" not in str(caught.value)
 
     def test_a_compiler_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._dynamo.backends import registry
