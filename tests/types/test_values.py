@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tsfunc import Descriptors
+from tsfunc import Descriptors, pytrees
 from tsfunc.errors import DescriptorViolation
 from tsfunc.types import Value, compile_descriptors
-from tsfunc.types.values import describe, same_value
+from tsfunc.types.values import PathTexts, describe, path_text, same_value
 
 scalars = (
     st.none()
@@ -180,3 +182,60 @@ def test_the_order_of_the_keys_of_a_dict_makes_no_other_type() -> None:
         assert one == other and hash(one) == hash(other) and one <= other <= one
         assert one != Descriptors({"x": [{b: 1, a: 2}]})
     assert Descriptors({"x": [{1: 2}]}) != Descriptors({"x": [{True: 2}]})
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Boxed:
+    """A container whose entries can't be hashed."""
+
+    def __init__(self, *children: Any) -> None:
+        self.children = children
+
+    def __getitem__(self, entry: list[int]) -> Any:
+        return self.children[entry[0]]
+
+
+@pytest.fixture(scope="module")
+def boxes() -> Iterator[None]:
+    optree.register_pytree_node(
+        Boxed,
+        lambda boxed: (boxed.children, None, tuple([i] for i in range(len(boxed.children)))),
+        lambda _, children: Boxed(*children),
+        namespace=pytrees.NAMESPACE,
+    )
+    yield
+    optree.unregister_pytree_node(Boxed, namespace=pytrees.NAMESPACE)
+
+
+trees = st.recursive(
+    st.builds(object),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=1) | st.integers(-1, 1), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Boxed, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.fixed_dictionaries({"x": trees, "y": trees}))
+def test_the_text_of_a_path_evaluates_to_the_leaf(boxes: None, roots: dict[str, Any]) -> None:
+    texts = PathTexts(roots)
+    for name, tree in roots.items():
+        paths, leaves, _ = optree.tree_flatten_with_path(
+            tree, none_is_leaf=True, namespace=pytrees.NAMESPACE
+        )
+        for path, leaf in zip(paths, leaves, strict=True):
+            text = texts((name, *path))
+            assert eval(text, dict(roots)) is leaf
+            assert text == path_text((name, *path), roots)
+
+
+def test_entries_below_a_leaf_are_shown_as_they_are() -> None:
+    assert path_text(("x", 0, "a", [1], 2), {"x": [Pair(1, 2)]}) == "x[0]['a'][[1]][2]"

@@ -19,7 +19,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -157,22 +157,48 @@ def children_of(container: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def path_text(path: Path, roots: Mapping[str, object]) -> str:
     """Return a path in Python's notation: ``params['w'][0]``, ``state.step``."""
-    text, value = str(path[0]), roots.get(path[0])
-    for entry in path[1:]:
-        text += entry_text(type(value), entry)
-        value = _child(value, entry)
-    return text
+    return PathTexts(roots)(path)
 
 
-def _child(value: object, entry: object) -> object:
-    """Return the child, or None, after which a path is shown by its entries only."""
-    if isinstance(entry, Attribute):
-        return getattr(value, entry.name, None)
+class PathTexts:
+    """The texts of paths that begin at the same roots, as `path_text` returns them.
+
+    Each container is flattened once for all paths, and the last entry of a path is not looked up:
+    the texts of all leaves of a tree take time in proportion to their number.
+    """
+
+    def __init__(self, roots: Mapping[str, object]) -> None:
+        self._roots = roots
+        # By the id of a container, which is kept alive: the container, and a lookup by entry.
+        self._opened: dict[int, tuple[object, Callable[[Any], Any]]] = {}
+
+    def __call__(self, path: Path) -> str:
+        """Return the text of a path."""
+        text, value = str(path[0]), self._roots.get(path[0])
+        for i, entry in enumerate(path[1:], start=1):
+            if i > 1:
+                value = self._child(value, path[i - 1])
+            text += entry_text(type(value), entry)
+        return text
+
+    def _child(self, value: object, entry: object) -> object:
+        """Return the child, or None, after which a path is shown by its entries only."""
+        if isinstance(entry, Attribute):
+            return getattr(value, entry.name, None)
+        try:
+            if id(value) not in self._opened:
+                self._opened[id(value)] = value, _lookup(*children_of(value))
+            return self._opened[id(value)][1](entry)
+        except (LookupError, TypeError, ValueError):  # a leaf, or not one of the entries
+            return None
+
+
+def _lookup(entries: tuple[Any, ...], children: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Return a function from the entries of a container to its children."""
     try:
-        entries, children = children_of(value)
-        return children[entries.index(entry)]
-    except ValueError:
-        return None
+        return dict(zip(entries, children, strict=True)).__getitem__
+    except TypeError:  # a registered class can have entries that can't be hashed
+        return lambda entry: children[entries.index(entry)]
 
 
 def field_text(kind: type, entry: object) -> str:

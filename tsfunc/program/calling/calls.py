@@ -82,7 +82,7 @@ from tsfunc.program.guarding.inputs import (
 from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
-from tsfunc.types.values import path_text
+from tsfunc.types.values import PathTexts
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 
@@ -126,6 +126,7 @@ class FirstCall:
         self.parameters = target.signature
         self.arguments = target.bound(args, kwargs)
         self.argument_paths = argument_paths_of(target.signature, len(flat), tree)
+        self._texts = PathTexts(self.arguments)
         self.passed = passed_text(len(args), kwargs)
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
@@ -420,7 +421,7 @@ class FirstCall:
 
     def name_of(self, position: int) -> str:
         """Return the user's spelling of a flattened argument."""
-        return path_text(self.argument_paths[position], self.arguments)
+        return self._texts(self.argument_paths[position])
 
     def _instances(self, assumptions: Assumptions) -> Instances:
         earlier = self.earlier if assumptions.outside_numbers else {}

@@ -46,7 +46,6 @@ from tsfunc.types.grammar import (
     Descriptor,
     TSTensor,
 )
-from tsfunc.types.values import path_text
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 
@@ -275,9 +274,10 @@ class Call(Protocol):
     flat: list[Any]
     tree: optree.PyTreeSpec
     argument_paths: dict[int, tuple[Any, ...]]
-    arguments: dict[str, Any]
     contract: CompiledDescriptors | None
     target: Target
+
+    def name_of(self, position: int) -> str: ...
 
     def scalars(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
@@ -305,7 +305,7 @@ class Variation:
     ) -> None:
         self.call, self.cache, self.facts = call, cache, facts
         self.inputs, self.bounds = inputs, bounds
-        names = {i: path_text(path, call.arguments) for i, path in call.argument_paths.items()}
+        names = {i: call.name_of(i) for i in call.argument_paths}
         self.where = size_names(inputs, names)
         self.sizes = {name: inputs[i].example.shape[k] for name, (i, k) in self.where.items()}
         taken = {spec.position for spec in call.scalars(inputs, bounds)}
@@ -368,7 +368,7 @@ class Variation:
         """Return the names of the numbers among the inputs that the function needs."""
         needed = {condition.number for condition in entry.program.conditions}
         return frozenset(
-            path_text(self.call.argument_paths[spec.position], self.call.arguments)
+            self.call.name_of(spec.position)
             for spec in entry.call_spec.scalars
             if spec.by_itself and spec.name in needed
         )

@@ -46,7 +46,7 @@ from tsfunc.program.guarding.guards import (
 )
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, sizes_of_call
 from tsfunc.types import Dim, MetaTensorType
-from tsfunc.types.values import path_text
+from tsfunc.types.values import PathTexts
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,8 +255,8 @@ def names_in_call(call_spec: CallSpec, signature: inspect.Signature) -> Names:
     """Return a function from the positions of flattened arguments to the user's spelling."""
     args, kwargs = optree.tree_unflatten(call_spec.tree, call_spec.leaves)
     argument_paths = argument_paths_of(signature, len(call_spec.leaves), call_spec.tree)
-    arguments = signature.bind(*args, **kwargs).arguments
-    return lambda position: path_text(argument_paths[position], arguments)
+    texts = PathTexts(signature.bind(*args, **kwargs).arguments)
+    return lambda position: texts(argument_paths[position])
 
 
 # --- the guards of a call, and arguments that are the same tensor
