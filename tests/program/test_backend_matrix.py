@@ -6,6 +6,7 @@ one tensor twice, inputs that are results too.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -337,6 +338,50 @@ class TestRefusals:
         f = specialize(grad(lambda x: root(x).sum()), backend="inductor")
         with pytest.raises(ExportError, match=r"'inductor' has no place for Solved, which.*Python"):
             f(torch.randn(3))
+
+    @pytest.mark.parametrize("derivative", [lambda f: f, grad])
+    def test_a_solver_that_stops_at_a_tolerance_is_refused_in_plain_words(
+        self, derivative: Any
+    ) -> None:
+        def solver(f: Any, z: Tensor) -> Any:
+            return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
+
+        def root(x: Tensor) -> Any:
+            return implicit_root(lambda z: z - torch.tanh(z * x / 2 + x), torch.zeros(()), solver)
+
+        x = torch.rand(())
+        with pytest.raises(ExportError, match="the number of steps of a while_loop") as caught:
+            specialize(derivative(root), backend="aot_eager")(x)
+        assert not re.search("guard|SymInt|u0", str(caught.value))
+
+    @pytest.mark.parametrize(
+        "loop",
+        [
+            lambda c, y: while_loop(lambda c: c.sum() > 1, lambda c: c.sin() * y, c),
+            lambda c, y: fori_loop(0, 3, lambda i, c: c.sin() * y, c),
+        ],
+        ids=["while_loop", "fori_loop"],
+    )
+    def test_the_derivative_of_a_loop_in_a_scan_is_right_or_refused_in_plain_words(
+        self, loop: Any, request: pytest.FixtureRequest
+    ) -> None:
+        """torch 2.14 traces some that torch 2.13 does not."""
+
+        def scanned(x: Tensor) -> Any:
+            def step(c: Tensor, y: Tensor) -> Any:
+                c = loop(c, y)
+                return c, c
+
+            return scan(step, x, torch.arange(3.0) + 0.5)[0].sum()
+
+        x = torch.rand(()) + 2
+        try:
+            result = specialize(grad(scanned), backend="aot_eager")(x)
+        except ExportError as error:
+            name = request.node.callspec.id
+            assert f"torch can't trace it with {name} in its body" in str(error)
+        else:
+            torch.testing.assert_close(result, grad(scanned)(x))
 
     def test_a_compiler_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._dynamo.backends import registry

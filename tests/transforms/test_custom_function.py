@@ -617,3 +617,65 @@ def test_programs_of_checkpointed_derivatives_of_mapped_functions(order: int) ->
         f = tsfunc.grad(f)
     found = tsfunc.specialize(tsfunc.vmap(tsfunc.checkpoint(f)))(W)
     torch.testing.assert_close(found, [4.5 * W**2, 9 * W][order - 1])
+
+
+class _KeywordOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0], cotangents[0]
+
+
+class _KeywordOnlyWithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, *, y: Tensor) -> Tensor:
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return cotangents[0], cotangents[0]
+
+
+@pytest.mark.parametrize("cls", [_KeywordOnly, _KeywordOnlyWithSetup])
+@pytest.mark.parametrize(
+    "transform", [tsfunc.vmap, lambda f: tsfunc.grad(lambda x: f(x).sum()), tsfunc.specialize]
+)
+def test_a_keyword_only_argument_is_an_error_that_names_the_function(
+    cls: Any, transform: Any
+) -> None:
+    x = torch.rand(3)
+    with pytest.raises(TypeError, match=rf"{cls.__name__}\.apply: .* got 'y' by keyword"):
+        transform(lambda x: cls.apply(x, y=x))(x)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y**2
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return cotangents[0] * y**2, cotangents[0] * 3 * x * y  # not the derivative of forward
+
+
+def test_arguments_by_keyword_are_those_by_position() -> None:
+    """Each level of a transform uses the class's derivative, however the call is written."""
+    x, y = torch.rand(2, 3, 4)
+
+    def of(call: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        one = tsfunc.grad(lambda x, y: call(x, y).sum(), argnums=(0, 1))
+        return tsfunc.grad(lambda x: tsfunc.vmap(call)(x, y).sum())(x), tsfunc.vmap(one)(x, y)
+
+    apply: Any = _Weighted.apply
+    same(of(lambda x, y: apply(x, y=y)), of(apply))
+    same(of(lambda x, y: apply(y=y, x=x)), of(apply))
+    same(apply(x, y=y), x * y**2)

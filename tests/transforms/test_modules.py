@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,32 @@ class TestRecurrentModulesCalledAsFunctions:
                 [g[i] for g in found.values()],
                 list(torch.autograd.grad(module(x[i])[0].sum(), list(module.parameters()))),
             )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(2, 3)), lambda: nn.Sequential(nn.Linear(2, 4)),
+            "parameters .* got '0.weight' of shape (3, 2) in models[0] and of shape (4, 2) in ",
+        ),
+        (
+            lambda: nn.Linear(2, 3), lambda: nn.Linear(2, 3, bias=False),
+            "parameters .* got 'bias' of shape (3,) in models[0] and missing in ",
+        ),
+        (
+            lambda: nn.Linear(2, 3, bias=False), lambda: nn.Linear(2, 3),
+            "parameters .* got 'bias' missing in models[0] and of shape (3,) in ",
+        ),
+        (
+            lambda: nn.BatchNorm1d(3, affine=False), lambda: nn.BatchNorm1d(5, affine=False),
+            "buffers .* got 'running_mean' of shape (3,) in models[0] and of shape (5,) in ",
+        ),
+    ],
+)  # fmt: skip
+def test_a_parameter_that_differs_between_models_is_named(
+    one: Any, other: Any, message: str
+) -> None:
+    pattern = re.escape(f"{message}models[2]").replace(re.escape(".*"), ".*")
+    with pytest.raises(RuntimeError, match=pattern):
+        stack_module_state([one(), one(), other()])

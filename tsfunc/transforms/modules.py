@@ -36,8 +36,8 @@ def stack_module_state(
         modules. ``vmap`` of :func:`functional_call` runs an ensemble with them.
 
     Raises:
-        RuntimeError: there is no module, their classes or modes differ, or their tensors can't be
-            stacked.
+        RuntimeError: there is no module, their classes or modes differ, or a parameter or buffer
+            is missing from a module or has another shape there.
 
     Example:
         >>> import torch
@@ -51,7 +51,27 @@ def stack_module_state(
 
     Same as ``torch.func.stack_module_state``.
     """
+    if len({type(model) for model in models}) == 1:  # else torch raises the error
+        for kind in ("parameters", "buffers"):
+            _refuse_different(kind, [dict(getattr(model, f"named_{kind}")()) for model in models])
     return torch.func.stack_module_state(models)
+
+
+def _refuse_different(kind: str, states: Sequence[State]) -> None:
+    """Raise a RuntimeError if a module's tensors differ in names or shapes from the first's."""
+    first = states[0]
+    for i, state in enumerate(states):
+        for name in dict.fromkeys([*first, *state]):
+            a, b = (_described(each.get(name)) for each in (first, state))
+            if a != b:
+                raise RuntimeError(
+                    f"stack_module_state: expected {kind} of equal names and shapes in all models, "
+                    f"got {name!r} {a} in models[0] and {b} in models[{i}]."
+                )
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"of shape {tuple(tensor.shape)}"
 
 
 @folding("functional_call")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch._C import _FunctionBase, _functorch
@@ -54,23 +54,53 @@ def hook(handler: Handler) -> None:
     The first transform raises a RuntimeError if torch's method table has not the expected form.
     """
     if not applies_in_cpp():
-        on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(handler))
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return handler(cls, *(_by_position(cls, args, kwargs) if kwargs else args))
+
+        on_first_transform(setattr, _SingleLevelFunction, "apply", classmethod(apply))
         return
 
     def call(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if issubclass(cls, Function):
             if _functorch.maybe_current_level() is not None:
                 return call_torch_apply(cls, *args, **kwargs)  # torch.func derives a class
-            if cls.setup_context is not _SingleLevelFunction.setup_context:
-                bound = inspect.signature(cls.forward).bind(*args, **kwargs)
-                bound.apply_defaults()
-                args, kwargs = bound.args, bound.kwargs
-        if kwargs:
-            return call_torch_apply(cls, *args, **kwargs)  # raises the error
+            if kwargs or _has_setup(cls):
+                args = _by_position(cls, args, kwargs)
         return handler(cls, *args)
 
     on_first_transform(setattr, FunctionMeta, "__call__", call)
     on_first_transform(_redirect_method_table)
+
+
+def _has_setup(cls: Any) -> bool:
+    return cls.setup_context is not _SingleLevelFunction.setup_context
+
+
+def _by_position(cls: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call of ``apply`` in the order of the parameters of ``forward``.
+
+    As in torch, a Function with ``setup_context`` gets the defaults of ``forward``, too.
+
+    Raises:
+        TypeError: an argument can't be passed by position, or does not fit ``forward``.
+    """
+    has_setup = _has_setup(cls)
+    ctx = () if has_setup else (None,)
+    try:
+        bound = inspect.signature(cls.forward).bind(*ctx, *args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{cls.__name__}.apply: {error}.") from None
+    if has_setup:
+        bound.apply_defaults()
+    if bound.kwargs:
+        names = ", ".join(map(repr, bound.kwargs))
+        raise TypeError(
+            f"{cls.__name__}.apply: expected arguments that forward takes by position, without a "
+            f"gap, got {names} by keyword. Pass all arguments by position, and leave out the * "
+            f"before a parameter of forward that is keyword-only."
+        )
+    return bound.args[len(ctx) :]
 
 
 class _MethodDef(ctypes.Structure):

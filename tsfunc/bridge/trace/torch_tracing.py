@@ -88,6 +88,24 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     return module
 
 
+def data_dependent(error: Exception) -> str | None:
+    """Return the reason of an error of torch's tracer about a value of a tensor; None for others.
+
+    Errors that were raised for it count, too.
+    """
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, GuardOnDataDependentSymNode):
+            return (
+                "the value of a tensor decides how it runs, as it decides the number of steps of "
+                "a while_loop, and torch can't trace that here"
+            )
+        cause = cause.__cause__
+    return None
+
+
 def is_control_flow(target: Any) -> bool:
     """True if a node calls a torch operator that takes functions as arguments."""
     return isinstance(target, HigherOrderOperator)

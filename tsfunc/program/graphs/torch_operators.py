@@ -39,6 +39,7 @@ from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
 from tsfunc.bridge.trace.torch_tracing import (
     contiguous_like,
+    data_dependent,
     is_control_flow,
     is_strided,
     name_operators,
@@ -526,7 +527,15 @@ class Writer:
         Raises:
             NoTorchOperator: the operator has no such form, or torch can't trace it.
         """
-        return self.written(op.name, op.torch_form(self, operands), operands)
+        form = op.torch_form(self, operands)
+        try:
+            return self.written(op.name, form, operands)
+        except NoTorchOperator as error:
+            inner = op.inner_names()
+            if not inner or error.__cause__ is None:  # else the reason is torch's
+                raise
+            names = " and ".join(inner)
+            raise NoTorchOperator(f"torch can't trace it with {names} in its body") from error
 
     def written(
         self, name: str, form: Callable[..., Any], operands: Sequence[Any]
@@ -561,8 +570,11 @@ class Writer:
         """
         try:
             module = traced_by_torch(form, [value_of(operand) for operand in operands])
+        except NoTorchOperator:
+            raise
         except Exception as error:  # torch's errors about unsupported control flow
-            raise NoTorchOperator(f"{name}: {error}") from error
+            reason = data_dependent(error) or f"{name}: {error}"
+            raise NoTorchOperator(reason) from error
         _keep_apart(module)
         return module
 
