@@ -43,7 +43,8 @@ def raise_as_one_example(
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         tensors = [x for x in examples if isinstance(x, Tensor)]
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        call = f"{op_name(op)} was called on examples of shape {shapes}"
+        name = op_name(op).removeprefix("aten::")
+        call = f"{name} was called on examples of shape {shapes}"
         if len({x.dtype for x in tensors}) > 1:
             call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
             raise type(error)(f"{error}\nInside of vmap, {call}.") from None

@@ -54,9 +54,17 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (!is_direct(found, call)) {
     // torch calls the operator, whose plan the dispatch handler runs.
     if (slot(found, slots.below) != Py_True || any_autocast()) return Owned();  // NOTE [autocast and rules]
+    bool has_method = slot(found, slots.innermost) == Py_True;
     c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
         {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-    return call_below(func, types, args, kwargs);
+    if (!has_method) return call_below(func, types, args, kwargs);
+    try {
+      return call_below(func, types, args, kwargs);
+    } catch (python_error& error) {
+      // The function's own method in Python may have a result: a copy where a batch has no view.
+      if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
+      return Owned();
+    }
   }
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
   Owned out;
