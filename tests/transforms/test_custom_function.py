@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 import tsfunc
 from tests.transforms.support import Api, as_torch_func, same
-from tsfunc.errors import UndefinedDerivativeError
+from tsfunc.errors import DataDependentError, UndefinedDerivativeError
 
 X = torch.arange(12.0).view(3, 4).sin()
 W = torch.arange(4.0).cos()
@@ -679,3 +679,69 @@ def test_arguments_by_keyword_are_those_by_position() -> None:
     same(of(lambda x, y: apply(x, y=y)), of(apply))
     same(of(lambda x, y: apply(y=y, x=x)), of(apply))
     same(apply(x, y=y), x * y**2)
+
+
+class _OfNumPy(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.as_tensor(x.detach().numpy() ** 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        return 2 * cotangents[0] * ctx.saved_tensors[0]
+
+
+class _Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> Any:
+        apply: Any = _OfNumPy.apply
+        return apply(x)
+
+    setup_context = _OfNumPy.setup_context
+    backward = _OfNumPy.backward
+
+
+@pytest.mark.parametrize("cls", [_OfNumPy, _Nested])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        tsfunc.vmap, lambda f: tsfunc.vmap(tsfunc.grad(f)),
+        lambda f: tsfunc.grad(lambda x: tsfunc.vmap(f)(x).sum()),
+    ],
+    ids=["vmap", "vmap of grad", "grad of vmap"],
+)  # fmt: skip
+def test_a_function_without_a_vmap_rule_that_reads_values_is_named(
+    cls: Any, transform: Any
+) -> None:
+    x = torch.rand(3)
+    message = r"_OfNumPy has no vmap rule.*vmap staticmethod.*generate_vmap_rule"
+    with pytest.raises(DataDependentError, match=message):
+        transform(cls.apply)(x)
+
+
+def test_a_function_that_reads_values_runs_on_groups_of_examples() -> None:
+    x, apply = torch.rand(3), _OfNumPy.apply
+    same(tsfunc.vmap(apply, data_dependent="split")(x), x**2)
+
+
+class _Generated(_OfNumPy):
+    generate_vmap_rule = True
+
+
+def test_other_functions_that_read_values_are_not_said_to_lack_a_rule() -> None:
+    def solver(f: Any, z: Tensor) -> Tensor:
+        while f(z).abs() > 1e-3:
+            z = z - f(z)
+        return z
+
+    def root(x: Tensor) -> Any:
+        return tsfunc.implicit_root(lambda z: z - x, torch.zeros(()), solver)
+
+    for f in (root, _Generated.apply):
+        with pytest.raises(DataDependentError) as caught:
+            tsfunc.vmap(f)(torch.rand(3) + 1)
+        assert "no vmap rule" not in str(caught.value)

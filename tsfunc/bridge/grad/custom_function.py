@@ -45,7 +45,9 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
+from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.recording import run_as
+from tsfunc.errors import DataDependentError
 
 _torch_vmap = Function.vmap
 
@@ -85,7 +87,30 @@ def _apply(cls: Any, *args: Any) -> Any:
         return torch_apply(cls, *args)
     if (_functorch.maybe_current_level() or 0) > level.functorch_depth:
         return torch_apply(cls, *args)
-    return _apply_at_level(cls, level, args)
+    try:
+        return _apply_at_level(cls, level, args)
+    except DataDependentError as error:
+        if isinstance(error.__cause__, DataDependentError) or not _lacks_rule(cls, args):
+            raise
+        raise DataDependentError(
+            f"vmap: {cls.__name__} has no vmap rule, and its forward reads values of a batched "
+            f"tensor, which differ from example to example. Give {cls.__name__} a vmap "
+            f"staticmethod, which gets the whole batch. (generate_vmap_rule=True serves a forward "
+            f"of torch operators only.) Or {SPLIT}."
+        ) from error
+
+
+def _lacks_rule(cls: Any, args: Sequence[Any]) -> bool:
+    """Return True if an argument is batched, and a user's class has no rule for it."""
+    has_rule = cls.vmap is not _torch_vmap or cls.generate_vmap_rule
+    is_ours = cls.__module__.partition(".")[0] == "tsfunc"
+    return not has_rule and not is_ours and any(map(_is_batched, args))
+
+
+def _is_batched(arg: Any) -> bool:
+    while isinstance(arg, GradTracer):
+        arg = arg.value
+    return isinstance(arg, BatchTracer)
 
 
 apply_hook.hook(_apply)
