@@ -38,6 +38,7 @@ def stack_module_state(
     Raises:
         RuntimeError: there is no module, their classes or modes differ, or a parameter or buffer
             is missing from a module or has another shape there.
+        TypeError: the models are not modules.
 
     Example:
         >>> import torch
@@ -51,6 +52,10 @@ def stack_module_state(
 
     Same as ``torch.func.stack_module_state``.
     """
+    if not isinstance(models, (Sequence, nn.ModuleList)) or not all(
+        isinstance(model, nn.Module) for model in models
+    ):
+        raise TypeError(f"stack_module_state: expected a list of modules, got {models!r}.")
     if len({type(model) for model in models}) == 1:  # else torch raises the error
         for kind in ("parameters", "buffers"):
             _refuse_different(kind, [dict(getattr(model, f"named_{kind}")()) for model in models])
