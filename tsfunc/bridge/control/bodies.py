@@ -40,6 +40,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
+from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.bridge.tracers.user_queries import suppress_guards
@@ -394,10 +395,6 @@ def _any_recorded(value: Any) -> bool:
 class _InBody(TorchFunctionMode):
     """Makes the outer tensors among the arguments of every call inputs of the body."""
 
-    def __init__(self, level: BodyLevel) -> None:
-        super().__init__()
-        self.level = level
-
     def __torch_function__(
         self,
         func: Any,
@@ -408,15 +405,13 @@ class _InBody(TorchFunctionMode):
         kwargs = kwargs or {}
         if not is_remapped(func):
             return func(*args, **kwargs)
-        args = tuple([self._taken(arg) for arg in args])
-        return func(*args, **{name: self._taken(arg) for name, arg in kwargs.items()})
+        args = tuple([map_items(_taken, arg) for arg in args])
+        return func(*args, **{name: map_items(_taken, arg) for name, arg in kwargs.items()})
 
-    def _taken(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return as_seen_by_current_level(value)
-        if type(value) in (list, tuple):
-            return type(value)(self._taken(item) for item in value)
-        return value
+
+def _taken(value: Any) -> Any:
+    """Return a tensor as the body sees it; another value unchanged."""
+    return as_seen_by_current_level(value) if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -440,7 +435,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
             capturing(inside, seen),
             using(inner),
             keeping_draw_counts(),
-            _InBody(level),
+            _InBody(),
             level.symbols.in_body(level.graph, level.sizes),
         ):
             yield

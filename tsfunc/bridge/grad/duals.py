@@ -28,6 +28,7 @@ from tsfunc.bridge.grad.autograd import (
 )
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.torch_state import below_autograd, in_fake_mode, tangents_enabled
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch.state import State
@@ -106,20 +107,16 @@ class _TangentCollector(TorchFunctionMode):
         kwargs = kwargs or {}
         if below_autograd() or in_fake_mode() or not tangents_enabled():
             return func(*args, **kwargs)  # no tangents are visible here
-        args = [self.seen(arg) for arg in args]
-        return func(*args, **{name: self.seen(arg) for name, arg in kwargs.items()})
+        args = [map_items(self.seen, arg) for arg in args]
+        return func(*args, **{name: map_items(self.seen, arg) for name, arg in kwargs.items()})
 
     def seen(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not isinstance(value, BatchTracer | GradTracer):
-                return self.look(value)
-            if value.dispatch_level in self.around:
-                return self.look(value)
-            # A tracer of a transform inside of the function, which may wrap a tensor from outside.
-            value.value = self.seen(value.value)
+        if not isinstance(value, torch.Tensor):
             return value
-        if type(value) in (list, tuple):
-            return type(value)(self.seen(item) for item in value)
+        if not isinstance(value, BatchTracer | GradTracer) or value.dispatch_level in self.around:
+            return self.look(value)
+        # A tracer of a transform inside of the function, which may wrap a tensor from outside.
+        value.value = self.seen(value.value)
         return value
 
 

@@ -23,7 +23,8 @@ from torch._ops import OpOverload
 from torch.overrides import get_default_nowrap_functions
 
 from tsfunc.bridge.trace.tensor_guards import USERS_CLASS, set_class, users_class
-from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, map_items
+from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
+from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.bridge.tracers.tracer import Tracer
 
 # Members that concern the object and not its meaning, and those that a tracer handles itself.

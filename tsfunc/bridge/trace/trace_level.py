@@ -60,7 +60,7 @@ from tsfunc.bridge.tracers.boundaries import UserLines
 from tsfunc.bridge.tracers.checks import refused_outcome
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.functorch import batch_of_another
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, map_items, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handlers
 from tsfunc.bridge.tracers.torch_state import without_factory_keys
 from tsfunc.bridge.tracers.tracer import (
@@ -407,13 +407,6 @@ def innermost_calls(args: Sequence[Any]) -> RepeatedCalls | None:
     if type(first) is list and first:
         first = first[0]
     return first.dispatch_level.repeated if type(first) is TraceTracer else None
-
-
-def map_items(function: Callable[[Any], Any], arg: Any) -> Any:
-    """Return an argument of an operator with a function applied to its items."""
-    if type(arg) is list or type(arg) is tuple:
-        return type(arg)([map_items(function, item) for item in arg])
-    return function(arg)
 
 
 def record_call(

@@ -432,6 +432,13 @@ def matched(
         yield names[name], value
 
 
+def map_items(function: Callable[[Any], Any], arg: Any) -> Any:
+    """Return an argument with a function applied to the items of nested lists and tuples."""
+    if type(arg) is list or type(arg) is tuple:
+        return type(arg)([map_items(function, item) for item in arg])
+    return function(arg)
+
+
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(values, torch.Tensor):

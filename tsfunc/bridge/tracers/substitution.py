@@ -18,6 +18,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tsfunc.bridge.tracers.level_proxies import substitutions
+from tsfunc.bridge.tracers.operators import map_items
 from tsfunc.dispatch.state import tls
 
 
@@ -50,13 +51,9 @@ class _Substitution(TorchFunctionMode):
         kwargs = kwargs or {}
         if tls.state.running is not None:
             return func(*args, **kwargs)
-        args = tuple([_substitute(arg) for arg in args])
-        return func(*args, **{name: _substitute(arg) for name, arg in kwargs.items()})
+        args = tuple([map_items(_substitute, arg) for arg in args])
+        return func(*args, **{name: map_items(_substitute, arg) for name, arg in kwargs.items()})
 
 
 def _substitute(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return substitutions.of(value)
-    if type(value) in (list, tuple):
-        return type(value)(_substitute(item) for item in value)
-    return value
+    return substitutions.of(value) if isinstance(value, torch.Tensor) else value
