@@ -305,16 +305,35 @@ def grad(
     Corresponds to ``torch.func.grad`` and ``jax.grad``.
     """
 
-    # A function of its own: a ``gradient`` that names itself would be a reference cycle.
     def call(args: Sequence[Any], kwargs: Any) -> Any:
         api = "in grad: grad_and_value(f)(*args)"
         grads, _, aux = _value_and_grad(api, func, argnums, has_aux, args, kwargs)
         return (grads, aux) if has_aux else grads
 
+    return _transformed("grad", func, argnums, has_aux, call)
+
+
+def _transformed(
+    name: str,
+    func: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    call: Callable[[Sequence[Any], Any], Any],
+) -> Callable[..., Any]:
+    """Return the function that a transform of reverse mode gives to the user.
+
+    Args:
+        name: the transform.
+        func: the function of the user.
+        argnums: the argument of the transform.
+        has_aux: the argument of the transform.
+        call: computes the result for the arguments and keyword arguments of ``func``.
+    """
+
     @like(func)
-    @boundary("grad", func, traceable=True)
+    @boundary(name, func, traceable=True)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        if (other := delegate("grad")) is not None:
+        if (other := delegate(name)) is not None:
             return other(func, argnums, has_aux)(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             return autograd.without_inference_mode(call, args, kwargs)
@@ -358,16 +377,7 @@ def grad_and_value(
         )
         return (grads, (value, aux)) if has_aux else (grads, value)
 
-    @like(func)
-    @boundary("grad_and_value", func, traceable=True)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        if (other := delegate("grad_and_value")) is not None:
-            return other(func, argnums, has_aux)(*args, **kwargs)
-        if torch.is_inference_mode_enabled():
-            return autograd.without_inference_mode(call, args, kwargs)
-        return call(args, kwargs)
-
-    return gradient
+    return _transformed("grad_and_value", func, argnums, has_aux, call)
 
 
 def _value_and_grad_in_dynamo(
