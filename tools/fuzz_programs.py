@@ -25,7 +25,7 @@ from tools.fuzz.minimizing import minimized
 from tools.fuzz.modes import MODES
 from tools.fuzz.program import Program, source
 from tools.fuzz.report import as_test, table
-from tools.fuzz.running import FAILURES, REFUSED, SKIPPED, Verdict
+from tools.fuzz.running import FAILURES, HANGS, REFUSED, SKIPPED, Verdict
 from tools.fuzz.sessions import Session, as_program, draw_session, minimized_session
 from tools.fuzz.towers import draw_tower
 from tools.fuzz.workers import Worker
@@ -125,11 +125,14 @@ def show(seed: str, one: Any, verdict: Verdict, worker: Worker, keep: Path | Non
 
 
 def _minimized_text(mode: str, one: Any, verdict: Verdict, worker: Worker) -> tuple[str, Verdict]:
+    hangs = verdict.kind == HANGS  # each run of a smaller one might take the limit of time
     if isinstance(one, Session):
+        if hangs:
+            return as_program(one, verdict), verdict
         session = minimized_session(one, verdict, lambda s: worker.run(s, mode))
         return as_program(session, verdict), worker.run(session, mode)
-    if not isinstance(one, Program) or mode != "towers":
-        # It depends on chance, and may not fail again.
+    if not isinstance(one, Program) or mode != "towers" or hangs:
+        # Outside of this mode a failure depends on chance, and may not come again.
         programs = one if isinstance(one, tuple) else (one,)
         return "\n\n".join(f"# in mode {mode}\n{source(p)}" for p in programs), verdict
     small = minimized(one, verdict, worker.run)

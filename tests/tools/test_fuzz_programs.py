@@ -30,7 +30,7 @@ from tools.fuzz.report import as_test
 from tools.fuzz.sessions import Session, minimized_session, run_session
 from tools.fuzz.towers import draw_tower
 from tools.fuzz.workers import Worker
-from tools.fuzz_programs import drawn
+from tools.fuzz_programs import drawn, show
 
 
 def program_of(
@@ -171,6 +171,22 @@ def test_a_crash_and_a_hang_are_verdicts() -> None:
         assert worker.run(good).kind == running.OK
         worker.limit = 3
         assert worker.run(hang).kind == running.HANGS
+
+
+class NoWorker(Worker):
+    def run(self, one: Any, mode: str = "towers") -> running.Verdict:
+        raise AssertionError("a program that hangs ran again")
+
+
+def test_what_hangs_is_shown_without_further_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Smaller programs would take the limit of time each."""
+    verdict = running.Verdict(running.HANGS, "time", "no end after 180 s of CPU time")
+    program = program_of("v1 = x0.sin()", result="v1", tower=[mapped(0)])
+    session = Session("test", ("global number",), ("out = out * g",), ("call",))
+    for one in (program, session):
+        show("1/0", one, verdict, NoWorker(), None)
+    shown = capsys.readouterr().out
+    assert shown.count("no end after 180 s") == 2 and "x0.sin()" in shown and "out * g" in shown
 
 
 def test_a_session_finds_a_value_that_a_program_takes_for_constant() -> None:
