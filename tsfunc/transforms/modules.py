@@ -36,8 +36,8 @@ def stack_module_state(
         modules. ``vmap`` of :func:`functional_call` runs an ensemble with them.
 
     Raises:
-        RuntimeError: there is no module, their classes or modes differ, or a parameter or buffer
-            is missing from a module or has another shape there.
+        RuntimeError: the list is empty, the modules differ in class or mode, or a parameter or
+            buffer is missing from a module or has another shape there.
         TypeError: the models are not modules.
 
     Example:

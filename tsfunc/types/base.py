@@ -131,12 +131,12 @@ class TSType(TSAllType):
 
     @property
     def value_class(self) -> type | None:
-        """The class of all values; None if there is no single class."""
+        """The class of all values; None if their classes can differ."""
         return None
 
     @property
     def nominal_class(self) -> type | None:
-        """The class of all values, or their interface; None if there is no single one."""
+        """The class of all values, or their interface; None if these can differ."""
         return self.value_class
 
     @property

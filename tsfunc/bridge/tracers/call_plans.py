@@ -314,13 +314,13 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
     if not leaves or not _no_tensors(kinds[count:]):
         return TABLE
     plain: list[int] = []
-    for place, kind in enumerate(kinds[:count]):
+    for position, kind in enumerate(kinds[:count]):
         if not is_plain(kind) or kind in TRACERS:
             return TABLE
         if type(kind) is tuple and not _has_own_tensors_only(kind):
             return TABLE
         if kind in _TENSORS:
-            plain.append(place)
+            plain.append(position)
     if not plain and function not in METHODS:
         return RECORDED
     plan = Plan(PlanStep.RECORDED)

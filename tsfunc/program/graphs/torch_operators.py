@@ -341,7 +341,7 @@ class Writer:
         """Return the first carry of a loop so that autograd records all of it, if it records any.
 
         torch takes a carry for a constant if it does not require grad before the first step. The
-        others get a zero that depends on the operands: the sum of no elements of each.
+        others get a zero that depends on the operands: the sum of an empty part of each.
         """
         tracked = [x for x in operands if _is_real_or_complex(x) and self._tracks(x)]
         aten = torch.ops.aten
