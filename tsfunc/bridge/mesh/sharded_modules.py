@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tsfunc.bridge.tracers.dtensors import is_dtensor
+
 State = Mapping[str, Tensor]
 
 
@@ -51,7 +53,7 @@ def gathered(
         yield [*whole, missing]
     if isinstance(states, dict):  # buffers that the call has assigned are returned in the dict
         states.update({name: value for name, value in whole[0].items() if name not in missing
-                       and not _is_dtensor(states[name])})  # fmt: skip
+                       and not is_dtensor(states[name])})  # fmt: skip
 
 
 def _sharded_parts(module: nn.Module) -> dict[str, Any]:
@@ -62,14 +64,9 @@ def _sharded_parts(module: nn.Module) -> dict[str, Any]:
     return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
 
 
-def _is_dtensor(value: Any) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")
-    return tensor is not None and isinstance(value, tensor.DTensor)
-
-
 def _whole(value: Any) -> Any:
     """Return the whole tensor of a sharded one; its gradient is the mean of the processes'."""
-    if not _is_dtensor(value):
+    if not is_dtensor(value):
         return value
     from torch.distributed.tensor import Partial
 
@@ -82,7 +79,7 @@ def _own_of(module: nn.Module, given: set[str], tie_weights: bool) -> dict[str, 
     served = {id(named[name]) for name in given if name in named} if tie_weights else set()
     own: dict[str, Tensor] = {}
     for name, parameter in named.items():
-        if name not in given and id(parameter) not in served and _is_dtensor(parameter):
+        if name not in given and id(parameter) not in served and is_dtensor(parameter):
             own[name] = _whole(parameter)
             if tie_weights:
                 served.add(id(parameter))
