@@ -84,6 +84,47 @@ def test_flops_of_a_batch_are_counted() -> None:
     assert weight.grad is not None
 
 
+class InPython(TorchDispatchMode):
+    """Calls torch's functions in Python, below autograd, in place of some operators."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.mul.Tensor:
+            return torch.multiply(*args)
+        if func is torch.ops.aten.mv.default:
+            return torch.matmul(*args)
+        with self:
+            out = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if out is NotImplemented else out
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "vector": lambda w, x: w @ x,
+    "matrix": lambda w, x: w.T.mm(x[:, None].sin()),
+    "linear": lambda w, x: torch.nn.functional.linear(x.sin(), w),
+    "rows": lambda w, x: (w * x).sum(0),
+    "einsum": lambda w, x: torch.einsum("ij,j->i", w, x * 2),
+}
+
+
+@pytest.mark.parametrize("mode", [InPython, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_gradient_of_a_captured_tensor_under_a_mode(name: str, mode: Any) -> None:
+    product = PRODUCTS[name]
+    for _ in range(4):  # plans and recipes are made at the first calls
+        weight = torch.randn(4, 4, requires_grad=True)
+        x = torch.randn(3, 4)
+        (want,) = torch.autograd.grad(
+            torch.stack([product(weight, each) for each in x]).square().sum(), weight
+        )
+        with mode():
+            out = vmap(lambda each, weight=weight: product(weight, each))(x)
+        (got,) = torch.autograd.grad(out.square().sum(), weight)
+        same(got, want)
+
+
 class TenTimes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -30,7 +30,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   }
   PyObject* op = nullptr;
   PyObject* plans = plans_of(func, kwnames.get(), &op);
-  if (!is_set(plans)) return Owned();
+  if (!is_set(plans) || below_autograd()) return Owned();
   FunctionCall call;
   if (!call.unwrap(given.data(), given.size(), kwnames.get()) ||
       !is_ready(call.level) || in_functorch())
@@ -52,8 +52,11 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     return call_below(func, types, args, kwargs);
   }
   if (!is_direct(found, call)) {
-    // torch calls the operator, whose plan the dispatch handler runs.
-    if (slot(found, slots.below) != Py_True || any_autocast()) return Owned();  // NOTE [autocast and rules]
+    // torch calls the operator, whose plan the dispatch handler runs. A dispatch mode would get the
+    // call on tracers, below autograd; it gets the calls of the rule on values from Python.
+    if (slot(found, slots.below) != Py_True || any_autocast() ||  // NOTE [autocast and rules]
+        c10::impl::dispatch_mode_enabled())
+      return Owned();
     bool has_method = slot(found, slots.innermost) == Py_True;
     c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
         {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));

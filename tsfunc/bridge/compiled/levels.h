@@ -44,6 +44,11 @@ Owned current_state() { return checked(PyObject_GetAttr(names.tls, names.state))
 // True if no key is included or excluded by hand, and no kernel is recorded.
 bool is_plain(const Owned& state) { return slot(state.get(), slots.plain) == Py_True; }
 
+// True if torch is below its autograd here, as in the handlers of dispatch modes.
+bool below_autograd() {
+  return c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+}
+
 // True if the calls of a level reach it in a state: inside of the level's kernels they do not.
 bool reaches(PyObject* state, PyObject* level) {
   Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));

@@ -103,7 +103,7 @@ def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
 def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> Plans | None:
     """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
     op = operator_of(overload)
-    if op.direct_rule is None or op.written or below_autograd():
+    if op.direct_rule is None or op.written:
         return None  # a written tensor becomes a tracer first (``writes``)
     return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
 
@@ -118,8 +118,8 @@ def call_by_plan(
     )
     if known is _UNKNOWN:
         known = plans_of_function(func)
-    if known is None:
-        return NotImplemented
+    if known is None or below_autograd():
+        return NotImplemented  # a mode calls it: the dispatch handler restores the keys
     values: Sequence[Any]
     if kwargs:
         level, values, kinds = unwrap_args((*args, *kwargs.values()))
