@@ -21,6 +21,7 @@ from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
+from tsfunc.dispatch.undoing import undoing
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.simplify import simplify_part
 from tsfunc.transforms.arguments import with_replaced
@@ -267,13 +268,11 @@ class Replayed(ControlFlowOperator):
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         *states, drawn = operands[self.count : self._stop]
         now = [random_state(device) for device in self.devices]
-        try:
+        with undoing(functools.partial(self._set, now)):
             self._set(states)
             with keeping_draw_counts():
                 set_packed_draw_counts(drawn)
                 return self.op(*operands[: self.count], *operands[self._stop :])
-        finally:
-            self._set(now)
 
     def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
         """Return the form of the operator itself if the operator draws no numbers."""
