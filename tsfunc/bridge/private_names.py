@@ -141,6 +141,7 @@ _HOLDERS: dict[str, Callable[[], Any]] = {
     ),
     "FSDPModule": lambda: importlib.import_module("torch.distributed.fsdp").FSDPModule,
     "FSDPState": lambda: _sharding_state(),
+    "GraphNode": lambda: torch.fx.Graph().placeholder("x"),
     "Module": lambda: torch.nn.Identity(),
     "Node": lambda: torch.ones(1, requires_grad=True).sin().grad_fn,
     "OpOverload": lambda: torch.ops.aten.sin.default,
@@ -803,6 +804,23 @@ def _distribution() -> None:
 def _simulated_group() -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     _expect("fake" in torch.distributed.Backend.backend_list, "a backend named fake")
+
+
+@_entry(
+    "Arguments of nodes of graphs",
+    "GraphNode._update_args_kwargs",
+    use="A trace records a call without a look-up of its node by target and a search for symbolic "
+    "numbers.",
+    stand_in="The properties args and kwargs of torch.fx.Node.",
+    risk=Risk.LOW,
+)
+def _arguments_of_nodes() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node: Any = graph.create_node("call_function", torch.sin)
+    node._update_args_kwargs((x,), {"out": x})
+    _expect(node.args == (x,) and node.kwargs == {"out": x}, "the arguments")
+    _expect(node in x.users and node.all_input_nodes == [x], "the users of the arguments")
 
 
 @_entry(
