@@ -522,12 +522,14 @@ def simplify(
 
     if verification_is_on():
         verify(graph, lifted, f"{name} as traced")
-    exchanges = any(communicates(node) for node in every_node(graph))
+    nodes = list(every_node(graph))
+    views, exchanges = any(map(_is_view, nodes)), any(map(communicates, nodes))
     run(free_layouts)
     run(normalize_slice_ends)
     aliases = Aliases(graph)
     run(remove_noops, aliases)
-    run(compose_views, aliases)
+    if views:
+        run(compose_views, aliases)
     if exchanges:
         run(share_equal_values)
         aliases = Aliases(graph)
@@ -540,6 +542,11 @@ def simplify(
     if exchanges:
         run(mark_exchanges)
     return constants
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    op = node.meta.get("op")
+    return isinstance(op, TorchOperator) and op.is_view
 
 
 def simplify_part(graph: torch.fx.Graph) -> None:
