@@ -30,19 +30,13 @@ from tsfunc.bridge.trace.tensor_guards import check_layout
 from tsfunc.errors import TypeCheckError
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
+from tsfunc.types.containers import TSFields
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.grammar import (
-    ANY,
-    Descriptor,
-    TSCustomClass,
-    TSFields,
-    TSMetaType,
-    TSPrimitiveType,
-    TSUnion,
-    Value,
-)
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import annotated_types, as_descriptor
+from tsfunc.types.single import ANY, TSCustomClass, TSMetaType, TSPrimitiveType, Value
 from tsfunc.types.sizes import solved_for
+from tsfunc.types.unions import TSUnion
 from tsfunc.types.values import is_array
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments

@@ -523,11 +523,16 @@ def simplify(
 
     if verification_is_on():
         verify(graph, lifted, f"{name} as traced")
-    exchanges = any(communicates(node) for node in every_node(graph))
+    nodes = list(every_node(graph))
     for step in _PASSES:
-        if exchanges or step not in _OF_EXCHANGES:
+        if step not in _ONLY_FOR or any(map(_ONLY_FOR[step], nodes)):
             run(step)
     return constants
+
+
+def _is_view(node: torch.fx.Node) -> bool:
+    op = node.meta.get("op")
+    return isinstance(op, TorchOperator) and op.is_view
 
 
 _PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
@@ -560,5 +565,9 @@ def simplify_part(graph: torch.fx.Graph) -> None:
         step(graph)
 
 
-# Passes over exchanges between ranks, which most programs do not have.
-_OF_EXCHANGES = (share_equal_values, mark_exchanges)
+# Passes over nodes that many programs do not have, with the predicate of these nodes.
+_ONLY_FOR: Final[Mapping[Callable[..., Any], Callable[[torch.fx.Node], bool]]] = {
+    compose_views: _is_view,
+    share_equal_values: communicates,
+    mark_exchanges: communicates,
+}
