@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import signal
 import sys
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
+from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import outermost
 from tsfunc.dispatch import state, undoing
@@ -79,8 +81,8 @@ class Owner:
     last: Any = 0.0
 
     def remember(self, x: Tensor) -> Tensor:
-        self.last = x.sum()
-        return x * self.last
+        total = self.last = x.sum()
+        return x * total
 
 
 OWNER = Owner()
@@ -96,7 +98,7 @@ CHECKPOINTED = tsfunc.checkpoint(lambda x: tsfunc.vmap(torch.sin)(x))
 def derived(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return the gradient by a backward pass that the user starts."""
     leaf = x.detach().requires_grad_()
-    f(leaf).sum().backward()  # type: ignore[no-untyped-call]
+    f(leaf).sum().backward()
     assert leaf.grad is not None
     return leaf.grad
 
@@ -156,7 +158,7 @@ def observed() -> dict[str, Any]:
         ),
         "lifting": torch._C._only_lift_cpu_tensors(),
         "compiling": torch.compiler.is_compiling(),
-        "generator": torch.random.default_generator is torch.default_generator,
+        "generator": vars(torch.random)["default_generator"] is torch.default_generator,
         "collector": (gc.isenabled(), gc.get_threshold()),
         "warnings": (id(warnings.filters), warnings.showwarning),
         "watched classes": len(instances._watched),
@@ -297,6 +299,9 @@ def test_inside_of_contexts_that_stay() -> None:
 
 
 class _Passing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -407,6 +412,26 @@ def test_an_interrupt_while_another_thread_traces() -> None:
     assert observed() == before
     for f, want in zip(functions, wants, strict=True):
         check_that_it_works(f, want)
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
+    """A module that is imported halfway may never be imported again."""
+    done = []
+
+    def register() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))  # Python calls the handler here
+        done.append(1)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(register)
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert on_another_thread(lambda: uninterrupted(int, "3")) == 3
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(divmod, 1, 0)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_an_error_of_the_function_restores_the_state() -> None:

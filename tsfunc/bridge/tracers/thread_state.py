@@ -100,6 +100,8 @@ def restore_thread_state(before: tuple[Any, ...]) -> None:
         _functorch.pop_dynamic_layer_stack()
     while not _same_hooks(now := _top_hooks(True), hooks) and now is not None:
         _autograd._pop_saved_tensors_default_hooks()
+    if hooks is not None and _top_hooks(True) is None:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
     _set_only_lift_cpu_tensors(lifts)
     _restore_autocast(*autocast)
     _restore_warnings(*filters)
