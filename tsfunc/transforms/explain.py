@@ -240,8 +240,8 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         >>> report.loops
         ()
 
-    Calls that are not explained have no overhead. torch has no counterpart; the nearest is the table
-    of ``torch.profiler.profile``, without rules and loops.
+    Calls that are not explained have no overhead. torch has no counterpart; the nearest is the
+    table of ``torch.profiler.profile``, which knows nothing of rules and loops.
     """
     recorder = Recorder(UserLines().here)
     with recording(recorder), PlainCalls(recorder):
