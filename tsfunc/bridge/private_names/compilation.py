@@ -72,6 +72,23 @@ def _fake_implementations() -> None:
 
 
 @entry(
+    "Arguments of nodes of graphs",
+    "GraphNode._update_args_kwargs",
+    use="A trace records a call without a look-up of its node by target and a search for symbolic "
+    "numbers.",
+    stand_in="The properties args and kwargs of torch.fx.Node.",
+    risk=Risk.LOW,
+)
+def _arguments_of_nodes() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    node: Any = graph.create_node("call_function", torch.sin)
+    node._update_args_kwargs((x,), {"out": x})
+    expect(node.args == (x,) and node.kwargs == {"out": x}, "the arguments")
+    expect(node in x.users and node.all_input_nodes == [x], "the users of the arguments")
+
+
+@entry(
     "Symbolic sizes",
     """torch._guards.Source torch.fx.experimental._config
     torch.fx.experimental.symbolic_shapes._constrain_range_for_size
