@@ -101,6 +101,10 @@ def specialize(
             program.
         max_specializations: the most programs that are kept; the least recently used one is
             removed.
+        closure: the treatment of values that the function reads and that are not arguments:
+            variables, defaults, its own objects. ``"guard"``: every call checks that they are
+            unchanged, and reads the data of tensors again. ``"freeze"``: the values become
+            constants. ``"error"``: reading them is an error.
         auto_widen: if True, a size becomes a named dim by itself when a call differs from two
             programs in that size only, and numbers become inputs, so that one program serves all
             such calls. A value that varies and for which this is impossible gives a
@@ -109,10 +113,6 @@ def specialize(
             another name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``);
             or a function that takes a ``torch.fx.GraphModule`` and example inputs and returns a
             callable. Inside of transforms and traces a program always runs as Python.
-        closure: the treatment of values that the function reads and that are not arguments:
-            variables, defaults, its own objects. ``"guard"``: every call checks that they are
-            unchanged, and reads the data of tensors again. ``"freeze"``: the values become
-            constants. ``"error"``: reading them is an error.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
