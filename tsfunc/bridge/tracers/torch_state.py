@@ -114,6 +114,7 @@ from torch.nn.modules import module
 from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.undoing import resets
+from tsfunc.tracebacks import MODULES
 
 _is_grad_enabled = torch.is_grad_enabled
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
@@ -440,6 +441,7 @@ def _may_go_on(frame: FrameType) -> bool:
 def release_guards(error: BaseException, *, ours: bool = False) -> None:
     """Free the locals of torch's frames in a traceback: NOTE [guards in frames].
 
+    Modules and their functions hold no guards, and keep their locals: a note describes them.
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
 
     Args:
@@ -459,7 +461,8 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
         step = exception.__traceback__
         while step is not None:
             frame = step.tb_frame
-            if frame.f_code.co_filename.startswith(roots) and not _may_go_on(frame):
+            file = frame.f_code.co_filename
+            if file.startswith(roots) and not file.startswith(MODULES) and not _may_go_on(frame):
                 with suppress(RuntimeError):  # the frame is still executing
                     frame.clear()
             step = step.tb_next
