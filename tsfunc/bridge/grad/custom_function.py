@@ -247,5 +247,5 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
     called = f"{cls.__qualname__}.apply"
     with level.restored():
         found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
-    what = f"the vmap staticmethod of {cls.__name__}"
-    return results_of_rule(found, what, values, args, level)
+    label = f"the vmap staticmethod of {cls.__name__}"
+    return results_of_rule(found, label, values, args, level)

@@ -219,8 +219,8 @@ class BatchTracer(Tracer):
         level = self.dispatch_level
         if not level.alive:
             return f"BatchTracer(of {level.name}, which has ended)"
-        what = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
-        return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
+        label = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
+        return f"BatchTracer(level {level.depth} of {level.name}, {label}, value=\n{self.value!r})"
 
 
 def wrap_in_python(

@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
-from tsfunc.program.passes.equal_values import ShardedAlong, MayVary
+from tsfunc.program.passes.equal_values import MayVary, ShardedAlong
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
