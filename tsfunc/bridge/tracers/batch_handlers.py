@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     TRACERS,
     BatchLevel,
     BatchTracer,
+    outlived,
     rewrap,
     unwrap_args,
     wrap,
@@ -72,6 +73,7 @@ from tsfunc.bridge.tracers.tracer import (
     lift_where,
 )
 from tsfunc.dispatch.state import State, tls
+from tsfunc.errors import EscapedTracerError
 from tsfunc.ops.splitting import BatchChanged
 
 maybe_functorch_level = _functorch.maybe_current_level
@@ -339,8 +341,14 @@ class FastBatchTracer(BatchTracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
-        out = call_by_plan(func, types, args, kwargs)
-        return function_handler(func, types, args, kwargs) if out is NotImplemented else out
+        try:
+            out = call_by_plan(func, types, args, kwargs)
+            return function_handler(func, types, args, kwargs) if out is NotImplemented else out
+        except EscapedTracerError:
+            values = outlived(args, kwargs)
+            if values is None:
+                raise
+            return func(*values[0], **values[1])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
