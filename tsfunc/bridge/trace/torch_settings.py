@@ -104,11 +104,11 @@ class _WatchedGenerator:
         self.traces: dict[object, tuple[int, str]] = {}  # thread id and name of each trace
         self.lock = threading.Lock()
 
-    def start(self, trace: object, what: str) -> None:
+    def start(self, trace: object, label: str) -> None:
         """Watch the generator for a trace on this thread."""
         module: Any = torch.random
         with self.lock:
-            self.traces[trace] = threading.get_ident(), what
+            self.traces[trace] = threading.get_ident(), label
             module.default_generator = self
 
     def stop(self, trace: object) -> None:
@@ -122,10 +122,10 @@ class _WatchedGenerator:
     def __getattr__(self, name: str) -> Any:
         thread = threading.get_ident()
         traces = reversed(tuple(self.traces.values()))
-        what = next((what for of, what in traces if of == thread), None)
-        if what is not None and _is_user_call():
+        label = next((label for of, label in traces if of == thread), None)
+        if label is not None and _is_user_call():
             raise TypeCheckError(
-                f"{what}: the seed or the state of torch's random numbers is set or read at "
+                f"{label}: the seed or the state of torch's random numbers is set or read at "
                 f"{user_location()} (.{name} of the default generator), which a program does not "
                 f"do again. Do it before the call, or use a torch.Generator that is seeded before."
             )
@@ -136,15 +136,15 @@ _watched = _WatchedGenerator()
 
 
 @contextlib.contextmanager
-def no_seeding(what: str) -> Iterator[None]:
+def no_seeding(label: str) -> Iterator[None]:
     """Context manager that stops the user's code from seeding or reading the default generator.
 
     Args:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
     """
     trace = object()
     with undoing(functools.partial(_watched.stop, trace)):
-        _watched.start(trace, what)
+        _watched.start(trace, label)
         yield
 
 
