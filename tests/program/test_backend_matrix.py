@@ -121,6 +121,10 @@ def without_steps(x: Tensor, w: Tensor) -> Any:
     return while_loop(lambda c: (c.abs() > 1e3).any(), lambda c: (c * w).sin() + w, x)
 
 
+def counted(x: Tensor, steps: Tensor) -> Any:
+    return fori_loop(0, steps, lambda i, c: c.sin() * i + x, x)
+
+
 def fixed_point(x: Tensor) -> Any:
     """A root that a loop finds up to a tolerance."""
 
@@ -170,8 +174,7 @@ LOOPS: dict[str, Case] = {
         grad(lambda x, w: without_steps(x, w).sin().sum(), argnums=(0, 1)), [(3,), (3,)]
     ),
     "gradient of a fori_loop with a traced bound": Case(
-        grad(lambda x: fori_loop(0, (x.sum() > 0).long() + 2, lambda i, c: c.sin() * i + x, x).sum()),
-        [(3,)],
+        grad(lambda x: counted(x, (x.sum() > 0).long() + 2).sum()), [(3,)]
     ),
     "Hessian of a cond": Case(hessian(lambda x: mixed(x)[1].sin().sum()), [(3, 4)]),
     "Hessian of a scan": Case(

@@ -23,7 +23,6 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.errors import ExportError
 from tsfunc.transforms.control import operators
 
 X = torch.tensor([0.5, -1.5, 2.0])

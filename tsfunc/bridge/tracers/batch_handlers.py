@@ -402,7 +402,7 @@ def _use_compiled() -> None:
     })  # fmt: skip
     SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
     SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    add_rule_listener(lambda op: handlers.install(op.name, op))
+    add_rule_listener(handlers.install)
 
 
 _use_compiled()

@@ -38,8 +38,9 @@ from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
-from tsfunc.types.grammar import Descriptor, TSTensor, Value
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import takes_any_keyword
+from tsfunc.types.single import TSTensor, Value
 from tsfunc.types.values import describe, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy
@@ -57,6 +58,8 @@ class Target:
         closure: the treatment of values that it reads beyond its arguments: NOTE [closures].
         backend: compiles its programs; None: they run as Python.
         backend_name: the user's name of the backend.
+        hoist: whether its programs do work on parameters alone once: NOTE [hoisted work]; or the
+            names of its parameters whose tensors count as such parameters too.
     """
 
     func: Callable[..., Any]
@@ -66,6 +69,7 @@ class Target:
     closure: Closure = "guard"
     backend: Backend | None = None
     backend_name: str = "python"
+    hoist: bool | Collection[str] = False
 
     @functools.cached_property
     def sees_keywords(self) -> bool:

@@ -43,6 +43,7 @@ from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
+from tsfunc.types.values import array_advice
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -88,7 +89,7 @@ def scan(
 
     Raises:
         ValueError: there is no tensor to scan, sizes differ, or ``unroll`` is not positive.
-        TypeError: ``f`` does not return a pair.
+        TypeError: ``f`` does not return a pair, or a result of a step is not a tensor or a number.
         TypeCheckError: the carry changes its type.
 
     Example:
@@ -270,9 +271,11 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
     sizes = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
+            advice = array_advice(leaf) or (
+                " Give what is the same for all steps by closing over it."
+            )
             raise TypeError(
-                f"{what}: expected tensors to go along, got {type(leaf).__name__}. Give what is "
-                f"the same for all steps by closing over it."
+                f"{what}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
@@ -302,8 +305,19 @@ def stacked(ys: Sequence[Any], dim: int) -> Any:
 def _stack(column: Sequence[Any], dim: int) -> Any:
     if all(leaf is None for leaf in column):
         return None
-    tensors = [torch.as_tensor(leaf) for leaf in column]
+    tensors = [_as_tensor(leaf) for leaf in column]
     return torch.stack(tensors, stacked_dim(tensors[0].dim(), dim))
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, RuntimeError):
+        raise TypeError(
+            f"scan or map: expected tensors and numbers as the results of a step, which are "
+            f"stacked, got {leaf!r} of type {type(leaf).__name__}. Return it from the function "
+            f"around the loop instead."
+        ) from None
 
 
 @boundary("map", traceable=True)
@@ -322,6 +336,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
 
     Raises:
         ValueError: there is no tensor to map over, or sizes differ.
+        TypeError: a result is not a tensor or a number.
 
     Example:
         >>> import torch
