@@ -385,13 +385,13 @@ def test_a_plan_has_recipes_of_its_last_calls() -> None:
     x = torch.randn(4, 3, 3)
     for i in range(600):
         f(x, i / 7)
-    for i in (0.5, 0.25):
+    for alpha in (0.5, 0.25):
         for _ in range(3):
-            f(x, i)
+            f(x, alpha)
         with counting(fixed.addmm) as calls:
-            found = f(x, i)
+            found = f(x, alpha)
         assert not calls
-        torch.testing.assert_close(found, x + i * (x @ x))
+        torch.testing.assert_close(found, x + alpha * (x @ x))
 
 
 def test_running_statistics_are_updated_once_by_each_call() -> None:
