@@ -33,7 +33,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _autograd
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _autograd
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
@@ -341,7 +341,7 @@ def differentiated_by_outer(outputs: Sequence[torch.Tensor]) -> bool:
     Some backward formulas (for example that of ``linalg.det``) use saved values without
     derivatives, unless grad mode is on when they run.
     """
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         forward = can_carry_tangents()
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:

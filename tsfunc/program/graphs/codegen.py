@@ -230,7 +230,7 @@ def generate(
     """
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
-            _write_bodies(node.target)
+            write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
     written = list(statements(graph, inputs, names, updates))
@@ -273,7 +273,7 @@ def _ending(
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
 
 
-def _write_bodies(op: ControlFlow) -> None:
+def write_bodies(op: ControlFlow) -> None:
     """Generate the Python of the bodies of control flow."""
     for body in op.bodies:
         if body.function is None:
