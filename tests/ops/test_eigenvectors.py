@@ -26,7 +26,8 @@ def of_eigh(a: Tensor) -> Tensor:
 
 
 def of_eigvalsh(a: Tensor) -> Tensor:
-    return torch.linalg.eigvalsh(a + a.mH).sin()
+    values: Tensor = torch.linalg.eigvalsh(a + a.mH)
+    return values.sin()
 
 
 def of_parts(func: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -64,7 +65,7 @@ def differences(func: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         (func(x + STEP * e) - func(x - STEP * e)) / (2 * STEP)
         for e in torch.eye(x.numel(), dtype=x.dtype).reshape(-1, *x.shape)
     ]
-    return torch.stack(flat, -1).unflatten(-1, x.shape)
+    return torch.stack(flat, -1).reshape(*flat[0].shape, *x.shape)
 
 
 @pytest.mark.parametrize("outer", [jacfwd, jacrev])
