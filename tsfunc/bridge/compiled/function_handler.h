@@ -12,6 +12,15 @@ Owned call_below(PyObject* func, PyObject* types, PyObject* args, PyObject* kwar
       names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
+// Show the tensors of an argument of a Python call, and of its items.
+template <class F>
+void each_tensor_of(PyObject* arg, F see) {
+  if (THPVariable_Check(arg)) see(THPVariable_Unpack(arg));
+  if (is_sequence(arg))
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
+      each_tensor_of(PySequence_Fast_ITEMS(arg)[i], see);
+}
+
 // NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
 // the call.
 Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
@@ -40,6 +49,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (slot(state.get(), slots.remap) != Py_None || (op != nullptr && !reaches(state.get(), level)))
     return Owned();
   bool records = is_true(slot(level, slots.autograd));
+  auto visit = [&](long i, auto see) { each_tensor_of(call.values()[i], see); };
   if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
   PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
   if (found == nullptr) return Owned();
@@ -47,15 +57,16 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     return Owned();
   if (records || slot(found, slots.step) == names.step_parts) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
-    auto tensor_at = [&](long i) { return THPVariable_Unpack(call.values()[i]); };
-    if (!can_record(found, level, tensor_at)) return Owned();
+    if (!can_record(found, level, visit)) return Owned();
     return call_below(func, types, args, kwargs);
   }
+  if (!may_write(found, level)) return Owned();
   if (!is_direct(found, call)) {
     // torch calls the operator, whose plan the dispatch handler runs. A dispatch mode would get the
     // call on tracers, below autograd; it gets the calls of the rule on values from Python.
     if (slot(found, slots.below) != Py_True || any_autocast() ||  // NOTE [autocast and rules]
-        c10::impl::dispatch_mode_enabled())
+        c10::impl::dispatch_mode_enabled() ||
+        are_lifted(found, torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr, visit))
       return Owned();
     bool has_method = slot(found, slots.innermost) == Py_True;
     c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
@@ -86,6 +97,8 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     if (is_users_error(call)) raise();
     return Owned();
   }
+  if (slot(plan.get(), slots.writes) == Py_True && THPVariable_Check(out.get()))
+    return Owned::copy(PyTuple_GET_ITEM(args, 0));
   PyObject* bdim = slot(plan.get(), slots.dim);
   if (THPVariable_Check(out.get())) return wrap(out.get(), bdim, level);
   return Owned();

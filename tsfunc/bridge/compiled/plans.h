@@ -13,6 +13,16 @@ PyObject* operator_of(PyObject* overload) {
   return PyDict_GetItemWithError(names.operators, id.get());
 }
 
+// True if an operator writes, and not to its first argument alone, which it returns.
+bool writes_other(PyObject* op) {
+  return PyTuple_GET_SIZE(slot(op, slots.written)) != 0 && slot(op, slots.inplace) != Py_True;
+}
+
+// True unless a plan writes at a level that prepares writes: NOTE [memory of finished examples].
+bool may_write(PyObject* plan, PyObject* level) {
+  return slot(plan, slots.writes) != Py_True || !is_set(slot(level, slots.splitter));
+}
+
 // The plans of a callable (borrowed), or nullptr if Python is to take the call.
 PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
   if (type_of(func) != names.overload_type) {
@@ -21,8 +31,7 @@ PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
     return plans;
   }
   *op = operator_of(func);
-  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) ||
-      PyTuple_GET_SIZE(slot(*op, slots.written)) != 0 ||
+  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) || writes_other(*op) ||
       c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
     return nullptr;
   for (Py_ssize_t i = 0; kwnames != nullptr && i < PyTuple_GET_SIZE(kwnames); ++i)
@@ -53,29 +62,36 @@ bool is_innermost(PyObject* const* items, Py_ssize_t count) {
         !is_innermost(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
       return false;
     while (is_tracer(item)) {
-      PyObject* bdim = slot(item, slots.bdim);
-      if (!is_int(bdim) || Py_SIZE(bdim) != 0) return false;
-      item = slot(item, slots.value);
+      PyObject* bdim = bdim_of(item);
+      if (bdim == nullptr || !is_int(bdim) || Py_SIZE(bdim) != 0) return false;
+      item = value_of(item);
     }
     if (THPVariable_Check(item) && !THPVariable_CheckExact(item)) return false;
   }
   return true;
 }
 
+// call_plans.are_lifted, where visit(i, see) shows the tensors of the argument at a position.
+template <class F>
+bool are_lifted(PyObject* plan, bool forward, F visit) {
+  bool lifted = false;
+  PyObject* places = slot(plan, slots.unrecorded);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i)
+    visit(PyLong_AsLong(PyTuple_GET_ITEM(places, i)), [&](const at::Tensor& value) {
+      lifted |= value.requires_grad() ||
+          (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
+    });
+  return lifted;
+}
+
 // True if C++ can record a call at its level.
 template <class F>
-bool can_record(PyObject* plan, PyObject* level, F tensor_at) {
+bool can_record(PyObject* plan, PyObject* level, F visit) {
   PyObject* step = slot(plan, slots.step);
   if (c10::InferenceMode::is_enabled()) return false;
   if (step == names.step_parts) return !any_autocast();  // NOTE [autocast and rules]
-  if (step != names.step_recorded) return false;
-  PyObject* places = slot(plan, slots.unrecorded);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
-    const at::Tensor& value = tensor_at(PyLong_AsLong(PyTuple_GET_ITEM(places, i)));
-    if (is_true(slot(level, slots.forward)) || value.requires_grad())
-      return false;  // NOTE [operands of outer levels]: Python lifts it
-  }
-  return true;
+  return step == names.step_recorded &&
+      !are_lifted(plan, is_true(slot(level, slots.forward)), visit);
 }
 
 // True if the Python error that is set is the user's, and is to be raised at once. Otherwise it is
@@ -113,7 +129,7 @@ bool is_direct(PyObject* plan, const Call& call) {
   if (step == names.step_alike)
     return call.has_one_rank() ||
         (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
-         !call.outer_tracers);
+         !call.outer_tracers && slot(plan, slots.writes) != Py_True);
   return step == names.step_beside && call.rank > 1 &&
       call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank;
 }

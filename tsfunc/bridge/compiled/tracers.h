@@ -78,10 +78,9 @@ at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level
 // False where Python has to look: tracers of other classes, and a level that replaces another one.
 bool find_level(PyObject* arg, PyObject*& level) {
   if (is_tracer(arg)) {
-    PyObject* own = slot(arg, slots.level);
-    if (own == level) return true;
-    if (own == nullptr || slot(arg, slots.value) == nullptr || slot(arg, slots.bdim) == nullptr)
-      return false;
+    PyObject* own = level_of(arg);
+    if (own == level && own != nullptr) return true;
+    if (own == nullptr || value_of(arg) == nullptr || bdim_of(arg) == nullptr) return false;
     if (level == nullptr) {
       level = own;
       return true;
@@ -91,7 +90,6 @@ bool find_level(PyObject* arg, PyObject*& level) {
     if (mine > other) level = own;
     return mine != other;
   }
-  if (type_of(arg) == names.promoted) return false;
   if (is_sequence(arg)) {
     PyObject** items = PySequence_Fast_ITEMS(arg);
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
@@ -140,9 +138,9 @@ class Call {
  protected:
   // The value of a tensor among the arguments (borrowed), and its kind.
   PyObject* unwrap_tensor(PyObject* arg, Owned& kind) {
-    bool own = is_tracer(arg) && slot(arg, slots.level) == level;
-    PyObject* value = own ? slot(arg, slots.value) : arg;
-    kind = Owned::copy(own ? slot(arg, slots.bdim) : type_of(arg));
+    bool own = is_tracer(arg) && level_of(arg) == level;
+    PyObject* value = own ? value_of(arg) : arg;
+    kind = Owned::copy(own ? bdim_of(arg) : type_of(arg));
     see(THPVariable_Unpack(value), own && kind.get() != Py_None);
     return value;
   }
@@ -197,7 +195,7 @@ class FunctionCall : public Call {
   // The value of an argument, and its kind; own is set if it has tracers of the level.
   Owned unwrap_one(PyObject* arg, Owned& kind, bool& own) {
     if (THPVariable_Check(arg)) {
-      own |= is_tracer(arg) && slot(arg, slots.level) == level;
+      own |= is_tracer(arg) && level_of(arg) == level;
       return Owned::copy(unwrap_tensor(arg, kind));
     }
     if (is_sequence(arg)) return unwrap_items(arg, kind, own);
@@ -241,6 +239,9 @@ class OperatorCall : public Call {
   Stack values;           // all arguments of the schema
   size_t positional = 0;  // without trailing arguments that equal the defaults
   bool named = false;     // keyword arguments are among them
+
+  // The tensor that is the first argument.
+  const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
   // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments
   // of types that plans do not take.

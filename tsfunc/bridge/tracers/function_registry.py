@@ -64,7 +64,8 @@ class FunctionRule:
             a number.
         leaves: called with the kinds of the arguments (NOTE [call plans] in ``call_plans``); True
             if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
-            outer levels are the first and the bounds of slices are not tensors. None: False.
+            outer levels are the first and the bounds of slices are not tensors, or if a rule of
+            the stage WRITE has nothing to prepare. None: False.
     """
 
     function: Any
@@ -212,6 +213,12 @@ PYTHON_OPERATORS: Final = {
     "bitwise_or": ("__or__",),
     "bitwise_xor": ("__xor__",),
     "bitwise_not": ("__invert__",),
+    "add_": ("__iadd__",),
+    "sub_": ("__isub__",),
+    "mul_": ("__imul__",),
+    "div_": ("__itruediv__",),
+    "floor_divide_": ("__ifloordiv__",),
+    "remainder_": ("__imod__",),
 }
 _DUNDERS: Final = PYTHON_OPERATORS | {
     "matmul": ("__matmul__",),
