@@ -3,7 +3,7 @@
 The names come from the bridge's source, so that none is forgotten: imports of private modules or
 names, attribute chains that start at something imported from torch, and private attributes of
 torch's objects (``OpOverload._schema``), which are read from a value. The list with the checks,
-``tsfunc/bridge/private_names.py``, has all of them and no others.
+``tsfunc/bridge/private_names/``, has all of them and no others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from tests.test_imports import dotted_name, imported, is_private, torch_names
 from tsfunc.bridge.private_names import (
-    _HOLDERS,
+    HOLDERS,
     PRIVATE_NAMES,
     PrivateNames,
     Risk,
@@ -39,7 +39,7 @@ Source = tuple[str, str]  # a file's name and its text
 
 def sources() -> list[Source]:
     files = sorted(BRIDGE.rglob("*.py"))
-    return [(file.name, file.read_text()) for file in files if file.name != "private_names.py"]
+    return [(file.name, file.read_text()) for file in files if file.parent.name != "private_names"]
 
 
 def named(source: Source) -> Iterator[tuple[str, str]]:
@@ -72,7 +72,7 @@ def own_names(texts: list[str]) -> set[str]:
                 found.update(str(slot.value) for slot in slots)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
-    torchs = [make() for make in _HOLDERS.values()]
+    torchs = [make() for make in HOLDERS.values()]
     return {name for name in found if not any(hasattr(value, name) for value in torchs)}
 
 
@@ -134,8 +134,8 @@ def test_a_private_name_is_there(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(ATTRIBUTES))
 def test_a_private_attribute_is_there(name: str) -> None:
-    assert any(hasattr(make(), name) for make in _HOLDERS.values()), (
-        f"torch {torch.__version__} has no .{name} on any of {', '.join(_HOLDERS)}, which "
+    assert any(hasattr(make(), name) for make in HOLDERS.values()), (
+        f"torch {torch.__version__} has no .{name} on any of {', '.join(HOLDERS)}, which "
         f"tsfunc/bridge reads: {', '.join(ATTRIBUTES[name])}"
     )
 
@@ -176,7 +176,7 @@ def test_a_listed_name_is_there_and_behaves(entry: PrivateNames) -> None:
 def test_a_name_in_the_source_is_listed(name: str) -> None:
     assert covered(name), (
         f"{name} ({', '.join([*NAMES.get(name, ()), *ATTRIBUTES.get(name, ())])}) is not in "
-        f"tsfunc/bridge/private_names.py: add it with a check and a stand-in."
+        f"tsfunc/bridge/private_names/: add it with a check and a stand-in."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import MetaTensorType as Meta
 from tsfunc import specialize, vmap
@@ -491,3 +493,38 @@ def test_aliases_along_a_long_chain() -> None:
     assert not aliases.escapes(x)
     aliases.leaves(last)
     assert aliases.escapes(x)
+
+
+class TestMemory:
+    @pytest.mark.parametrize("write", [torch.Tensor.add_, torch.Tensor.mul_])
+    def test_a_value_is_freed_after_its_last_use(self, write: Callable[..., Any]) -> None:
+        """Also a value whose last write has a result that is not used."""
+
+        def f(x: Tensor) -> Tensor:
+            y = x.exp()
+            write(y, 2.0)
+            z = y.sin()
+            return z.cos() + 1
+
+        class Live(TorchDispatchMode):
+            def __init__(self) -> None:
+                super().__init__()  # type: ignore[no-untyped-call]
+                self.results: dict[str, weakref.ref[Tensor]] = {}
+                self.seen: dict[str, list[str]] = {}
+
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                live = [name for name, result in self.results.items() if result() is not None]
+                name = func.overloadpacket.__name__
+                self.seen[name] = live
+                out = func(*args, **(kwargs or {}))
+                self.results[name] = weakref.ref(out)
+                return out
+
+        program = program_of(f, X)
+        with Live() as live:
+            program.run([X])
+        assert "exp" in live.seen["sin"]
+        assert live.seen["cos"] == ["sin"]
+        assert live.seen["add"] == ["cos"]

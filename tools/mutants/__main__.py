@@ -38,6 +38,7 @@ FILES = (
     "tsfunc/program/closure/*guard*.py",
     "tsfunc/types/check_context.py",
     "tsfunc/types/containers.py",
+    "tsfunc/types/unions.py",
     "tsfunc/types/compiled.py",
 )
 TESTS = (

@@ -87,6 +87,14 @@ SPLIT = (
 )
 
 
+# The methods by which NumPy reads a tensor, and the advice for them.
+NUMPY_READS = frozenset({"__array__", "numpy"})
+NUMPY_ADVICE = (
+    "NumPy can't compute with tensors inside of a transform: use torch's functions, and "
+    "torch.from_numpy(array) for an array that the function uses."
+)
+
+
 def read_of_batch(name: str, level: Level) -> str:
     """Return the message for a Python value that is read from a batched tensor."""
     ways = f"{SPLIT}. {_advice(user_location())}"
@@ -96,6 +104,8 @@ def read_of_batch(name: str, level: Level) -> str:
             f"in some data-dependent control flow. The value differs from example to example, so "
             f"`if`, `while` and `and` can't go one way for all. {ways}"
         )
+    if name in NUMPY_READS:
+        ways = f"{NUMPY_ADVICE} {ways}"
     called = ".item()" if name in ("__int__", "__float__", "__index__") else f".{name}()"
     return (
         f"vmap: It looks like you're calling {called} on a Tensor inside of {level.name}, at "

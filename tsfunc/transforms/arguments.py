@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from tsfunc.bridge.tracers.tracer import (
     innermost_level,
     tracer_level_outside,
 )
+from tsfunc.types.values import array_advice
 
 Argnums = int | tuple[int, ...]
 
@@ -127,12 +127,6 @@ def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None
             )
 
 
-def is_array(value: Any) -> bool:
-    """True if a value is a NumPy array, which a transform does not take."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
-
-
 def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(tree)
@@ -140,8 +134,7 @@ def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor],
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
                 f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
-                f"must be Tensor, got {type(leaf)}"
-                + (". Convert it: torch.from_numpy(array)." if is_array(leaf) else "")
+                f"must be Tensor, got {type(leaf)}.{array_advice(leaf)}"
             )
     return all_as_seen_by_current_level(leaves), spec
 

@@ -41,6 +41,7 @@ from tsfunc.transforms.arguments import (
     traced_inputs,
 )
 from tsfunc.transforms.reverse import vjp
+from tsfunc.types.values import array_advice
 
 _Result = TypeVar("_Result")
 _Aux = TypeVar("_Aux")
@@ -175,7 +176,8 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise RuntimeError(
-                    f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}"
+                    f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}."
+                    f"{array_advice(leaf)}"
                 )
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
         if not same_sizes(x, t) or x.dtype != t.dtype:

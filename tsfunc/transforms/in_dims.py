@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
-from tsfunc.transforms.arguments import is_array, is_nested
+from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.vmap_spec import Spec, is_dim
+from tsfunc.types.values import is_array
 
 
 def match_in_dims(spec: Spec, args: Any) -> Sequence[int | None]:

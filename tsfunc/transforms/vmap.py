@@ -159,60 +159,7 @@ def vmap(
                 data_dependent, ragged, axis_name, mesh_axis)  # fmt: skip
     if (axis_name is not None or mesh_axis is not None) and (chunks is not None or spec.splits):
         _refuse_parts(spec, "chunk_size=" if chunks is not None else 'data_dependent="split"')
-    by_name, splits = spec.by_name, spec.splits
-    plans: dict[Any, Sequence[int | None]] = {}
-    out_plans: dict[Any, Sequence[int | None]] = {}
-    models: Models = {}
-
-    # A function of its own, because a ``vmapped`` that names itself would be a cycle, which keeps
-    # all that ``func`` closes over until the next garbage collection.
-    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        flat: Sequence[Any]
-        dims: Sequence[int | None] | None = None
-        given = (args, kwargs) if by_name else args
-        collections = collections_of(spec, given)
-        if collections is not None:
-            given, dims = collections
-        if by_name or dims is not None:
-            flat, tree = pytrees.flatten(given)
-        else:
-            for arg in args:
-                if not isinstance(arg, torch.Tensor):
-                    flat, tree = pytrees.flatten(args)
-                    break
-            else:
-                # Tensors alone are flat already; their number is their whole structure.
-                flat, tree = args, len(args)
-        if dims is None and (dims := plans.get(tree)) is None:
-            matched = match_by_name(spec, args, kwargs) if by_name else match_in_dims(spec, args)
-            dims = plans[tree] = matched
-        try:
-            at, size = mapped(spec, flat, dims, given)
-        except RuntimeError:
-            if not any(map(is_nested, flat)):
-                raise
-            if axis_name is not None or spec.mesh_axes:
-                _refuse_parts(spec, "a nested tensor among the inputs")
-            run = functools.partial(_run_part, spec, None, tree, kwargs)
-            sizes_of = functools.partial(chunk_sizes_for_group, spec, flat)
-            return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
-        if tls.state.levels:
-            flat = _in_trace(flat, at)
-        sizes = None
-        if chunks is not None:
-            rest = () if by_name else kwargs
-            sizes = chunk_sizes_for(spec, flat, at, size, rest, models)
-        if splits:
-            run = functools.partial(_run_part, spec, None, tree, kwargs)
-            return run_parts(spec, dense_sources(flat, at), size, lambda _: sizes, run)
-        if sizes is not None:
-            run = functools.partial(_run_part, spec, at, tree, kwargs)
-            return run_in_chunks(spec, flat, at, size, sizes, run)
-        if spec.mesh_axes:
-            level: BatchLevel = SpreadLevel(size, randomness, spec.label, strict, spec.mesh_axes)
-        else:
-            level = BatchLevel(size, randomness, spec.label, strict)
-        return _run(spec, level, flat, at, tree, kwargs, out_plans)
+    call = _BatchedCalls(spec).run
 
     @boundary("vmap", func, traceable=not _own_arguments(spec))
     def vmapped(*args: Any, **kwargs: Any) -> Any:
@@ -226,6 +173,76 @@ def vmap(
 
     # ``wraps`` only for callables with a name: modules and partials have none.
     return functools.wraps(func)(vmapped) if hasattr(func, "__name__") else vmapped
+
+
+class _BatchedCalls:
+    """Runs the calls of one vmapped function, by plans that are made once for each structure.
+
+    An object of its own, because a ``vmapped`` that named itself would be a cycle, which keeps all
+    that the function closes over until the next garbage collection.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.in_plans: dict[InTree, Sequence[int | None]] = {}
+        self.out_plans: dict[Any, Sequence[int | None]] = {}
+        self.memory_models: Models = {}
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the function on a batch."""
+        spec = self.spec
+        given, flat, tree, dims = self._inputs(args, kwargs)
+        try:
+            at, size = mapped(spec, flat, dims, given)
+        except RuntimeError:
+            if not any(map(is_nested, flat)):
+                raise
+            if spec.axis_name is not None or spec.mesh_axes:
+                _refuse_parts(spec, "a nested tensor among the inputs")
+            run = functools.partial(_run_part, spec, None, tree, kwargs)
+            sizes_of = functools.partial(chunk_sizes_for_group, spec, flat)
+            return run_parts(spec, *match_sources(spec, flat, dims, given), sizes_of, run)
+        if tls.state.levels:
+            flat = _in_trace(flat, at)
+        sizes = None
+        if spec.chunk_size is not None:
+            rest = () if spec.by_name else kwargs
+            sizes = chunk_sizes_for(spec, flat, at, size, rest, self.memory_models)
+        if spec.splits:
+            run = functools.partial(_run_part, spec, None, tree, kwargs)
+            return run_parts(spec, dense_sources(flat, at), size, lambda _: sizes, run)
+        if sizes is not None:
+            run = functools.partial(_run_part, spec, at, tree, kwargs)
+            return run_in_chunks(spec, flat, at, size, sizes, run)
+        level: BatchLevel
+        if spec.mesh_axes:
+            level = SpreadLevel(size, spec.randomness, spec.label, spec.strict, spec.mesh_axes)
+        else:
+            level = BatchLevel(size, spec.randomness, spec.label, spec.strict)
+        return _run(spec, level, flat, at, tree, kwargs, self.out_plans)
+
+    def _inputs(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Any, Sequence[Any], InTree, Sequence[int | None]]:
+        """Return the inputs, flattened, their structure, and an entry of ``in_dims`` for each."""
+        spec = self.spec
+        given: Any = (args, kwargs) if spec.by_name else args
+        collections = collections_of(spec, given)
+        if collections is not None:
+            given, dims = collections
+            return given, *pytrees.flatten(given), dims
+        flat: Sequence[Any] = args
+        tree: InTree = len(args)  # tensors alone are flat; their number is their whole structure
+        for value in (None,) if spec.by_name else args:
+            if not isinstance(value, torch.Tensor):
+                flat, tree = pytrees.flatten(given)
+                break
+        plan = self.in_plans.get(tree)
+        if plan is None:
+            named = spec.by_name
+            plan = match_by_name(spec, args, kwargs) if named else match_in_dims(spec, args)
+            self.in_plans[tree] = plan
+        return given, flat, tree, plan
 
 
 def _check_modes(randomness: str, data_dependent: str, ragged: str) -> None:
@@ -330,8 +347,7 @@ def _run(
                 value if dim is None else wrap(value, dim, level, value.storage_offset())
                 for value, dim in zip(flat, at, strict=True)
             ]
-            level.axis_name, level.arguments = spec.axis_name, flat
-            level.roots = spec.func, flat, kwargs
+            level.axis_name, level.roots = spec.axis_name, (spec.func, flat, kwargs)
             if not isinstance(tree, int):
                 inputs = pytrees.unflatten(tree, inputs)
                 if spec.by_name:

@@ -13,8 +13,10 @@ The descriptor of a function's parameter is a type. The modules, in the order of
     codegen          the check of values as generated code, which is fast for values that fit
     base             the base class of types: the operations on a type, as methods
     single           the types without parts: Any, single values, tensors, classes
-    containers       the types with parts: containers, unions, futures
-    grammar          the index of all types
+    unions           the types of the values of several types
+    futures          the types of values that are still being computed
+    containers       the types of containers, and of objects with fields
+    grammar          the grammar of the types, and their words in annotations
     classes          nominal types: enums, interfaces, torch's own classes, any class
     lattice          the subtype relation, and the least type above two types
     inference        the types of values
@@ -42,14 +44,37 @@ from tsfunc._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from tsfunc.types.annotation import from_annotation, parse
+    from tsfunc.types.base import TSAllType, TSType
     from tsfunc.types.check_context import Mismatch
     from tsfunc.types.checker import check
     from tsfunc.types.classes import interface
     from tsfunc.types.compiled import Bindings, CompiledDescriptors, compile_descriptors
+    from tsfunc.types.containers import (
+        TSDict,
+        TSFields,
+        TSList,
+        TSNamedTuple,
+        TSPytree,
+        TSTuple,
+        TSTupleOf,
+    )
     from tsfunc.types.control_flow import check_carry, differences, join_branches
     from tsfunc.types.descriptor_sets import Descriptors, infer_descriptors
     from tsfunc.types.dims import Dim, DimForm, DimSpec
+    from tsfunc.types.futures import TSFuture, TSRRef
     from tsfunc.types.grammar import (
+        Descriptor,
+        TSCallType,
+        TSInstanceClass,
+        TSNominalType,
+        TSStructuralType,
+    )
+    from tsfunc.types.inference import of_value, schema_of
+    from tsfunc.types.lattice import is_subtype, join
+    from tsfunc.types.meta import MetaTensorType
+    from tsfunc.types.reading import as_descriptor, parse_descriptor
+    from tsfunc.types.signatures import Signature, attribute_type, signature
+    from tsfunc.types.single import (
         ANY,
         BOOL,
         DOUBLE,
@@ -58,66 +83,45 @@ if TYPE_CHECKING:
         NONE,
         STR,
         TENSOR,
-        Descriptor,
-        TSAllType,
         TSBuiltinClass,
-        TSCallType,
         TSCustomClass,
-        TSDict,
         TSEnum,
-        TSFields,
-        TSFuture,
-        TSInstanceClass,
-        TSList,
         TSMetaType,
         TSModuleInterface,
         TSModuleType,
-        TSNamedTuple,
-        TSNominalType,
-        TSOptional,
         TSPrimitiveType,
-        TSPytree,
-        TSRRef,
-        TSStructuralType,
         TSTensor,
-        TSTuple,
-        TSTupleOf,
-        TSType,
-        TSUnion,
         Value,
-        optional,
     )
-    from tsfunc.types.inference import of_value, schema_of
-    from tsfunc.types.lattice import is_subtype, join
-    from tsfunc.types.meta import MetaTensorType
-    from tsfunc.types.reading import as_descriptor, parse_descriptor
-    from tsfunc.types.signatures import Signature, attribute_type, signature
     from tsfunc.types.sizes import DimExpr
+    from tsfunc.types.unions import TSOptional, TSUnion, optional
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "annotation": "from_annotation parse",
+            "base": "TSAllType TSType",
             "classes": "interface",
             "compiled": "Bindings CompiledDescriptors compile_descriptors",
             "check_context": "Mismatch",
             "checker": "check",
+            "containers": "TSDict TSFields TSList TSNamedTuple TSPytree TSTuple TSTupleOf",
             "control_flow": "check_carry differences join_branches",
             "descriptor_sets": "Descriptors infer_descriptors",
             "dims": "Dim DimForm DimSpec",
-            "grammar": """
-                ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR Descriptor TSAllType TSBuiltinClass
-                TSCallType TSCustomClass TSDict TSEnum TSFields TSFuture TSInstanceClass TSList
-                TSMetaType TSModuleInterface TSModuleType TSNamedTuple TSNominalType TSOptional
-                TSPrimitiveType TSPytree TSRRef TSStructuralType TSTensor TSTuple TSTupleOf TSType
-                TSUnion Value optional
-            """,
+            "futures": "TSFuture TSRRef",
+            "grammar": "Descriptor TSCallType TSInstanceClass TSNominalType TSStructuralType",
             "inference": "of_value schema_of",
             "lattice": "is_subtype join",
             "meta": "MetaTensorType",
             "reading": "as_descriptor parse_descriptor",
             "signatures": "Signature attribute_type signature",
+            "single": """
+                ANY BOOL DOUBLE FLOAT INT NONE STR TENSOR TSBuiltinClass TSCustomClass TSEnum
+                TSMetaType TSModuleInterface TSModuleType TSPrimitiveType TSTensor Value
+            """,
             "sizes": "DimExpr",
+            "unions": "TSOptional TSUnion optional",
         },
     )
 

@@ -22,29 +22,25 @@ import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
 from tsfunc.tracebacks import folding
+from tsfunc.types.base import TSType
 from tsfunc.types.classes import nominal_type
-from tsfunc.types.grammar import (
+from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, TSTupleOf
+from tsfunc.types.grammar import GENERIC
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.single import (
     ANY,
     BOOL,
     FLOAT,
-    GENERIC,
     INT,
     NONE,
     STR,
     TENSOR,
-    TSDict,
-    TSList,
     TSModuleType,
-    TSNamedTuple,
     TSTensor,
-    TSTuple,
-    TSTupleOf,
-    TSType,
-    TSUnion,
     literal,
 )
-from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.text import compose, read_type
+from tsfunc.types.unions import TSUnion
 from tsfunc.types.values import describe
 
 Scope: TypeAlias = Mapping[str, object]

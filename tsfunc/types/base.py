@@ -275,3 +275,10 @@ def require_types(composed: object, parts: Sequence[object]) -> None:
             f"{type(composed).__name__} is composed of types, got {child!r} of type "
             f"{type(child).__name__}; tsfunc.types.from_annotation makes a type of it"
         )
+
+
+class ComposedType(TSType):
+    """A type with parts."""
+
+    def __post_init__(self) -> None:
+        require_types(self, self.parts)

@@ -25,6 +25,7 @@ from tsfunc.types.values import (
     Path,
     children_of,
     describe,
+    is_array,
     path_text,
     same_keys,
     same_value,
@@ -240,7 +241,8 @@ class CheckContext(abc.ABC):
 
     def tensor(self, value: Any, meta: MetaTensorType, path: Path) -> None:
         if not isinstance(value, torch.Tensor):
-            return self.fail(path, "", f"a tensor, {meta}", describe(value))
+            note = "; torch.from_numpy makes a tensor of it" if is_array(value) else ""
+            return self.fail(path, "", f"a tensor, {meta}", describe(value) + note)
         self.leaves[path] = meta
         if meta.dtype is not None and value.dtype != meta.dtype:
             self.fail(path, ".dtype", meta.dtype, str(value.dtype))

@@ -16,19 +16,18 @@ import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.tracebacks import folding
-from tsfunc.types.grammar import (
+from tsfunc.types.containers import TSFields
+from tsfunc.types.grammar import Descriptor, TSNominalType
+from tsfunc.types.single import (
     BOOL,
     FLOAT,
     INT,
     NONE,
     STR,
-    Descriptor,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
-    TSFields,
     TSModuleInterface,
-    TSNominalType,
     TSTensor,
 )
 

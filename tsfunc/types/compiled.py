@@ -20,9 +20,10 @@ from tsfunc.types.codegen import CallCheck, generate_check
 from tsfunc.types.descriptor_sets import Descriptors
 from tsfunc.types.dims import Dim, DimForm
 from tsfunc.types.disjoint import are_disjoint
-from tsfunc.types.grammar import ANY, Descriptor, TSTensor
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.reading import as_descriptor
+from tsfunc.types.single import ANY, TSTensor
 from tsfunc.types.sizes import DimExpr, solved_for
 from tsfunc.types.values import Path
 

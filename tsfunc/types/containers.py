@@ -1,4 +1,4 @@
-"""The types with parts: containers, unions, objects with fields, and values that come later."""
+"""The types of containers and of objects with fields."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folded_class, folding
-from tsfunc.types.base import Order, TSType, only_part, require_types
+from tsfunc.tracebacks import folded_class
+from tsfunc.types.base import ComposedType, Order, TSType
 from tsfunc.types.check_context import CheckContext
 from tsfunc.types.codegen import CheckCode
+from tsfunc.types.futures import LaterType
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.single import ANY, BOOL, FLOAT, INT, NONE, STR, TSTensor, literal
+from tsfunc.types.unions import TSOptional
 from tsfunc.types.values import (
-    Attribute,
     Path,
     class_name,
     describe,
@@ -31,14 +30,7 @@ from tsfunc.types.values import (
 )
 
 
-class _Composed(TSType):
-    """A type with parts."""
-
-    def __post_init__(self) -> None:
-        require_types(self, self.parts)
-
-
-class _Container(_Composed):
+class _Container(ComposedType):
     """A type of containers: the entries of a path lead to the parts of a value."""
 
     def governing(self, path: Path) -> set[MetaTensorType | None]:
@@ -346,7 +338,7 @@ def is_key_type(key: object) -> bool:
 
 def may_be_key(key: TSType) -> bool:
     """Return True if a dict can have such keys."""
-    return key != NONE and not isinstance(key, TSOptional | TSList | TSDict | _Later)
+    return key != NONE and not isinstance(key, TSOptional | TSList | TSDict | LaterType)
 
 
 @folded_class
@@ -537,200 +529,3 @@ class TSFields(_Container):
         return narrower.fits_class(self.cls) and order.pairs_below(
             [others.get(name, ANY) for name in self.names], self.children
         )
-
-
-# --- unions
-
-
-class _Union(_Composed):
-    """A type of the values of several types."""
-
-    is_union = True
-
-    @property
-    def parts(self) -> tuple[TSType, ...]:
-        return self.choices
-
-    @property
-    def is_optional(self) -> bool:
-        """True for one type or None, in this order."""
-        return len(self.choices) == 2 and self.choices[1] == NONE
-
-    def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        if value is None and NONE in self.choices:
-            return
-        rest = [choice for choice in self.choices if choice != NONE]
-        context.first_that_fits(value, rest, self, path)
-
-    def emit(self, at: str, source: CheckCode, indent: str) -> None:
-        if not self.is_optional:
-            return source.undecided(at, self, indent)
-        source.lines.append(f"{indent}if {at} is not None:")
-        self.choices[0].emit(at, source, indent + "    ")
-        source.lines.append(f"{indent}    pass")
-
-    def is_above(self, narrower: TSType, order: Order) -> bool:
-        return order.below_any(narrower, self.choices)
-
-    def governing(self, path: Path) -> set[MetaTensorType | None]:
-        return {meta for choice in self.choices for meta in choice.governing(path)}
-
-
-@folded_class
-@dataclass(frozen=True)
-class TSOptional(_Union):
-    """``Optional[X]``: X or None. See NOTE [normal forms]; `optional` accepts any type."""
-
-    words: ClassVar = ("Optional",)
-    spelling: ClassVar = "Optional[X]"
-    steps: ClassVar = ("",)
-
-    element: TSType
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if _holds_none(self.element):
-            raise AnnotationError(
-                f"Optional[{self.element}] is {self.element}: write that, or call "
-                f"tsfunc.types.optional, which finds the shortest form"
-            )
-
-    def __str__(self) -> str:
-        return f"Optional[{self.element}]"
-
-    @classmethod
-    def compose(cls, name: str, parts: Sequence[TSType]) -> TSType:
-        return optional(only_part(name, parts))
-
-    @property
-    def parts(self) -> tuple[TSType, ...]:
-        return (self.element,)
-
-    def rebuilt(self, parts: tuple[TSType, ...]) -> TSType:
-        return optional(*parts)
-
-    @property
-    def choices(self) -> tuple[TSType, ...]:
-        return self.element, NONE
-
-
-@folded_class
-@dataclass(frozen=True)
-class TSUnion(_Union):
-    """``X | Y``: the first of several types that fits."""
-
-    alternatives: tuple[TSType, ...]
-
-    def __str__(self) -> str:
-        return " | ".join(map(str, self.alternatives))
-
-    def rebuilt(self, parts: tuple[TSType, ...]) -> TSType:
-        return TSUnion(parts)
-
-    @property
-    def choices(self) -> tuple[TSType, ...]:
-        return self.alternatives
-
-    @property
-    def closed(self) -> bool:
-        return self.is_optional
-
-    def as_python(self) -> str:
-        return f"Union[{', '.join(each.as_python() for each in self.alternatives)}]"
-
-
-@folding()
-def optional(element: TSType) -> TSType:
-    """Return the type of values of type `element` or None, in its normal form.
-
-    Example:
-        >>> from tsfunc.types import ANY, INT, NONE
-        >>> print(optional(INT), optional(optional(INT)), optional(NONE), optional(ANY))
-        Optional[int] Optional[int] None Any
-    """
-    return element if _holds_none(element) else TSOptional(element)
-
-
-def _holds_none(type_: TSType) -> bool:
-    return type_ in (NONE, ANY) or isinstance(type_, TSOptional)
-
-
-# --- values that come later
-
-
-class _Later(_Composed):
-    """A type of values that another thread or process may still be computing."""
-
-    by_parts = True
-    language_only = True
-    element: TSType
-
-    @property
-    def parts(self) -> tuple[TSType, ...]:
-        return (self.element,)
-
-    @property
-    def closed(self) -> bool:
-        return False
-
-    def is_above(self, narrower: TSType, order: Order) -> bool:
-        return type(narrower) is type(self) and order.pairs_below(narrower.parts, self.parts)
-
-
-@folded_class
-@dataclass(frozen=True)
-class TSFuture(_Later):
-    """``Future[X]``: a value that is still being computed."""
-
-    words: ClassVar = ("Future", "torch.futures.Future", "torch.jit.Future")
-    spelling: ClassVar = "Future[X]"
-    steps: ClassVar = (".value()",)
-
-    element: TSType
-
-    def __str__(self) -> str:
-        return f"Future[{self.element}]"
-
-    @classmethod
-    def has_origin(cls, origin: type) -> bool:
-        return issubclass(origin, torch.futures.Future | torch.jit.Future)
-
-    def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        if not isinstance(value, torch.futures.Future):
-            return context.fail(path, "", self, describe(value))
-        if value.done():
-            self.element.check(_outcome(value), (*path, Attribute("value()")), context)
-
-
-@folded_class
-@dataclass(frozen=True)
-class TSRRef(_Later):
-    """``RRef[X]``: a value that another process holds."""
-
-    words: ClassVar = ("RRef", "torch.distributed.rpc.RRef")
-    spelling: ClassVar = "RRef[X]"
-    steps: ClassVar = (".local_value()",)
-
-    element: TSType
-
-    def __str__(self) -> str:
-        return f"RRef[{self.element}]"
-
-    @classmethod
-    def has_origin(cls, origin: type) -> bool:
-        # A torch that is built without RPC lacks the class.
-        return any(base.__name__ == "PyRRef" for base in origin.__mro__)
-
-    def check(self, value: Any, path: Path, context: CheckContext) -> None:
-        if not TSRRef.has_origin(type(value)):
-            return context.fail(path, "", self, describe(value))
-        if value.is_owner():
-            held = value.local_value()
-            self.element.check(held, (*path, Attribute("local_value()")), context)
-
-
-def _outcome(future: Any) -> object:
-    try:
-        return future.value()
-    except Exception as error:  # the future's function raised an exception of any class
-        return error

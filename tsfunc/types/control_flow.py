@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folding
-from tsfunc.types.grammar import ANY, TSAllType, TSTensor, TSType, plain
+from tsfunc.types.base import TSAllType, TSType, plain
 from tsfunc.types.lattice import is_subtype, join, nominal_view
+from tsfunc.types.single import ANY, TSTensor
 
 
 @folding()

@@ -19,15 +19,11 @@ from tsfunc.errors import DescriptorError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.classes import class_type
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
-from tsfunc.types.grammar import (
-    ANY,
-    Descriptor,
-    TSTensor,
-    literal,
-)
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.lattice import common_order, is_below, join_pairs
 from tsfunc.types.meta import MetaTensorType, choices_of, narrower_size, substitute
 from tsfunc.types.reading import as_descriptor, parse_descriptor
+from tsfunc.types.single import ANY, TSTensor, literal
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import is_plain_value
 

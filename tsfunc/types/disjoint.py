@@ -6,17 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsfunc.errors import DescriptorError
+from tsfunc.types.containers import TSDict, TSFields, TSPytree, TSTuple
 from tsfunc.types.dims import Dim, DimForm
-from tsfunc.types.grammar import (
-    ANY,
-    Descriptor,
-    TSDict,
-    TSFields,
-    TSPytree,
-    TSTuple,
-    Value,
-)
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.meta import MetaTensorType, on_device
+from tsfunc.types.single import ANY, Value
 from tsfunc.types.sizes import DimExpr
 
 _SizeKey = tuple[int, str]

@@ -1,4 +1,4 @@
-"""The types of the language.
+"""The grammar of the types, and the words that name them in annotations.
 
 The grammar is that of the TorchScript type system proposal, with one class for each of its rules,
 and additional types for descriptors of a call::
@@ -14,7 +14,9 @@ A descriptor is a type in the form that `as_descriptor` returns: it has a `TSUni
 ``Optional``, and dataclasses and named tuples are expanded to their fields.
 
 A class has all that belongs to its type (``base``): its text, its parts, its check, its code and
-its order. Types without parts are in ``single.py``, the others in ``containers.py``.
+its order. Types without parts are in ``single.py``, the others in ``containers.py``,
+``unions.py`` and ``futures.py``. ``GENERIC`` has the types that are written with others in
+brackets.
 """
 
 from __future__ import annotations
@@ -22,46 +24,27 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from tsfunc.errors import AnnotationError
-from tsfunc.types.base import Order, TSAllType, TSType, plain
+from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.containers import (
     TSDict,
     TSFields,
-    TSFuture,
     TSList,
     TSNamedTuple,
-    TSOptional,
     TSPytree,
-    TSRRef,
     TSTuple,
     TSTupleOf,
-    TSUnion,
-    is_key_type,
-    key_error,
-    may_be_key,
-    optional,
 )
+from tsfunc.types.futures import TSFuture, TSRRef
 from tsfunc.types.single import (
-    ANY,
-    BOOL,
-    DOUBLE,
-    FLOAT,
-    INT,
-    NONE,
-    PRIMITIVES,
-    STR,
-    TENSOR,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
-    TSMetaType,
     TSModuleInterface,
     TSModuleType,
-    TSPrimitiveType,
     TSTensor,
     Value,
-    literal,
-    primitive_of,
 )
+from tsfunc.types.unions import TSOptional, TSUnion
 
 TSStructuralType: TypeAlias = (
     TSTuple | TSNamedTuple | TSList | TSDict | TSOptional | TSFuture | TSRRef
@@ -86,53 +69,3 @@ def require_type(type_: object) -> None:
             f"expected a type of the language, got {type_!r} of type {type(type_).__name__}; "
             f"tsfunc.types.from_annotation makes a type of it"
         )
-
-
-__all__ = [
-    "ANY",
-    "BOOL",
-    "DOUBLE",
-    "FLOAT",
-    "GENERIC",
-    "INT",
-    "NONE",
-    "PRIMITIVES",
-    "STR",
-    "TENSOR",
-    "Descriptor",
-    "Order",
-    "TSAllType",
-    "TSBuiltinClass",
-    "TSCallType",
-    "TSCustomClass",
-    "TSDict",
-    "TSEnum",
-    "TSFields",
-    "TSFuture",
-    "TSInstanceClass",
-    "TSList",
-    "TSMetaType",
-    "TSModuleInterface",
-    "TSModuleType",
-    "TSNamedTuple",
-    "TSNominalType",
-    "TSOptional",
-    "TSPrimitiveType",
-    "TSPytree",
-    "TSRRef",
-    "TSStructuralType",
-    "TSTensor",
-    "TSTuple",
-    "TSTupleOf",
-    "TSType",
-    "TSUnion",
-    "Value",
-    "is_key_type",
-    "key_error",
-    "literal",
-    "may_be_key",
-    "optional",
-    "plain",
-    "primitive_of",
-    "require_type",
-]

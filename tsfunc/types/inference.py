@@ -10,33 +10,27 @@ import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folding
+from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.classes import (
     BUILTIN_CLASSES,
     nominal_type,
 )
-from tsfunc.types.grammar import (
+from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, is_key_type
+from tsfunc.types.futures import TSFuture, TSRRef
+from tsfunc.types.lattice import join_parts
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.single import (
     ANY,
     NONE,
     STR,
     TENSOR,
-    TSAllType,
     TSBuiltinClass,
     TSCustomClass,
-    TSDict,
-    TSFuture,
-    TSList,
     TSModuleType,
-    TSNamedTuple,
-    TSRRef,
     TSTensor,
-    TSTuple,
-    TSType,
-    is_key_type,
-    optional,
     primitive_of,
 )
-from tsfunc.types.lattice import join_parts
-from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.unions import optional
 from tsfunc.types.values import field_names
 
 _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]

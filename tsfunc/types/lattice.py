@@ -60,34 +60,23 @@ import torch
 
 from tsfunc.errors import AnnotationError
 from tsfunc.tracebacks import folding
-from tsfunc.types.base import SINGLE
+from tsfunc.types.base import SINGLE, Order, TSAllType, TSType, plain
 from tsfunc.types.classes import class_type, nominal_type
-from tsfunc.types.dims import DimForm
-from tsfunc.types.grammar import (
-    ANY,
-    DOUBLE,
-    FLOAT,
-    NONE,
-    Order,
-    TSAllType,
+from tsfunc.types.containers import (
     TSDict,
     TSList,
-    TSModuleType,
     TSNamedTuple,
     TSPytree,
-    TSTensor,
     TSTuple,
     TSTupleOf,
-    TSType,
-    TSUnion,
-    Value,
     may_be_key,
-    optional,
-    plain,
-    require_type,
 )
+from tsfunc.types.dims import DimForm
+from tsfunc.types.grammar import require_type
 from tsfunc.types.meta import JoinSizes, MetaTensorType, join_descriptions
+from tsfunc.types.single import ANY, DOUBLE, FLOAT, NONE, TSModuleType, TSTensor, Value
 from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
+from tsfunc.types.unions import TSUnion, optional
 from tsfunc.types.values import same_keys
 
 

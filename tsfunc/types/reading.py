@@ -29,33 +29,29 @@ from tsfunc.types.annotation import (
     from_typing,
     require_hashable,
 )
+from tsfunc.types.base import TSType
 from tsfunc.types.classes import check_interface, class_type, is_interface
+from tsfunc.types.containers import TSFields, TSNamedTuple, TSPytree, TSTuple
 from tsfunc.types.dims import Dim
-from tsfunc.types.grammar import (
+from tsfunc.types.grammar import Descriptor
+from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.single import (
     ANY,
     FLOAT,
     NONE,
     TENSOR,
-    Descriptor,
     TSBuiltinClass,
     TSCustomClass,
     TSEnum,
-    TSFields,
     TSModuleInterface,
-    TSNamedTuple,
-    TSOptional,
     TSPrimitiveType,
-    TSPytree,
     TSTensor,
-    TSTuple,
-    TSType,
-    TSUnion,
     Value,
     literal,
 )
-from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
+from tsfunc.types.unions import TSOptional, TSUnion
 from tsfunc.types.values import children_of, class_name, entry_text
 
 

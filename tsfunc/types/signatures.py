@@ -18,34 +18,29 @@ import torch
 from tsfunc.errors import AnnotationError, TypeCheckError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.annotation import Scope, attribute_types, from_annotation
+from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.check_context import Mismatch
 from tsfunc.types.checker import decide, leaves_names_open, mismatches
 from tsfunc.types.classes import interface_methods, nominal_type
 from tsfunc.types.codegen import generate_call, never
-from tsfunc.types.grammar import (
+from tsfunc.types.containers import TSFields, TSNamedTuple
+from tsfunc.types.futures import TSFuture, TSRRef
+from tsfunc.types.grammar import require_type
+from tsfunc.types.inference import of_value
+from tsfunc.types.lattice import nominal_view
+from tsfunc.types.reading import function_of, owner_of, scope_of
+from tsfunc.types.single import (
     ANY,
     NONE,
     STR,
     TENSOR,
-    TSAllType,
     TSEnum,
-    TSFields,
-    TSFuture,
     TSMetaType,
     TSModuleInterface,
     TSModuleType,
-    TSNamedTuple,
-    TSOptional,
-    TSRRef,
     TSTensor,
-    TSType,
-    TSUnion,
-    optional,
-    require_type,
 )
-from tsfunc.types.inference import of_value
-from tsfunc.types.lattice import nominal_view
-from tsfunc.types.reading import function_of, owner_of, scope_of
+from tsfunc.types.unions import TSOptional, TSUnion, optional
 
 _EMPTY = inspect.Parameter.empty
 _OURS = __name__.partition(".")[0]

@@ -26,28 +26,12 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.types.grammar import (
-    ANY,
-    DOUBLE,
-    FLOAT,
-    GENERIC,
-    NONE,
-    PRIMITIVES,
-    TENSOR,
-    TSDict,
-    TSFields,
-    TSNamedTuple,
-    TSOptional,
-    TSPytree,
-    TSTensor,
-    TSTuple,
-    TSTupleOf,
-    TSType,
-    TSUnion,
-    Value,
-    optional,
-)
+from tsfunc.types.base import TSType
+from tsfunc.types.containers import TSDict, TSFields, TSNamedTuple, TSPytree, TSTuple, TSTupleOf
+from tsfunc.types.grammar import GENERIC
 from tsfunc.types.meta import MetaTensorType
+from tsfunc.types.single import ANY, DOUBLE, FLOAT, NONE, PRIMITIVES, TENSOR, TSTensor, Value
+from tsfunc.types.unions import TSOptional, TSUnion, optional
 from tsfunc.types.values import (
     NAME,
     TENSOR_KINDS,

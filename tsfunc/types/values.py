@@ -55,6 +55,20 @@ def same_value(expected: object, got: object) -> bool:
         return False
 
 
+def is_array(value: object) -> bool:
+    """Return True if a value is a NumPy array, which no transform takes as a tensor.
+
+    NumPy is not imported for the test: arrays occur only where a user has imported it.
+    """
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def array_advice(value: object) -> str:
+    """Return the advice for a NumPy array in place of a tensor, and nothing for other values."""
+    return " Convert it: torch.from_numpy(array)." if is_array(value) else ""
+
+
 def _same_of_one_type(expected: Any, got: Any) -> bool:
     if isinstance(expected, float):
         same_sign = math.copysign(1, expected) == math.copysign(1, got)  # including the sign of NaN

@@ -336,14 +336,16 @@ class FakeCache:
         self.fake = fake
         self.metadata = TraceMetadata()
         self._cached: dict[Any, CachedResults] = {}
-        self._settings: list[Any] = []
+        self._settings: list[list[Any]] = []
 
     def settings(self) -> int:
         """Return a number for the settings that results depend on; equal settings have the same."""
         now = [read() for read in _SETTINGS]
-        if now not in self._settings:
-            self._settings.append(now)
-        return self._settings.index(now)
+        for number, known in enumerate(self._settings):
+            if known == now:
+                return number
+        self._settings.append(now)
+        return len(self._settings) - 1
 
     def keeps(self, op: TorchOperator) -> bool:
         """True if the metadata of arguments, without offsets, determines an operator's results."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tsfunc.bridge.tracers.user_queries import caller_of_handlers
+from tsfunc.dispatch.messages import NUMPY_ADVICE, NUMPY_READS
 from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.tracebacks import LIBRARIES, Location
 
@@ -16,6 +17,7 @@ def data_dependent_message(name: str, what: str) -> str:
     """
     location = user_location()
     frame = caller_of_handlers()
+    advice = NUMPY_ADVICE if name in NUMPY_READS else remedies()
     asked = ""
     if frame.f_code.co_filename.startswith(LIBRARIES[1]):
         asker = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -23,7 +25,7 @@ def data_dependent_message(name: str, what: str) -> str:
     return (
         f"{what}: a traced tensor was used as a Python number or bool ({name}, at "
         f"{location}{source_line(location, ': ')}{asked}), but a trace has no data: `if`, `while`, "
-        f"int() and float() on it can't be served. {remedies()}"
+        f"int() and float() on it can't be served. {advice}"
     )
 
 

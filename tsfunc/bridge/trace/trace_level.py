@@ -9,7 +9,8 @@ differentiated, vmapped and traced again.
 Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 which runs operators on shapes, and the errors for data-dependent results;
 ``DisableTorchFunction`` disables function modes in kernels;
-``_functorch.maybe_get_level`` is the depth of the torch.func transform that wrapped a tensor.
+``_functorch.maybe_get_level`` is the depth of the torch.func transform that wrapped a tensor;
+``Node._update_args_kwargs`` sets the arguments of a node of a graph.
 """
 
 from __future__ import annotations
@@ -189,12 +190,10 @@ class TraceLevel(TracerLevel):
         self, target: Callable[..., Any], args: Sequence[Any], kwargs: Any = None
     ) -> torch.fx.Node:
         """Record a call in the graph, with the user's line."""
-        # Graph.call_function derives the name from the target and looks for symbolic numbers in the
-        # arguments, each time.
+        # Graph.call_function derives the name from the target, and both functions look for symbolic
+        # numbers in the arguments. Node's setters of arguments look up the node by its target.
         node = self.graph.create_node("call_function", target, name=_name_of(target))
-        node.args = tuple(args)
-        if kwargs:
-            node.kwargs = kwargs
+        node._update_args_kwargs(tuple(args), kwargs or {})
         node.meta["location"] = self.lines.here()[0]
         return node
 

@@ -423,7 +423,7 @@ def _use_compiled() -> None:
     for kind in (SlottedBatchTracer, PromotedBatchTracer):
         # C class methods replace those that the classes inherit.
         kind.__torch_function__, kind.__torch_dispatch__ = handlers.methods(kind)
-    add_rule_listener(lambda op: handlers.install(op.name, op))
+    add_rule_listener(handlers.install)
 
 
 _use_compiled()

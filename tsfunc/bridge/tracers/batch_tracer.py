@@ -56,11 +56,10 @@ class BatchLevel(TracerLevel):
         lifts_factories: more than 0 while C++ runs the parts of an operator: tensors that they
             make to write into are the level's from the start.
         splitter: chooses between examples with different answers; None refuses them.
-        arguments: the flattened arguments of the call, before they became tracers.
         spread_over: the levels of mesh axes that the axis continues over, the slowest first.
     """
 
-    __slots__ = ("arguments", "axis_name", "batch_size", "bit", "drawn", "first", "generators",
+    __slots__ = ("axis_name", "batch_size", "bit", "drawn", "first", "generators",
                  "kind", "lifts_factories", "random_keys", "randomness", "splitter", "spread_over",
                  "strict")  # fmt: skip
 
@@ -80,7 +79,6 @@ class BatchLevel(TracerLevel):
         self.strict = strict
         self.first = first
         self.generators = generators
-        self.arguments: Sequence[Any] = ()
         self.axis_name: Hashable = None
         self.random_keys = CallKeys() if keys is None and randomness == "split" else keys
         self.drawn: Any = 0

@@ -57,24 +57,24 @@ def updates_statistics(name: str, args: Sequence[Any]) -> bool:
 
 
 # Called for each operator with a rule that the dispatch handler runs directly.
-_rule_listeners: list[Callable[[TorchOperator], None]] = []
+_rule_listeners: list[Callable[[str, TorchOperator], None]] = []
 
 
-def add_rule_listener(listener: Callable[[TorchOperator], None]) -> None:
-    """Call ``listener(op)`` for each operator with a direct rule, known ones first."""
+def add_rule_listener(listener: Callable[[str, TorchOperator], None]) -> None:
+    """Call ``listener(op.name, op)`` for each operator with a direct rule, known ones first."""
     for op in operators_by_id.values():
         _notify_listeners(op, [listener])
     _rule_listeners.append(listener)
 
 
 def _notify_listeners(
-    op: TorchOperator, listeners: Sequence[Callable[[TorchOperator], None]]
+    op: TorchOperator, listeners: Sequence[Callable[[str, TorchOperator], None]]
 ) -> None:
     if op.direct_rule is None and op.by_tracers is None:
         return
     if op.overload.namespace == "aten":
         for listener in listeners:
-            listener(op)
+            listener(op.name, op)
 
 
 class TorchOperator(Operator):

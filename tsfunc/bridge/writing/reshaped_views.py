@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch._C import DisableTorchFunctionSubclass
 
+from tsfunc import pytrees
 from tsfunc.bridge.sizes.strides import has_view
 from tsfunc.bridge.tracers.batch_tracer import BatchTracer, wrap
 from tsfunc.bridge.tracers.decompositions import DECOMPOSITIONS
@@ -207,9 +208,9 @@ def _memory(x: torch.Tensor) -> Any:
 
 
 def _is_argument(x: Any, memory: Any) -> bool:
-    """Return True if the memory is that of an argument of one of the tensor's transforms."""
+    """Return True if the memory is that of an argument of one of the tensor's levels."""
     while isinstance(x, BatchTracer):
-        for value in x.dispatch_level.arguments:
+        for value in pytrees.leaves_of(x.dispatch_level.roots[1:]):
             if isinstance(value, torch.Tensor) and _memory(value) == memory:
                 return True
         x = x.value

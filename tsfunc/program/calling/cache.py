@@ -38,8 +38,9 @@ from tsfunc.program.guarding.inputs import input_text
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.program import Program
 from tsfunc.types import Bindings, CompiledDescriptors, Descriptors, as_descriptor
-from tsfunc.types.grammar import Descriptor, TSTensor, Value
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import takes_any_keyword
+from tsfunc.types.single import TSTensor, Value
 from tsfunc.types.values import describe, same_value
 
 # --- the specialized function of a user, and the contracts that its calls must satisfy

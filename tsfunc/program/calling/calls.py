@@ -74,6 +74,7 @@ from tsfunc.program.guarding.inputs import (
     InputSpec,
     ScalarSpec,
     hide_opaque_arguments,
+    refuse_arrays,
     scalar_inputs,
     tensor_inputs,
     with_fixed_sizes,
@@ -143,6 +144,7 @@ class FirstCall:
             cache: the cache of the function.
             reason: the reason for the program; None: the difference from earlier calls.
         """
+        refuse_arrays(self.flat, self.argument_paths, self.contract, self.name_of)
         inputs, bounds = tensor_inputs(self.flat, self.argument_paths, self.contract, self.bindings)
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)

@@ -494,7 +494,7 @@ class _Trace:
         for node in every_node(graph):
             value = node.meta.get("val")
             if isinstance(value, torch.Tensor):
-                node.meta["dims"] = tuple(self.symbols.spell_size(size) for size in value.shape)
+                node.meta["dims"] = tuple(map(self.symbols.spell_size, value.shape))
         taken = [function_name(request.name), "args", *(node.name for node in graph.nodes)]
         names = names_in_source(request.func, {**lifted, **named}, builder.read, taken)
         for node in graph.nodes:

@@ -42,10 +42,8 @@ from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
 from tsfunc.types import CompiledDescriptors, Dim, MetaTensorType, as_descriptor
-from tsfunc.types.grammar import (
-    Descriptor,
-    TSTensor,
-)
+from tsfunc.types.grammar import Descriptor
+from tsfunc.types.single import TSTensor
 
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 

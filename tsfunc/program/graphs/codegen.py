@@ -1,7 +1,8 @@
 """The Python that a program runs as, and its text for people.
 
 An operator is called through torch's Python function of the same name if that parses the same
-arguments faster than the overload. Results are deleted after their last use.
+arguments faster than the overload. Results are deleted after their last use; those without a use
+have no name.
 """
 
 from __future__ import annotations
@@ -193,7 +194,9 @@ def statements(
                 indent, quiet = "    ", True
             else:
                 indent, quiet = "", False
-            yield Statement(f"{indent}{node.name} = {_expression(node, names)}", node)
+            # A result without users is not held until the program ends.
+            result = f"{node.name} = " if node.users else ""
+            yield Statement(f"{indent}{result}{_expression(node, names)}", node)
             if dropped[node]:
                 yield Statement(f"{indent}del {', '.join(dropped[node])}")
 

@@ -12,15 +12,9 @@ import torch
 from tsfunc.errors import DescriptorError
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.types import CompiledDescriptors, Dim, DimExpr, MetaTensorType
-from tsfunc.types.grammar import (
-    NONE,
-    Descriptor,
-    TSPrimitiveType,
-    TSPytree,
-    TSTensor,
-    TSTuple,
-    Value,
-)
+from tsfunc.types.containers import TSPytree, TSTuple
+from tsfunc.types.grammar import Descriptor
+from tsfunc.types.single import NONE, TSPrimitiveType, TSTensor, Value
 from tsfunc.types.values import entry_text
 
 

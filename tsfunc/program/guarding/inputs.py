@@ -27,21 +27,17 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.tensor_guards import check_layout
+from tsfunc.errors import TypeCheckError
 from tsfunc.types import Bindings, CompiledDescriptors, Dim, DimExpr, DimForm
 from tsfunc.types.annotation import says_any
+from tsfunc.types.containers import TSFields
 from tsfunc.types.dims import parse_dim
-from tsfunc.types.grammar import (
-    ANY,
-    Descriptor,
-    TSCustomClass,
-    TSFields,
-    TSMetaType,
-    TSPrimitiveType,
-    TSUnion,
-    Value,
-)
+from tsfunc.types.grammar import Descriptor
 from tsfunc.types.reading import annotated_types, as_descriptor
+from tsfunc.types.single import ANY, TSCustomClass, TSMetaType, TSPrimitiveType, Value
 from tsfunc.types.sizes import solved_for
+from tsfunc.types.unions import TSUnion
+from tsfunc.types.values import is_array
 
 # --- the inputs of a program: the assumptions of a trace about the tensors among the arguments
 
@@ -204,6 +200,38 @@ def tensor_inputs(
             used.update(names_in(dim))
         inputs.append(InputSpec(i, _input_name(path, taken), value, dims))
     return inputs, {name: dim for name, dim in bounds.items() if name in used}
+
+
+def refuse_arrays(
+    flat: Sequence[Any],
+    argument_paths: Mapping[int, tuple[Any, ...]],
+    contract: CompiledDescriptors | None,
+    name_of: Callable[[int], str],
+) -> None:
+    """Refuse arrays of numbers whose parameters have no descriptor.
+
+    Their elements would be constants, so that each array would have a program of its own.
+
+    Args:
+        flat: the flattened arguments.
+        argument_paths: the path of each from a parameter.
+        contract: the descriptors.
+        name_of: returns the user's spelling of a flattened argument.
+
+    Raises:
+        TypeCheckError: an argument is such an array.
+    """
+    described = {} if contract is None else contract.descriptors
+    for i, value in enumerate(flat):
+        if not is_array(value) or value.dtype.kind not in "biufc":
+            continue
+        if argument_paths[i][0] not in described:
+            raise TypeCheckError(
+                f"specialize: expected tensors and Python values, got a NumPy array for "
+                f"{name_of(i)}. Pass torch.from_numpy(array), which is an input of the program. An "
+                f"array that the descriptors describe as numpy.ndarray is a constant, and each "
+                f"array has a program of its own."
+            )
 
 
 def _dims(

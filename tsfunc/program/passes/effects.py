@@ -91,7 +91,8 @@ def communicates(node: torch.fx.Node) -> bool:
 class Aliases:
     """The memory of a graph's values, as sets of values that may share it.
 
-    All values from outside (inputs, lifted tensors) may share one memory.
+    All values from outside (inputs, lifted tensors) may share one memory. A pass that replaces a
+    value records it (``replace``), so that the next pass can use the same sets.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -129,6 +130,20 @@ class Aliases:
     def escapes(self, node: torch.fx.Node) -> bool:
         """Return True if the caller may get the value's memory as a result."""
         return node in self._escaping
+
+    def replace(self, node: torch.fx.Node, other: torch.fx.Node) -> None:
+        """Replace a value by an equal one in the graph, and record that its memory is the other's.
+
+        If the caller gets the value, it gets the other one now.
+        """
+        node.replace_all_uses_with(other)
+        node.graph.erase_node(node)
+        written = self.is_written(node)
+        self._join(node, other)
+        if written:
+            self._written.add(self.memory(other))
+        if node in self._escaping:
+            self.leaves(other)
 
     def leaves(self, node: torch.fx.Node) -> None:
         """Record that the caller gets a value, and the values that may share its memory."""

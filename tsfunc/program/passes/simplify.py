@@ -22,7 +22,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.fx
@@ -57,9 +57,9 @@ def remove_dead(graph: torch.fx.Graph) -> None:
     every call of the function.
     """
     for node in reversed(graph.nodes):
-        removable = node.op in ("call_function", "get_attr")
-        kept = writes(node) or is_random(node) or checks(node) or "call" in node.meta
-        if removable and not node.users and not kept:
+        if node.users or node.op not in ("call_function", "get_attr"):
+            continue
+        if not (writes(node) or is_random(node) or checks(node) or "call" in node.meta):
             graph.erase_node(node)
 
 
@@ -111,7 +111,7 @@ def normalize_slice_ends(graph: torch.fx.Graph) -> None:
 Arguments = dict[str, Any]
 
 
-def remove_noops(graph: torch.fx.Graph) -> None:
+def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
     """Replace results that are equal to an argument by the argument.
 
     An operator that returns its argument itself is always removed. An operator that makes a copy
@@ -119,7 +119,6 @@ def remove_noops(graph: torch.fx.Graph) -> None:
     does not get the result. An operator that finds a size in data stays: its result has the size of
     its argument only if a check of that size, which reads it from the result, holds.
     """
-    aliases = Aliases(graph)
     for node in graph.nodes:
         op = node.meta.get("op")
         if not isinstance(op, TorchOperator) or op.writes or node.meta.get("reads_data"):
@@ -137,16 +136,14 @@ def remove_noops(graph: torch.fx.Graph) -> None:
             continue
         if name in _ITSELF:
             if _ITSELF[name](arguments, source):
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
+                aliases.replace(node, source)
         elif _EQUAL[name](arguments, source) and not (
             aliases.escapes(node)
             or aliases.is_written(node)
             or aliases.is_written(source)
             or (not op.is_view and _reads_offset(node))
         ):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            aliases.replace(node, source)
 
 
 def _same_metadata(source: torch.fx.Node, node: torch.fx.Node) -> bool:
@@ -254,31 +251,28 @@ _EQUAL: dict[str, Callable[[Arguments, torch.fx.Node], bool]] = {
 # --- common subexpressions: equal computations on the same values are done once
 
 
-def merge_common(graph: torch.fx.Graph) -> None:
+def merge_common(graph: torch.fx.Graph, aliases: Aliases) -> None:
     """Merge equal pure nodes.
 
     Equal calls differ if one of their arguments is written to between them. Two results are also
     kept if one of them is written to, or if the caller gets both, since they are distinct tensors.
     """
-    aliases = Aliases(graph)
     changes: dict[Any, int] = {}
     seen: dict[Any, torch.fx.Node] = {}
     for node in graph.nodes:
-        if writes(node):
-            for target in written(node):
+        if not is_pure(node):
+            for target in written(node) if writes(node) else ():
                 memory = aliases.memory(target)
                 changes[memory] = changes.get(memory, 0) + 1
+            continue
         # The sizes of a data-dependent result have symbols from the call that found them.
-        if not is_pure(node) or aliases.is_written(node) or node.meta.get("reads_data"):
+        if aliases.is_written(node) or node.meta.get("reads_data"):
             continue
         key = _key(node, tuple(changes.get(aliases.memory(x), 0) for x in node.all_input_nodes))
         known = seen.setdefault(key, node) if key is not None else node
         if known is node or (aliases.escapes(known) and aliases.escapes(node)):
             continue
-        node.replace_all_uses_with(known)
-        graph.erase_node(node)
-        if aliases.escapes(node):
-            aliases.leaves(known)
+        aliases.replace(node, known)
 
 
 def _key(node: torch.fx.Node, changes: tuple[int, ...]) -> Any:
@@ -298,10 +292,12 @@ def _key(node: torch.fx.Node, changes: tuple[int, ...]) -> Any:
 
 
 def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.fx.Node):
+        return value
     if isinstance(value, list | tuple):
-        return ("list", *(_frozen(item) for item in value))
+        return ("list", *[_frozen(item) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _frozen(item)) for name, item in value.items())
+        return tuple([(name, _frozen(item)) for name, item in value.items()])
     # 1, 1.0 and True are equal but different arguments; so are 0.0 and -0.0.
     return (type(value).__name__, repr(value)) if isinstance(value, int | float) else value
 
@@ -318,7 +314,7 @@ _UNDEFINED = frozenset({
 
 
 def fold_constants(
-    graph: torch.fx.Graph, frozen: Mapping[str, torch.Tensor]
+    graph: torch.fx.Graph, aliases: Aliases, frozen: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Compute the nodes that depend on constants alone, and make them constants of the program.
 
@@ -327,6 +323,7 @@ def fold_constants(
 
     Args:
         graph: the graph, which is changed.
+        aliases: the memory of its values.
         frozen: tensors that never change, by the names of their ``get_attr`` nodes.
 
     Returns:
@@ -334,7 +331,6 @@ def fold_constants(
     """
     if torch_state.in_dispatch_modes():
         return {}  # a mode would see the operators, and may change their results
-    aliases = Aliases(graph)
     values = {node: frozen[str(node.target)] for node in graph.nodes
               if node.op == "get_attr" and str(node.target) in frozen}  # fmt: skip
     folded: list[torch.fx.Node] = []
@@ -418,7 +414,7 @@ def remove_unused_of_blocks(graph: torch.fx.Graph) -> None:
         if not isinstance(node.target, ControlFlow):
             continue
         for body in node.target.bodies:
-            merge_common(body.graph)
+            merge_common(body.graph, Aliases(body.graph))
             remove_unused_of_blocks(body.graph)
             remove_dead(body.graph)
         _narrow(graph, node, node.target)
@@ -486,6 +482,9 @@ def _live(body: Body, results: Collection[int]) -> set[torch.fx.Node]:
 # --- the order of the passes
 
 
+T = TypeVar("T")
+
+
 def verification_is_on() -> bool:
     """Return True if an environment variable enables the verification of every graph."""
     return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
@@ -512,53 +511,49 @@ def simplify(
         MalformedProgramError: a pass has broken the graph, and verification is on
             (``verification_is_on``).
     """
-    constants: dict[str, torch.Tensor] = {}
 
-    def run(step: Callable[..., dict[str, torch.Tensor] | None]) -> None:
+    def run(step: Callable[..., T], *args: Any) -> T:
         before = list(graph.nodes) if verification_is_on() else None
-        also = (frozen,) if step is fold_constants else ()
-        constants.update(step(graph, *also) or {})
+        result = step(graph, *args)
+        constants = result if isinstance(result, dict) else {}
         if before is not None and before != list(graph.nodes):
             verify(graph, {*lifted, *constants}, f"{name} after {step.__name__}")
+        return result
 
     if verification_is_on():
         verify(graph, lifted, f"{name} as traced")
-    exchanges = any(communicates(node) for node in every_node(graph))
-    for step in _PASSES:
-        if exchanges or step not in _OF_EXCHANGES:
-            run(step)
+    nodes = list(every_node(graph))
+    views, exchanges = any(map(_is_view, nodes)), any(map(communicates, nodes))
+    run(free_layouts)
+    run(normalize_slice_ends)
+    aliases = Aliases(graph)
+    run(remove_noops, aliases)
+    if views:
+        run(compose_views, aliases)
+    if exchanges:
+        run(share_equal_values)
+        aliases = Aliases(graph)
+    run(merge_common, aliases)
+    constants = run(fold_constants, aliases, frozen)
+    lifted = {*lifted, *constants}
+    run(remove_dead)
+    run(remove_unused_of_blocks)
+    run(remove_dead)
+    if exchanges:
+        run(mark_exchanges)
     return constants
 
 
-_PASSES: tuple[Callable[..., dict[str, torch.Tensor] | None], ...] = (
-    free_layouts,
-    normalize_slice_ends,
-    remove_noops,
-    compose_views,
-    share_equal_values,
-    merge_common,
-    fold_constants,
-    remove_dead,
-    remove_unused_of_blocks,
-    remove_dead,
-    mark_exchanges,
-)
-
-# The passes over a graph that becomes part of another program, and therefore has no constants.
-_PASSES_OF_PARTS = (
-    remove_noops,
-    merge_common,
-    remove_dead,
-    remove_unused_of_blocks,
-    remove_dead,
-)
+def _is_view(node: torch.fx.Node) -> bool:
+    op = node.meta.get("op")
+    return isinstance(op, TorchOperator) and op.is_view
 
 
 def simplify_part(graph: torch.fx.Graph) -> None:
-    """Run the passes over a graph that becomes part of another program."""
-    for step in _PASSES_OF_PARTS:
-        step(graph)
-
-
-# Passes over exchanges between ranks, which most programs do not have.
-_OF_EXCHANGES = (share_equal_values, mark_exchanges)
+    """Run the passes over a graph that becomes part of another program, and has no constants."""
+    aliases = Aliases(graph)
+    remove_noops(graph, aliases)
+    merge_common(graph, aliases)
+    remove_dead(graph)
+    remove_unused_of_blocks(graph)
+    remove_dead(graph)

@@ -38,11 +38,10 @@ _MAY_COPY: Final = frozenset({"aten::reshape", "aten::flatten.using_ints"})
 _IN_ORDER: Final = _VIEWS_IN_ORDER | _MAY_COPY
 
 
-def compose_views(graph: torch.fx.Graph) -> None:
+def compose_views(graph: torch.fx.Graph, aliases: Aliases) -> None:
     """Replace a view of a view by one view, or by the value itself (NOTE [composed views])."""
     if torch_state.in_dispatch_modes():
         return  # a mode would see the reshapes that this pass tries
-    aliases = Aliases(graph)
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
     for node in graph.nodes:
         if _composable(node, aliases):
@@ -51,7 +50,7 @@ def compose_views(graph: torch.fx.Graph) -> None:
                 chain.append(chain[-1].args[0])
             source: Any = chain[-1].args[0]
             if len(chain) > 1 and isinstance(source, torch.fx.Node):
-                _compose(graph, chain, source, aliases, results)
+                _compose(chain, source, aliases, results)
 
 
 def _name(node: Any) -> str:
@@ -75,7 +74,6 @@ def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None)
 
 
 def _compose(
-    graph: torch.fx.Graph,
     chain: Sequence[torch.fx.Node],
     source: torch.fx.Node,
     aliases: Aliases,
@@ -104,10 +102,8 @@ def _compose(
         node.target, node.meta["op"] = target, operator_of(target)
         node.args, node.kwargs = (source, argument), {}
     elif not escapes or (_is_new(source) and source not in results):
-        node.replace_all_uses_with(source)
-        graph.erase_node(node)
+        aliases.replace(node, source)
         if escapes:
-            aliases.leaves(source)
             results.add(source)
 
 

@@ -34,6 +34,7 @@ from tsfunc.types.control_flow import branch_faults, carry_faults
 from tsfunc.types.dims import parse_dim, spell_dim
 from tsfunc.types.lattice import nominal_view
 from tsfunc.types.sizes import DimExpr
+from tsfunc.types.values import array_advice, is_array, same_value
 
 BRANCH_ADVICE = (
     "Make the branches return the same structure of the same types, for example with x.to(dtype), "
@@ -74,7 +75,7 @@ def same_type(a: Any, b: Any) -> bool:
         return is_number(number) and tensor.dim() == 0 and _fits(number, tensor.dtype)
     if is_number(a) and is_number(b):
         return (kind_of(a) is bool) is (kind_of(b) is bool)
-    return a is b or bool(type(a) is type(b) and a == b)
+    return same_value(a, b)
 
 
 _NUMBERS: Final = (bool, int, float, complex, *SYMBOLIC)
@@ -189,7 +190,9 @@ def _faults_of(a: Any, b: Any, path: str, faults: _Faults) -> list[str]:
     both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
     device = both and a.device != b.device
     lines = faults(_type(a, device=device), _type(b, device=device), path)
-    return lines or [f"At {path} one is {a!r}, the other {b!r}"]  # unequal values of one type
+    if not lines:  # unequal values of one type
+        lines = [f"At {path} one is {a!r}, the other {b!r}."]
+    return [*lines, array_advice(a).strip()] if is_array(a) else lines
 
 
 def _path(path: Sequence[Any]) -> str:

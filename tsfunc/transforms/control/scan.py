@@ -31,6 +31,7 @@ from tsfunc.transforms.control.outputs import (
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.vmap import vmap
+from tsfunc.types.values import array_advice
 
 _Carry = TypeVar("_Carry")
 _Y = TypeVar("_Y")
@@ -155,9 +156,11 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
     sizes = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
+            advice = array_advice(leaf) or (
+                " Give what is the same for all steps by closing over it."
+            )
             raise TypeError(
-                f"{what}: expected tensors to go along, got {type(leaf).__name__}. Give what is "
-                f"the same for all steps by closing over it."
+                f"{what}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(

@@ -1,0 +1,5 @@
+"""Prints the table of ``docs/dependencies.md``: ``python -m tsfunc.bridge.private_names``."""
+
+from tsfunc.bridge.private_names import table
+
+print(table())

@@ -1,0 +1,69 @@
+"""Private names of modules and optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tsfunc.bridge.private_names.entries import Risk, entry, expect
+
+
+@entry(
+    "Hooks of all modules",
+    """_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks
+    _global_forward_pre_hooks _has_any_global_hook""",
+    below="torch.nn.modules.module",
+    use="A program belongs to the hooks that run in every module.",
+    stand_in="Wrappers around the public functions that register such hooks.",
+    risk=Risk.LOW,
+)
+def _module_hooks() -> None:
+    from torch.nn.modules import module
+
+    before = len(module._global_forward_hooks)
+    handle = module.register_module_forward_hook(lambda *_: None)
+    try:
+        expect(len(module._global_forward_hooks) == before + 1, "a hook in the table")
+        expect(module._has_any_global_hook(), "True with a hook")
+    finally:
+        handle.remove()
+
+
+@entry(
+    "Buffers of modules",
+    "Module._buffers Module._non_persistent_buffers_set",
+    use="A batched tensor that a function assigns to a buffer of a module from outside is taken "
+    "out of it; export registers each buffer as the module has it, in state_dict() or not.",
+    stand_in="get_buffer and register_buffer; the names that state_dict() lacks.",
+    risk=Risk.LOW,
+)
+def _buffers() -> None:
+    module, x = torch.nn.Identity(), torch.ones(2)
+    module.register_buffer("kept", x)
+    module.register_buffer("left_out", x, persistent=False)
+    expect(module._buffers["kept"] is x, "the table of buffers")
+    expect(module._non_persistent_buffers_set == {"left_out"}, "those that are not saved")
+
+
+@entry(
+    "Steps of optimizers",
+    """torch.amp.grad_scaler.GradScaler._maybe_opt_step Optimizer._init_group""",
+    use="functional_optimizer(...).init() makes the state that the first step would make; a trace "
+    "undoes a step that a GradScaler skips.",
+    stand_in="An empty state: a scan then begins after a first step outside of it. A refusal of "
+    "GradScaler.step in traces.",
+    risk=Risk.MEDIUM,
+)
+def _optimizer_state() -> None:
+    from tsfunc.bridge.tracers.optimizers import make_state
+
+    param = torch.ones(2, requires_grad=True)
+    param.grad = torch.ones(2)
+    adam = torch.optim.Adam([param])
+    make_state(adam)
+    expect({*adam.state[param]} == {"step", "exp_avg", "exp_avg_sq"}, "the state of Adam")
+    expect(bool((param == 1).all()), "no step")
+    scaler: Any = torch.amp.GradScaler("cpu")
+    scaler._maybe_opt_step(adam, {"found_inf_per_device": {"cpu": torch.tensor(1.0)}})
+    expect(bool((param == 1).all()), "no step with an infinite gradient")
