@@ -58,8 +58,9 @@ def _pointwise() -> Iterator[tuple[Any, Rule]]:
         base = _base(name)
         names[base] = row.rule if names.get(base, row.rule) is row.rule else None
     for base, rule in names.items():
-        planned = rule in (pointwise, pointwise_inplace) and not base.endswith("__")
-        if planned and base not in _AMBIGUOUS:
+        if base in _AMBIGUOUS or base.endswith("__"):
+            continue
+        if rule is pointwise or rule is pointwise_inplace:
             for function in _callables(base):
                 yield function, rule
 

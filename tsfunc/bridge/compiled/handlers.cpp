@@ -51,7 +51,7 @@ PyObject* setup(PyObject*, PyObject* options) {
   END_HANDLE_TH_ERRORS
 }
 
-// methods(cls): the class methods __torch_function__ and __torch_dispatch__ of a class of tracers.
+// methods(cls): the class methods of a class of tracers, by name.
 PyObject* methods(PyObject*, PyObject* cls) {
   HANDLE_TH_ERRORS
   static PyMethodDef functions = {
@@ -63,7 +63,7 @@ PyObject* methods(PyObject*, PyObject* cls) {
   auto* tracer = reinterpret_cast<PyTypeObject*>(cls);
   Owned one = checked(PyDescr_NewClassMethod(tracer, &functions));
   Owned other = checked(PyDescr_NewClassMethod(tracer, &dispatch));
-  return PyTuple_Pack(2, one.get(), other.get());
+  return Py_BuildValue("{sOsO}", functions.ml_name, one.get(), dispatch.ml_name, other.get());
   END_HANDLE_TH_ERRORS
 }
 

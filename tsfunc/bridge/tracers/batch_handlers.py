@@ -422,7 +422,8 @@ def _use_compiled() -> None:
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):
         # C class methods replace those that the classes inherit.
-        kind.__torch_function__, kind.__torch_dispatch__ = handlers.methods(kind)
+        for name, method in handlers.methods(kind).items():
+            setattr(kind, name, method)
     add_rule_listener(handlers.install)
 
 
