@@ -30,6 +30,7 @@ from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.shifts import Shift
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -320,8 +321,10 @@ def _has_plain_index(kinds: Sequence[Any]) -> bool:
 _PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor, list})
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _get, _T.__getitem__, leaves=_has_plain_index)
-function_rules.add(Stage.METHOD, _set, _T.__setitem__, leaves=_has_plain_index)
+for _rule, _function in ((_get, _T.__getitem__), (_set, _T.__setitem__)):
+    function_rules.add(
+        Stage.METHOD, _rule, _function, leaves=_has_plain_index, shifts=(int(Shift.INDEX),)
+    )
 function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
 function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)
 function_rules.add(Stage.METHOD, _tensor_split, _T.tensor_split, torch.tensor_split, numbers=True)

@@ -61,47 +61,51 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     return call_below(func, types, args, kwargs);
   }
   if (!may_write(found, level)) return Owned();
-  if (!is_direct(found, call)) {
-    // torch calls the operator, whose plan the dispatch handler runs. A dispatch mode would get the
-    // call on tracers, below autograd; it gets the calls of the rule on values from Python.
-    if (slot(found, slots.below) != Py_True || any_autocast() ||  // NOTE [autocast and rules]
-        c10::impl::dispatch_mode_enabled() ||
-        are_lifted(found, torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr, visit))
-      return Owned();
-    bool has_method = slot(found, slots.innermost) == Py_True;
-    c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
-        {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-    if (!has_method) return call_below(func, types, args, kwargs);
-    try {
-      return call_below(func, types, args, kwargs);
-    } catch (python_error& error) {
-      // The function's own method in Python may have a result: a copy where a batch has no view.
-      if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
-      return Owned();
-    }
-  }
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
-  Owned out;
-  {
-    std::optional<UnderState> under;
-    if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
-      under.emplace(state.get(), slot(level, slots.outer));
-    for (size_t i = 0; !call.has_one_rank() && i < 2; ++i) {
-      at::Tensor value = padded(THPVariable_Unpack(call.values()[i]), call.rank);
-      Py_SETREF(call.values()[i], checked(THPVariable_Wrap(value)).release());
+  bool direct = is_direct(plan.get(), call);
+  // A dispatch mode would get a call of torch on tracers, below autograd; it gets the calls of the
+  // rule on values from Python.
+  bool below = !direct && slot(plan.get(), slots.below) == Py_True &&
+      !any_autocast() &&  // NOTE [autocast and rules]
+      !c10::impl::dispatch_mode_enabled();
+  if (direct || (below && shift_call(plan.get(), call))) {
+    Owned out;
+    {
+      std::optional<UnderState> under;
+      if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+        under.emplace(state.get(), slot(level, slots.outer));
+      for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
+        call.set(i, checked(THPVariable_Wrap(padded(THPVariable_Unpack(call.values()[i]), call.rank))));
+      size_t count = kwnames ? positional : call.count();
+      out = Owned(PyObject_Vectorcall(
+          direct ? slot(plan.get(), slots.function) : func, call.values(), count | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
     }
-    out = Owned(PyObject_Vectorcall(
-        slot(plan.get(), slots.function), call.values(), positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
+    if (out.get() == Py_None) return out;  // of an assignment to an item
+    if (out && THPVariable_Check(out.get())) {
+      if (slot(plan.get(), slots.writes) == Py_True)
+        return Owned::copy(PyTuple_GET_ITEM(args, 0));
+      Owned zero = checked(PyLong_FromLong(0));
+      return wrap(out.get(), direct ? slot(plan.get(), slots.dim) : zero.get(), level);
+    }
+    // The rule raises the error of one example.
+    if (!out && (direct || !PyErr_ExceptionMatches(PyExc_Exception)) && is_users_error(call))
+      raise();
+    PyErr_Clear();
   }
-  if (!out) {
-    if (is_users_error(call)) raise();
+  // torch calls the operator, whose plan the dispatch handler runs.
+  bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+  if (!below || are_lifted(plan.get(), tangents, visit)) return Owned();
+  bool has_method = slot(plan.get(), slots.innermost) == Py_True;
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
+      {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
+  if (!has_method) return call_below(func, types, args, kwargs);
+  try {
+    return call_below(func, types, args, kwargs);
+  } catch (python_error& error) {
+    // The function's own method in Python may have a result: a copy where a batch has no view.
+    if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
     return Owned();
   }
-  if (slot(plan.get(), slots.writes) == Py_True && THPVariable_Check(out.get()))
-    return Owned::copy(PyTuple_GET_ITEM(args, 0));
-  PyObject* bdim = slot(plan.get(), slots.dim);
-  if (THPVariable_Check(out.get())) return wrap(out.get(), bdim, level);
-  return Owned();
 }
 
 PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {

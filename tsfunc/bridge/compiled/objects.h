@@ -92,7 +92,7 @@ struct Names {
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
   X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", below, "below")           \
   X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")   \
-  X("plan", writes, "writes")
+  X("plan", writes, "writes") X("plan", packed, "packed")
 struct Slots {
 #define X(cls, name, text) Py_ssize_t name;
   SLOTS(X)

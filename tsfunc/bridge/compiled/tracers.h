@@ -172,6 +172,12 @@ class FunctionCall : public Call {
   // The values; vector calls may write to the place before the first.
   PyObject** values() { return values_.data() + 1; }
   size_t count() const { return values_.size() - 1; }
+  void set(size_t i, Owned value) { Py_SETREF(values()[i], value.release()); }
+
+  // Forget the values after the first ones.
+  void keep(size_t count) {
+    while (this->count() > count) Py_DECREF(values_.pop_back_val());
+  }
 
   // Names are those of keyword arguments, whose values follow the others; null for none.
   bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {

@@ -24,6 +24,7 @@ from torch._C import (
     _ForceDispatchKeyGuard,
     _functorch,
     _set_grad_enabled,
+    _skip_one_hop_torch_function,
 )
 from torch._ops import OpOverload
 
@@ -412,7 +413,7 @@ def _use_compiled() -> None:
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "function_plans": FUNCTION_PLANS, "call_below": call_below_function,
+        "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "record": record, "tracer_level": TracerLevel,

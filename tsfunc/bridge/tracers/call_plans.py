@@ -34,7 +34,7 @@ from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRu
 from tsfunc.bridge.tracers.operators import TorchOperator, tensors_in
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
-from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
+from tsfunc.bridge.tracers.tracer import C_TYPES, NO_KWARGS, is_recorded_outside, needs_lift
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
@@ -81,6 +81,8 @@ class Plan:
         first: for a ``BESIDE`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
+        packed: the position of the first of several ints of a Python call that form one argument,
+            or -1.
         recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
         unrecorded: the positions of plain tensors, and of lists with plain tensors, none of which
             autograd may record: the call would need them lifted (``needs_lift``).
@@ -93,8 +95,8 @@ class Plan:
     """
 
     __slots__ = (
-        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "recipes",
-        "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
+        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "packed",
+        "recipes", "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +117,7 @@ class Plan:
         self.form: Form | None = None
         self.first = True
         self.shifts: tuple[int, ...] | None = None
+        self.packed = -1
         self.recipes: Any = None
         self.innermost = False
         self.below = False
@@ -269,9 +272,15 @@ def _function_plan(
             function not in METHODS or _leaves(Stage.METHOD, function, kinds)
         )
         plan.innermost, plan.writes = function in METHODS, writes
+        if plan.below and not kwargs:
+            _shift_function(plan, function, args, kinds)
         return plan
     if writes:
-        return _below_plan(function, kwargs, kinds)
+        plan = _below_plan(function, kwargs, kinds)
+        plan.writes = plan.below and type(kinds[0]) is int
+        if plan.writes and not kwargs:
+            _shift_function(plan, function, args, kinds)
+        return plan
     if not known.parsed:
         return TABLE
     others = (*args[1:], *kwargs.values())
@@ -292,6 +301,23 @@ def _function_plan(
     dims = _dims_of_kinds(kinds)
     plan.form, plan.dims = form, None if dims is None else form.dims_in_order(dims, len(args))
     return plan
+
+
+def _shift_function(plan: Plan, function: Any, args: Sequence[Any], kinds: Sequence[Any]) -> None:
+    """Note in a plan how a Python call's arguments change if the batch dims are the first.
+
+    A call whose arguments are those of its operator, in this order, changes as the operator's does.
+    """
+    if any(map(_is_moved, kinds)):
+        return
+    method = registry.find(Stage.METHOD, function)
+    if method is not None and method.shifts is not None:
+        plan.shifts = method.shifts if type(kinds[0]) is int else None
+    elif has_forms(function) and not in_dispatch_modes():  # a mode would see the probes
+        form = find_form(function, args, NO_KWARGS)
+        if form is not None and form.op.direct_rule is not None and form.keeps_positions():
+            plan.shifts = shifts_of(form.op.direct_rule)
+            plan.packed = -1 if form.packed is None else form.packed
 
 
 def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:

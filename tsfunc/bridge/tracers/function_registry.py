@@ -66,6 +66,8 @@ class FunctionRule:
             if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
             outer levels are the first and the bounds of slices are not tensors, or if a rule of
             the stage WRITE has nothing to prepare. None: False.
+        shifts: the changes of the arguments of calls that a rule of the stage METHOD leaves to
+            torch, if their batch dims are the first (``ops/shifts``).
     """
 
     function: Any
@@ -75,6 +77,7 @@ class FunctionRule:
     options: bool = False
     numbers: bool = False
     leaves: Callable[[Sequence[Any]], bool] | None = None
+    shifts: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -104,6 +107,7 @@ class FunctionRules:
         options: bool = False,
         numbers: bool = False,
         leaves: Callable[[Sequence[Any]], bool] | None = None,
+        shifts: tuple[int, ...] | None = None,
     ) -> None:
         """Declare one rule for several callables.
 
@@ -111,7 +115,7 @@ class FunctionRules:
             DispatchError: a callable has a rule of that stage already.
         """
         for function in functions:
-            made = FunctionRule(function, stage, rule, view, options, numbers, leaves)
+            made = FunctionRule(function, stage, rule, view, options, numbers, leaves, shifts)
             _refuse_second(self.declared, made)
             self.declared[stage, function] = made
 
