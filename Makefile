@@ -36,7 +36,7 @@ STAMP := $(VENV)/.up-to-date
 PYTEST = OMP_NUM_THREADS=1 TSFUNC_COMPILED=$(COMPILED) $(BIN)/python -m pytest -n $(WORKERS)
 COMPILED := 0
 
-FUZZ := OMP_NUM_THREADS=1 TSFUNC_COMPILED=0 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
+FUZZ := OMP_NUM_THREADS=1 $(BIN)/python -m tools.fuzz_programs $(if $(SEED),--seed $(SEED))
 
 .PHONY: setup handlers setup-newest demo test test-compiled test-newest test-libraries test-one \
     test-releases test-all fuzz soak mutants lint format docs dist bench setup-bench \
@@ -122,10 +122,10 @@ test-all: $(if $(filter command line,$(origin TORCH)),test-one,test-releases)
 test-releases: test-one
 	$(MAKE) test-one TORCH=$(NEWEST)
 
-fuzz: setup
+fuzz: setup handlers
 	$(FUZZ) --seconds 60 $(ARGS)
 
-soak: setup
+soak: setup handlers
 	$(FUZZ) --seconds $(shell expr $(HOURS) '*' 3600) --keep build/fuzz
 
 # docs/mutants.md says how long it takes. SEED=N goes on with the sample of a seed.

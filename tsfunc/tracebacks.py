@@ -35,6 +35,8 @@ from tsfunc.config import config
 _OWN: Final = __name__.partition(".")[0]
 _OURS = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+# torch's layers and their functions, in Python.
+MODULES: Final = tuple(os.path.join(_TORCH, "nn", name) for name in ("modules", "functional.py"))
 # torch calls its deprecated functions through a wrapper of one of these modules.
 WRAPPERS = [sys.modules[name] for name in ("typing_extensions", "warnings") if name in sys.modules]
 GENERATED = "<tsfunc "  # the file name of code that this package generates
@@ -255,24 +257,37 @@ def describes_arguments(describe: Callable[[FrameType], str]) -> Callable[[Frame
 
 
 def _add_note(error: Exception, spelling: str) -> None:
-    """Note the call that the error came through, and the arguments of the user's function."""
+    """Note the call that the error came through, and the arguments of the function.
+
+    The function is the user's innermost one that a library called. A call without one, such as
+    ``vmap(nn.Sequential(...))``, has the innermost one of ``torch.nn``.
+    """
     if sys.version_info < (3, 11):
         return
-    function: FrameType | None = None
+    where = ""
     hidden = 0
-    after_library = False
+    after_library = is_users = False
     for (frame, _, _), keep in _kept(_steps(error.__traceback__)):
         if not keep:
             hidden += 1
             after_library = True
+            if not is_users and frame.f_code.co_filename.startswith(MODULES):
+                where = _where(frame) or where
         elif after_library:
-            function, after_library = frame, False
-    given = "" if function is None else _describe[0](function)
-    where = f", where {function.f_code.co_name} had {given}" if function and given else ""
+            where, is_users, after_library = _where(frame), True, False
     error.add_note(
         f"raised in {spelling}{where}\n"
         f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
     )
+
+
+def _where(frame: FrameType) -> str:
+    """Return the part of a note about the arguments of a function; empty without tensors."""
+    given = _describe[0](frame)
+    name, module = frame.f_code.co_name, frame.f_locals.get("self")
+    if isinstance(module, torch.nn.Module) and frame.f_code.co_filename.startswith(MODULES):
+        name = f"{type(module).__name__}.{name}"
+    return f", where {name} had {given}" if given else ""
 
 
 def label(name: str, func: Any) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc import cli, explain, grad, hessian, jvp, vmap
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_handlers import SlottedBatchTracer
+from tsfunc.dispatch.state import tls
 
 built = pytest.mark.skipif(
     "__torch_function__" not in vars(SlottedBatchTracer),
@@ -150,6 +151,48 @@ def test_another_subclass_meets_its_own_handler() -> None:
     vmap(torch.sin)(torch.ones(2))  # the operator has a compiled handler from here on
     x = torch.ones(3)
     assert torch.sin(Doubling.of(x)).allclose(x.sin() * 2)
+
+
+class Named(torch.Tensor):
+    """A class with a handler of functions alone; it notes the calls and the levels around them."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(getattr(func, "__name__", ""))
+        if func in (torch.sin, torch.Tensor.sin):
+            assert not tls.state.levels
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out.as_subclass(cls) if isinstance(out, torch.Tensor) else out
+
+
+SUBCLASSED: dict[str, Function] = {
+    "pointwise": lambda x: x.sin() * 2,
+    "a rule": lambda x: x.softmax(-1) @ x.mT,
+    "shifted": lambda x: x.sum(0).cumsum(-1),
+    "views": lambda x: torch.cat([x.unsqueeze(0)[..., 1:], x[None, :, :-1]]),
+    "parts": lambda x: torch.nn.functional.mse_loss(x, x.cos(), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSED)
+@pytest.mark.parametrize("nested", [False, True])
+def test_classes_with_a_handler_of_functions_at_repeated_calls(
+    function_handler: str, name: str, nested: bool
+) -> None:
+    """Values of the class among calls of plain values: results have the class, as in a loop."""
+    f = SUBCLASSED[name]
+    for call in range(6):
+        x = torch.randn(2, 4, 3, 3)
+        given = x.as_subclass(Named) if call % 2 else x
+        Named.seen.clear()
+        got = vmap(vmap(f))(given) if nested else vmap(f)(given[0])
+        want = torch.stack([torch.stack([f(each) for each in one]) for one in x])
+        assert type(got) is (Named if call % 2 else torch.Tensor)
+        torch.testing.assert_close(got.as_subclass(torch.Tensor), want if nested else want[0])
+        assert bool(Named.seen) == bool(call % 2)
 
 
 def test_off_switch() -> None:

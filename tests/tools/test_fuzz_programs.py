@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import tsfunc
 from tests.transforms import support  # noqa: F401 (loads torch's forward formulas)
 from tools.fuzz import minimizing, reference, running
-from tools.fuzz.draw import draw_function
+from tools.fuzz.circumstances import KINDS
+from tools.fuzz.draw import Draw, RejectedError, draw_function
 from tools.fuzz.modes import MODES
 from tools.fuzz.program import (
     Leaf,
@@ -150,6 +152,45 @@ def test_a_printed_test_runs_and_fails_where_the_result_is_wrong(tmp_path: Path)
     path.write_text(text.replace("x0.sin()", "x0.cos()"))
     with pytest.raises(AssertionError):
         runpy.run_path(str(path))["test_found"]()
+
+
+def test_a_gradient_that_is_lost_at_a_repeated_call_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mode under which results are detached, if the call is not the first."""
+    program = program_of(
+        "v1 = x0.sin() * x0", result="v1", tower=[mapped(-1)], calls=(0, 1, 0, 1)
+    ).with_(circumstances=("flops", "gradients", "others", "gradients"))
+    assert running.run(program).kind == running.OK
+    calls = itertools.count()
+
+    def planted(f: Any, *args: Any, **kwargs: Any) -> Any:
+        mapped_ = vmap(f, *args, **kwargs)
+        return lambda x: mapped_(x.detach() if next(calls) % 4 == 3 else x)
+
+    vmap = tsfunc.vmap
+    monkeypatch.setattr(tsfunc, "vmap", planted)
+    verdict = running.run(program)
+    assert (verdict.kind, verdict.cause) == (running.WRONG, "numbers")
+    assert "call 3 (gradients)" in verdict.detail
+
+
+@pytest.mark.parametrize("circumstance", sorted({*KINDS}))
+def test_circumstances_do_not_change_results(circumstance: str) -> None:
+    program = program_of("v1 = c0 @ x0.sin()", result="v1.sum(0)", tower=[mapped(-1)])
+    program = program.with_(
+        captured=(("c0", Leaf((3, 2))),), calls=(0, 1, 0, 1), circumstances=("", circumstance) * 2
+    )
+    verdict = running.run(program)
+    assert verdict.kind == running.OK, verdict.detail
+
+
+def test_programs_that_write_into_captured_tensors_are_not_drawn() -> None:
+    draw = Draw(random.Random(0), [1, 2, 3, 4])
+    draw.env["c0"] = torch.ones(1, 1, dtype=torch.float64)
+    draw.let("c0.permute((1, 0)).contiguous()")
+    with pytest.raises(RejectedError, match="captured"):
+        draw.do("v1.add_(1)")
 
 
 def test_programs_of_a_seed_are_the_same() -> None:

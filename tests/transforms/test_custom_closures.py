@@ -286,3 +286,55 @@ def test_a_batching_rule_closes_over_a_tensor_differentiated_outside() -> None:
 
     for found in (grad(f)(ONE), jvp(f, (ONE,), (ONE,))[1], specialize(grad(f))(ONE)):
         torch.testing.assert_close(found, X.sum())
+
+
+class _Slotted:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class _Holder:
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+def _weight_of(held: Any) -> Tensor:
+    weight: Tensor = held.weight
+    return weight
+
+
+@pytest.mark.parametrize(
+    "read", [lambda held: held.weight, lambda held: _weight_of(held)], ids=["itself", "helper"]
+)
+@pytest.mark.parametrize("kind", [_Slotted, _Holder])
+def test_rules_read_attributes_of_objects(kind: Any, read: Callable[[Any], Tensor]) -> None:
+    """Also those in slots, and those that only a function named that the rule calls."""
+
+    def slope(y: Tensor) -> Any:
+        held = kind(y)
+        f = custom_vjp(lambda x: 2 * x.sin())
+        f.defvjp(lambda x: (f(x), ()), lambda _, ct: (2 * read(held).cos() * ct,))
+        return grad(f)(ONE)
+
+    def slope_forward(y: Tensor) -> Any:
+        held = kind(y)
+        f = custom_jvp(lambda x: 2 * x.sin())
+        f.defjvp(lambda primals, tangents: (f(*primals), 2 * read(held).cos() * tangents[0]))
+        return grad(f)(ONE)
+
+    def value(y: Tensor) -> Any:
+        held = kind(y)
+        f = custom_vjp(lambda x: x * read(held))
+        f.defvjp(lambda x: (x * read(held), ()), lambda _, ct: (ct,))
+        return f(ONE)
+
+    expected = -2 * X.sin()
+    for each in (slope, slope_forward):
+        torch.testing.assert_close(vmap(grad(each))(X), expected)
+        torch.testing.assert_close(vmap(lambda x: jvp(each, (x,), (ONE,))[1])(X), expected)  # noqa: B023
+        torch.testing.assert_close(specialize(grad(each))(X[0]), expected[0])
+    torch.testing.assert_close(vmap(value)(X), X)
+    with pytest.raises(errors.UndefinedDerivativeError, match="depends on a tensor"):
+        grad(value)(X[0])

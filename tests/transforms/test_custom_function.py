@@ -339,6 +339,64 @@ def test_its_own_rule_gets_values_and_dims_of_containers() -> None:
     same(rest["second"], W.expand(3, 4))
 
 
+def _recording_backward(kept: list[Tensor], apply: Any) -> Any:
+    """Return a Function whose backward passes its cotangent to ``apply``, and keeps the result."""
+
+    class Recording(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.detach()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            kept.append(apply(g, [W], True))
+            return g
+
+    return Recording
+
+
+@pytest.mark.parametrize("inside_of_backward", [False, True])
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("lib", [torch.func, tsfunc], ids=lambda lib: lib.__name__)
+def test_a_result_that_its_rule_does_not_batch_outlives_the_vmap(
+    lib: Any, levels: int, inside_of_backward: bool
+) -> None:
+    """Libraries gather such results in lists while a vmap of ``torch.autograd.grad`` runs."""
+    kept: list[Tensor] = []
+
+    def rule(info: Any, in_dims: Any, x: Tensor, others: Any, flag: bool) -> Any:
+        return x.sum(in_dims[0]) + others[0], None
+
+    apply = of_rule(rule).apply
+    x = X.clone().requires_grad_()
+    y = _recording_backward(kept, apply).apply(x.sin())
+
+    def pull(g: Tensor) -> Tensor:
+        return torch.autograd.grad(y, x, g, retain_graph=True)[0]
+
+    def call(g: Tensor) -> Tensor:
+        if inside_of_backward:
+            return pull(g)
+        kept.append(apply(g, [W], True))
+        return g
+
+    rows = torch.stack([X, X.cos(), X.exp()])
+    if levels == 1:
+        got = lib.vmap(call)(rows)
+        same(kept, [rows.sum(0) + W])
+    else:
+        got = lib.vmap(lambda one: lib.vmap(lambda k: call(one * k))(torch.ones(2)))(rows)[:, 0]
+        with pytest.raises(RuntimeError, match="escaped"):  # the inner rule's, batched outside
+            kept[0] + 1
+    same(got, torch.stack([pull(g) for g in rows]) if inside_of_backward else rows)
+
+
 RULES: list[tuple[Any, str]] = [
     (
         of_rule(lambda info, in_dims, x: (x, 0), generate=True),

@@ -300,3 +300,22 @@ def test_an_index_that_is_the_same_for_all_is_a_number() -> None:
 
     want = loop(lambda y: func(y, I[2]), 4)(Y)
     same(vmap(vmap(func, in_dims=(0, None)), in_dims=(0, None))(Y[None], I[2])[0], want)
+
+
+def test_gathered_in_the_bodies_of_loops_of_a_program() -> None:
+    """The version of the tensor is read where function modes of bodies are active."""
+    x = Y[:, :, 0]
+
+    def row(y: Tensor) -> Tensor:
+        def step(carry: Tensor, each: Tensor) -> tuple[Tensor, Tensor]:
+            first = y[torch.tensor(1)]
+            return carry.sin() + first, first * each
+
+        return torch.cat([v.reshape(-1) for v in tsfunc.scan(step, y, y)])
+
+    def every(x: Tensor) -> Tensor:
+        mapped = tsfunc.map(row, x)
+        assert isinstance(mapped, Tensor)
+        return mapped
+
+    same(tsfunc.specialize(every)(x), torch.stack([row(each) for each in x]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import traceback
@@ -27,6 +28,7 @@ from tsfunc import (
     vjp,
     vmap,
 )
+from tsfunc.tracebacks import MODULES
 
 LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (tsfunc, torch))
 
@@ -115,6 +117,25 @@ def test_a_note_names_the_rule_that_ran() -> None:
     first, second = note.splitlines()
     assert first == "raised in vmap(grad(wrong)), where wrong had x: float32[3], w: float32[3, 2]"
     assert second.endswith("tsfunc.config.traceback = 'full' shows them.")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes of exceptions are Python 3.11's")
+@pytest.mark.parametrize("call", [vmap, lambda f: specialize(vmap(f))], ids=["vmap", "program"])
+def test_a_note_has_the_shapes_of_a_module_of_torch(call: Any) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(4, 1))
+    error = raised(lambda: call(module)(torch.ones(2, 6, 3)))
+    assert "where Linear.forward had input: float32[6, 5]" in vars(error)["__notes__"][0]
+    error = raised(lambda: call(F.cross_entropy)(torch.ones(2, 4, 3), torch.ones(2, 5).long()))
+    where = "where cross_entropy had input: float32[4, 3], target: int64[5]"
+    assert where in vars(error)["__notes__"][0]
+
+
+def test_layers_of_torch_hold_no_guards_in_their_frames() -> None:
+    """An error keeps the locals of these frames: NOTE [guards in frames] in ``torch_state``."""
+    folder, functions = map(Path, MODULES)
+    files = [functions, *folder.rglob("*.py")]
+    assert len(files) > 20
+    assert not [file for file in files if re.search(r"Guard\(|_Disable\w+\(", file.read_text())]
 
 
 def test_an_error_of_a_program_is_at_the_users_line() -> None:

@@ -143,10 +143,14 @@ class Draw:
         from tools.fuzz.program import lines_of
 
         scope = {**self.namespace, **self.env}
+        captured = {name: x.clone() for name, x in self.env.items() if name[0] == "c"}
         try:
             exec("\n".join(lines_of((statement,))), scope)
         except Exception as error:
             raise RejectedError(str(error)) from None
+        if not all(x.equal(self.env[name]) for name, x in captured.items()):
+            # Through an alias, such as a contiguous tensor of one element: the next call differs.
+            raise RejectedError("writes into a captured tensor")
         if statement.target is not None:
             value = scope[statement.target]
             self.env[statement.target] = value

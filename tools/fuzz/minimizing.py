@@ -50,7 +50,18 @@ def minimized(
 def _fewer_calls(program: Program) -> Iterator[Program]:
     if len(program.calls) > 1:
         for i in range(len(program.calls)):
-            yield program.with_(calls=program.calls[:i] + program.calls[i + 1 :])
+            around = program.circumstances
+            yield program.with_(
+                calls=program.calls[:i] + program.calls[i + 1 :],
+                circumstances=around[:i] + around[i + 1 :],
+            )
+
+
+def _plainer_calls(program: Program) -> Iterator[Program]:
+    for i, around in enumerate(program.circumstances):
+        if around:
+            fewer = (*program.circumstances[:i], "", *program.circumstances[i + 1 :])
+            yield program.with_(circumstances=fewer)
 
 
 def _fewer_transforms(program: Program) -> Iterator[Program]:
@@ -216,6 +227,7 @@ def _simpler_leaf(leaf: Leaf) -> Iterator[Leaf]:
 
 _STEPS = (
     _fewer_calls,
+    _plainer_calls,
     _fewer_transforms,
     _simpler_results,
     _fewer_statements,

@@ -131,6 +131,7 @@ class Program:
         calls: for each call of the transformed function the phase of its values; in a later
             call values, batch sizes and strides differ.
         sizes: in later calls, the sizes of an example in place of those that were drawn.
+        circumstances: for each call what is different around it (``circumstances``), or none.
     """
 
     seed: str
@@ -142,6 +143,11 @@ class Program:
     calls: tuple[int, ...] = (0,)
     keywords: frozenset[str] = field(default_factory=frozenset)
     sizes: tuple[tuple[int, int], ...] = ()
+    circumstances: tuple[str, ...] = ()
+
+    def circumstance(self, call: int) -> str:
+        """Return the circumstance of a call."""
+        return self.circumstances[call] if self.circumstances else ""
 
     def with_(self, **changes: object) -> Program:
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -197,6 +203,21 @@ class Record:
     b: object
 """,
 }
+_GRADIENTS = """\
+def with_gradients(function, captured, *args, **kwargs):
+    inputs = floats([captured, args, kwargs])
+    for tensor in inputs:
+        tensor.requires_grad_()
+    out = function(*args, **kwargs)
+    loss = total(out)
+    grads = [None] * len(inputs)
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        grads = torch.autograd.grad(loss, inputs, allow_unused=True)
+    for tensor in inputs:
+        tensor.requires_grad_(False)
+    made = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads)]
+    return {"out": out, "gradients": made}
+"""
 _FLOATS = """\
 def floats(tree):
     return tuple(leaf for leaf in leaves(tree) if leaf.is_floating_point())
@@ -386,11 +407,13 @@ def source(program: Program) -> str:
         lines += _step(program, step, f"f{i}", f"f{i + 1}")
     lines.append(f"program = f{len(program.tower)}")
     text = "\n".join(lines) + "\n"
+    helpers = [_GRADIENTS] if "gradients" in program.circumstances else []
+    mentioned = "".join((text, *helpers))
     helpers = [
         helper
         for name, helper in (("total", _TOTAL), ("floats", _FLOATS), ("like", _LIKE))
-        if f"{name}(" in text
-    ]
+        if f"{name}(" in mentioned
+    ] + helpers
     if any("leaves(" in helper for helper in helpers):
         helpers.insert(0, _LEAVES)
     helpers += [
@@ -399,6 +422,14 @@ def source(program: Program) -> str:
         if any(p.is_container and p.container == container for p in program.params)
     ]
     return "\n".join([*helpers, text])
+
+
+def captured_text(program: Program, call: int) -> dict[str, str]:
+    """Return the expressions of the captured tensors of a call."""
+    changed = 1.3 * (1 + program.calls[call]) if program.circumstance(call) == "others" else 0.0
+    return {
+        name: leaf_text(leaf, leaf.shape, leaf.phase + changed) for name, leaf in program.captured
+    }
 
 
 def call_text(program: Program, call: int, function: str = "program") -> str:

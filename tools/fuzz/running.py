@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import linecache
 import math
 import traceback
 import types
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +21,9 @@ from torch.utils import _pytree as pytree
 
 import tsfunc
 from tools.fuzz import reference
+from tools.fuzz.circumstances import CHANGES, FLOAT32, GRADIENTS, around
 from tools.fuzz.formulas import Formulas
-from tools.fuzz.program import Program, call_text, source
+from tools.fuzz.program import Program, call_text, captured_text, source
 from tools.fuzz.refusals import refused
 
 OK, REFUSED, SKIPPED = "ok", "refused", "skipped"
@@ -78,18 +81,53 @@ def results(program: Program, module: Any, shaken: float = 0.0) -> list[Any]:
 def _results(program: Program, module: Any, shaken: float) -> list[Any]:
     found: list[Any] = []
     scope = namespace_of(source(program), module)
-    if shaken:
-        for name, leaf in program.captured:
-            if leaf.kind == "float":
-                scope[name] = _shake(scope[name], shaken)
-    for call in range(len(program.calls)):
-        taken = eval(call_text(program, call, "_Arguments"), {
-            **scope, "_Arguments": lambda *args, **kwargs: (args, kwargs),
-        })  # fmt: skip
-        args, kwargs = pytree.tree_map(lambda x: _shake(x, shaken), taken) if shaken else taken
-        value = scope["program"](*args, **kwargs)
-        found.append(pytree.tree_map(_plain, _as_dicts(value)))
+    known: dict[tuple[int, str], Any] = {}  # results of the reference: those of equal calls
+    for call, number in enumerate(program.calls):
+        own = program.circumstance(call)
+        key = number, own if own in CHANGES else ""
+        if key not in known or module is not reference:
+            known[key] = _result(program, scope, call, module, shaken)
+        found.append(known[key])
     return found
+
+
+def _result(program: Program, scope: dict[str, Any], call: int, module: Any, shaken: float) -> Any:
+    circumstance = program.circumstance(call)
+
+    def changed(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        x = _shake(x, shaken) if shaken else x
+        return x.float() if circumstance == FLOAT32 else x
+
+    for name, text in captured_text(program, call).items():
+        before = program.circumstance(call - 1)
+        if call == 0 or module is reference or {circumstance, before} & CHANGES:
+            scope[name] = changed(eval(text, dict(scope)))
+    captured = [scope[name] for name, _ in program.captured]
+    args, kwargs = eval(call_text(program, call, "_Arguments"), {
+        **scope, "_Arguments": lambda *args, **kwargs: (args, kwargs),
+    })  # fmt: skip
+    args, kwargs = _mapped(changed, args), _mapped(changed, kwargs)
+    function = scope["program"]
+    if circumstance == GRADIENTS:
+        function = functools.partial(scope["with_gradients"], function, captured)
+    with around(circumstance) if module is not reference else contextlib.nullcontext():
+        value = function(*args, **kwargs)
+    return pytree.tree_map(_plain, _as_dicts(value))
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return containers of the same classes, with the results of a function for the leaves."""
+    if isinstance(tree, dict):
+        return {key: _mapped(function, part) for key, part in tree.items()}
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return dataclasses.replace(tree, **_mapped(function, vars(tree)))
+    if hasattr(tree, "_fields"):
+        return type(tree)(*[_mapped(function, part) for part in tree])
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(function, part) for part in tree)
+    return function(tree)
 
 
 def _as_dicts(value: Any) -> Any:
@@ -152,9 +190,10 @@ def compared(program: Program, expected: list[Any]) -> Verdict:
             return Verdict(RAISES, "RecursionError", str(error))
         return Verdict(RAISES, cause_of(error), _text(error))
     for call, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        difference = different(ours, theirs)
+        difference = different(ours, theirs, program.circumstance(call) == FLOAT32)
         if difference:
-            return Verdict(WRONG, difference[0], f"call {call}: {difference[1]}")
+            detail = f"call {call} ({program.circumstance(call)}): {difference[1]}"
+            return Verdict(WRONG, difference[0], detail)
     return Verdict(OK)
 
 
@@ -191,12 +230,20 @@ def _finite(tree: Any) -> bool:
     )
 
 
+def _scale(x: torch.Tensor) -> float:
+    return 1 + (float(x.abs().max()) if x.numel() else 0.0)
+
+
 def _kind_of(x: Any) -> str:
     return type(x).__name__
 
 
-def different(ours: Any, theirs: Any) -> tuple[str, str] | None:
-    """Return what differs between two results, in a word and in a sentence."""
+def different(ours: Any, theirs: Any, single: bool = False) -> tuple[str, str] | None:
+    """Return what differs between two results, in a word and in a sentence.
+
+    Results in single precision (``single``) are compared as closely as those of a well conditioned
+    function may be.
+    """
     mine, spec = pytree.tree_flatten(ours)
     others, other_spec = pytree.tree_flatten(theirs)
     if spec != other_spec:
@@ -212,7 +259,10 @@ def different(ours: Any, theirs: Any) -> tuple[str, str] | None:
             return "shape", f"leaf {place}: {tuple(a.shape)}, expected {tuple(b.shape)}"
         if a.dtype != b.dtype:
             return "dtype", f"leaf {place}: {a.dtype}, expected {b.dtype}"
-        if not torch.allclose(a, b, rtol=RTOL, atol=ATOL, equal_nan=True):
+        rtol, atol = RTOL, ATOL
+        if single:
+            rtol, atol = 0.0, 1e-2 * _scale(b)
+        if not torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True):
             by = float((a.double() - b.double()).abs().max()) if not a.is_complex() else math.nan
             return "numbers", f"leaf {place}: off by {by:.3g}"
     return None
@@ -229,12 +279,11 @@ def _well_conditioned(program: Program, expected: list[Any]) -> bool:
         for one, two in zip(shaken, expected, strict=True):
             pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(two), strict=True)
             for a, b in pairs:
-                if isinstance(b, torch.Tensor) and b.is_floating_point():
-                    scale = 1 + (float(b.abs().max()) if b.numel() else 0.0)
-                    if a.shape != b.shape or not torch.allclose(
-                        a, b, rtol=0, atol=1e4 * _SHAKEN * scale
-                    ):
-                        return False
+                if not isinstance(b, torch.Tensor) or not b.is_floating_point():
+                    continue
+                atol = 1e4 * _SHAKEN * _scale(b)
+                if a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=atol):
+                    return False
     return True
 
 

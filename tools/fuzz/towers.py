@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from tools.fuzz import reference
+from tools.fuzz.circumstances import CHANGES, PLAIN, draw_circumstances
 from tools.fuzz.program import PARTS, Parameter, Program, Transform
 from tools.fuzz.running import results
 
@@ -28,6 +29,8 @@ _ORDER = {"hessian": 2}
 _MOST_ORDER = 3
 # How many values a Jacobian may have for each of the function; bounds the size of a result.
 _JACOBIANS = frozenset({"jacrev", "jacfwd", "hessian"})
+# The phases of the calls: a plan is made at the first call, a recipe is recorded at the second.
+_CALLS = ((0, 0, 0, 0), (0, 1, 0, 1), (0, 0, 1, 1, 0), (0, 1, 2, 0, 1, 2), (0, 0, 0, 1, 2))
 BATCH_SIZES = (6, 7, 2, 3, 1, 0)
 
 
@@ -67,8 +70,25 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
             tower.append(_specialize(rng, program, tuple(tower), inductor))
         else:
             tower.append(Transform(kind))
-    calls = rng.choice([(0,), (0, 0), (0, 1), (0, 1, 2)])
-    return _resized(rng, program.with_(tower=tuple(tower), calls=calls))
+    calls = rng.choice(_CALLS)
+    return _surrounded(rng, _resized(rng, program.with_(tower=tuple(tower), calls=calls)))
+
+
+def _surrounded(rng: random.Random, program: Program) -> Program:
+    """Return the program with circumstances of its calls, as far as the reference has a result."""
+    options = {option for step in program.tower for option in step.options}
+    frozen = ("closure", '"freeze"') in options
+    drawn = draw_circumstances(rng, len(program.calls), frozen)
+    for kind in CHANGES & set(drawn):
+        calls = [i for i, own in enumerate(drawn) if own == kind]
+        some = program.with_(
+            calls=tuple(program.calls[i] for i in calls), circumstances=(kind,) * len(calls)
+        )
+        try:
+            results(some, reference)
+        except Exception:
+            drawn = tuple(PLAIN if own == kind else own for own in drawn)
+    return program.with_(circumstances=drawn)
 
 
 def _resized(rng: random.Random, program: Program) -> Program:

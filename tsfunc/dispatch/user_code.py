@@ -175,17 +175,15 @@ def is_library(code: Any) -> bool:
 
 def is_installed(code: Any) -> bool:
     """Return True for a module, class or function of a library or of an installed package."""
-    if is_library(code):
+    if isinstance(code, _C_FUNCTIONS):
         return True
-    package = sys.modules.get(root_package(code))
-    if package is None:
-        return False
-    folders = getattr(package, "__path__", None)
-    paths = list(folders) if folders is not None else [getattr(package, "__file__", None) or ""]
-    return any(map(_is_installed_at, paths))
+    package = root_package(code)
+    return package in _LIBRARY_PACKAGES or _is_installed_package(sys.modules.get(package))
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_installed_at(path: str) -> bool:
+def _is_installed_package(package: types.ModuleType | None) -> bool:
     """Return True if the directory around a package or module is one that installers write to."""
-    return os.path.basename(os.path.dirname(path)) in _INSTALLED
+    folders = getattr(package, "__path__", None)
+    paths = [getattr(package, "__file__", None) or ""] if folders is None else list(folders)
+    return any(os.path.basename(os.path.dirname(path)) in _INSTALLED for path in paths)

@@ -35,6 +35,7 @@ def same_shape(
     return op(*args, **kwargs), dims[0]
 
 
+@shifted(Shift.SAME)
 def same_layout(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -343,11 +343,14 @@ def _permuted(levels: Sequence[Axis], perm: Sequence[tuple[int, int]], leaf: tor
 
 @folding("axis_index")
 def axis_index(axis_name: Hashable, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """Return each example's number along an axis, as an int64 tensor of shape ``()``.
+    """Return each example's index along an axis.
 
     Args:
         axis_name: the axis. A tuple of axes acts as one axis, in which the last varies fastest.
         device: the device of the tensor; by default torch's default device.
+
+    Returns:
+        An int64 tensor of shape ``()``, from 0 to the axis size, exclusive.
 
     Raises:
         UnboundAxisError: no active transform binds the name.
@@ -380,6 +383,9 @@ def axis_size(axis_name: Hashable) -> int:
 
     Args:
         axis_name: the axis, or a tuple of axes for the product of their sizes.
+
+    Returns:
+        An int, the same for every example.
 
     Raises:
         UnboundAxisError: no active transform binds the name.

@@ -167,8 +167,12 @@ def sequential_vmap(func: Callable[..., Result]) -> custom_vmap[Result]:
         func: takes and returns pytrees of tensors.
 
     Returns:
-        A function of the same arguments. Under ``vmap`` it is a :func:`tsfunc.map`: one node in a
+        A function of the same arguments and with the same results, of any shapes and dtypes.
+        Under ``vmap`` it is a :func:`tsfunc.map` over the batched arguments: one node in a
         program, with the memory of one call. Unbatched arguments are the same for all examples.
+
+    Raises:
+        TypeError: under ``vmap``, a result is not a tensor or a number.
 
     Example:
         >>> import torch

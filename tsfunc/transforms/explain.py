@@ -92,7 +92,7 @@ class CallReport:
     """The result of :func:`explain`: a table by line of code, with ``!`` at slow loops.
 
     ``str()`` and rich show the table in a terminal, and a notebook shows it as HTML. ``to_dict``
-    returns plain values.
+    returns plain values. Its counterpart in torch is the table of ``torch.profiler.profile``.
 
     Example:
         >>> import torch
@@ -216,7 +216,7 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
 
     Args:
         func: a transformed function, as ``vmap(f)``, or any function that uses transforms.
-        args: the arguments of the call; ``kwargs`` are its keyword arguments.
+        args, kwargs: the arguments of the call.
 
     Returns:
         A :class:`CallReport`: a row for each operator, the line of the user's code that called
@@ -240,7 +240,8 @@ def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallRepor
         >>> report.loops
         ()
 
-    Calls that are not explained have no overhead.
+    Calls that are not explained have no overhead. torch has no counterpart; the nearest is the
+    table of ``torch.profiler.profile``, which knows nothing of rules and loops.
     """
     recorder = Recorder(UserLines().here)
     with recording(recorder), PlainCalls(recorder):

@@ -25,8 +25,14 @@ _Tree = TypeVar("_Tree")
 def stop_gradient(tree: _Tree) -> _Tree:
     """Return a tree with the same values as constants, for every derivative in both modes.
 
+    It raises no errors of its own, and is the identity where nothing is differentiated.
+
     Args:
-        tree: a pytree; non-tensor leaves are returned unchanged.
+        tree: a pytree of tensors of any shapes and dtypes, and of other values.
+
+    Returns:
+        A pytree like ``tree``. Its tensors share the memory of those in ``tree``, and have no
+        gradients or tangents; other leaves are returned unchanged.
 
     Example:
         >>> import torch

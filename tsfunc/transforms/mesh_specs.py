@@ -14,6 +14,8 @@ from tsfunc.errors import MeshError
 class P(tuple[Any, ...]):
     """A partition spec: for each dim of a tensor, the mesh axes that the dim is sharded over.
 
+    A spec raises no errors of its own. :func:`tsfunc.shard_map` checks the names and the sizes.
+
     Args:
         entries: for each dim the name of an axis, a tuple of names (the first varies slowest), or
             None. Dims without an entry are not sharded. ``P()`` is the same tensor on every rank.

@@ -184,7 +184,7 @@ def functional_optimizer(cls: type[torch.optim.Optimizer], **options: Any) -> Fu
     Args:
         cls: a class of ``torch.optim``, or another optimizer that is made from a list of
             parameters.
-        **options: the options of its constructor, such as ``lr``.
+        options: the options of its constructor, as keyword arguments, such as ``lr``.
 
     Returns:
         A :class:`FunctionalOptimizer` with ``init(params)``, which returns the state, and

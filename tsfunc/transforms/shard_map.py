@@ -158,6 +158,9 @@ def mesh_axes(
         mesh: a ``DeviceMesh`` with names, or a dict from names to process groups.
         check: as for ``shard_map``.
 
+    Returns:
+        The context manager. Its ``with`` statement binds no value.
+
     Raises:
         MeshError: the mesh's axes have no names, or another mesh in use has the same names.
         ValueError: an active ``vmap`` has the name of an axis.

@@ -12,10 +12,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -95,6 +96,7 @@ class Specialized(Generic[_Params, _Result]):
         closure: Closure,
         auto_widen: bool = True,
         backend: Any = "python",
+        hoist: bool | Collection[str] = False,
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
@@ -105,7 +107,8 @@ class Specialized(Generic[_Params, _Result]):
         contracts = in_order(self._given, f"specialize({self.name})")
         compiler = None if backend == "python" else resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
-        self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
+        kept = _checked_names(hoist, self.name, signature)
+        self.target = Target(func, self.name, signature, contracts, closure, compiler, named, kept)
         self.cache = Cache(max_specializations, auto_widen)
         self._backend = backend
 
@@ -415,7 +418,8 @@ class Specialized(Generic[_Params, _Result]):
             if self._is_named():
                 return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
             described = [contract.descriptors for contract in self._given]
-            options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
+            target, cache = self.target, self.cache
+            options = cache.limit, target.closure, cache.auto_widen, self._backend, target.hoist
             return type(self), (self.func, described, *options)
         from tsfunc.program.calling.saving import function_to_save
         from tsfunc.program.files.functions import pickled
@@ -456,6 +460,26 @@ class Specialized(Generic[_Params, _Result]):
 
     def __repr__(self) -> str:
         return f"<specialized {self.name}, {len(self.programs)} programs>"
+
+
+def _checked_names(
+    hoist: bool | Collection[str], name: str, signature: inspect.Signature
+) -> bool | Collection[str]:
+    """Return ``hoist``, with a single name as a tuple.
+
+    Raises:
+        ValueError: it is not a bool or names of parameters.
+    """
+    if isinstance(hoist, bool):
+        return hoist
+    names = tuple(hoist) if isinstance(hoist, list | tuple | set | frozenset) else (hoist,)
+    unknown = [each for each in names if each not in signature.parameters]
+    if unknown:
+        raise ValueError(
+            f"specialize({name}): hoist= expected True, False or names of parameters "
+            f"({', '.join(signature.parameters)}), got {unknown[0]!r}."
+        )
+    return names
 
 
 class LoadedFunction(Specialized[..., Any]):

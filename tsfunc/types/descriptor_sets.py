@@ -258,6 +258,9 @@ def infer_descriptors(*examples: Mapping[str, object]) -> Descriptors:
     Args:
         examples: parameter name to value; at least one.
 
+    Returns:
+        The descriptors of the parameters, which :func:`tsfunc.specialize` accepts.
+
     Raises:
         DescriptorError: no example was given, or one is not a dict of names.
 

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 import tsfunc
 from tests.transforms.support import leaves
-from tsfunc import MetaTensorType, associative_scan, grad, jvp, scan, specialize, vmap
+from tsfunc import (
+    MetaTensorType,
+    associative_scan,
+    grad,
+    jvp,
+    scan,
+    sequential_vmap,
+    specialize,
+    vmap,
+)
 from tsfunc.bridge.control.control_flow import ControlFlow
 
 
@@ -214,3 +223,14 @@ def test_a_scan_of_a_program_is_a_scan_of_the_program_that_calls_it(f: Callable[
     assert outer.cache_info().programs == 1
     nodes = outer.program.graph.nodes
     assert len([node for node in nodes if isinstance(node.target, ControlFlow)]) == 1
+
+
+@pytest.mark.parametrize("result", ["text", object()], ids=["text", "object"])
+def test_a_result_that_cannot_be_stacked_is_an_error(result: object) -> None:
+    message = "expected tensors and numbers .* got .* of type (str|object)"
+    with pytest.raises(TypeError, match=message):
+        tsfunc.map(lambda x: result, torch.ones(2))
+    with pytest.raises(TypeError, match=message):
+        scan(lambda carry, x: (carry, [x, result]), torch.zeros(()), torch.ones(2))
+    with pytest.raises(TypeError, match=message):
+        vmap(sequential_vmap(lambda x: result))(torch.ones(2))

@@ -109,6 +109,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!is_plain(state) || !call.unwrap(op, schema_of(op), *stack)) return false;
     PyObject* level = call.level;
     if (!is_ready(level) || !reaches(state.get(), level)) return false;
+    if (call.function_subclass) return false;  // its handler takes Python's functions
     if (!at::GradMode::is_enabled() && c10::InferenceMode::is_enabled()) return false;
     if (slot(slot(level, slots.torch_state), slots.in_modes) == Py_True) return false;
     PyObject* found = find_plan(slot(op_, slots.operator_plans), slots.plans, call);
@@ -254,7 +255,8 @@ class DispatchHandler : public c10::OperatorKernel {
   // Call the operator on tracers of outer levels, as a call of its overload in Python would.
   bool call_outwards(const c10::OperatorHandle& op, Stack& stack, PyObject* state) {
     OperatorCall call;
-    if (!call.unwrap(op, schema_of(op), stack) || call.named || !is_ready(call.level) ||
+    if (!call.unwrap(op, schema_of(op), stack) || call.named || call.function_subclass ||
+        !is_ready(call.level) ||
         in_functorch() || slot(state, slots.remap) != Py_None || !reaches(state, call.level))
       return false;
     PyObject* plans = slot(op_, slots.operator_plans);

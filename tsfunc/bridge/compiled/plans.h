@@ -111,7 +111,8 @@ bool is_users_error(const Call& call) {
 // True if a call on the values runs no Python code that could see the dispatch state: no handler, no
 // mode, no hook of autograd, and no kernel of factories (NOTE [the factory keys]).
 bool needs_no_state(const Call& call, c10::DispatchKeySet included) {
-  return call.bare && !call.outer_tracers && c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
+  return call.bare && !call.outer_tracers && !call.function_subclass &&
+      c10::impl::TorchDispatchModeTLS::stack_len() == 0 &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0 &&
       !included.has(c10::DispatchKey::TESTING_ONLY_GenericMode);
 }

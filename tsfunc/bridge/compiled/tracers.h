@@ -125,6 +125,7 @@ class Call {
   Owned key;                  // of the call's plan
   bool strided = true;
   bool outer_tracers = false;          // a value is a tensor with a handler of its own
+  bool function_subclass = false;      // a value has a class whose only handler is of functions
   bool bare = true;                    // no value is differentiated
   int64_t rank = -1, least_rank = -1;  // the most and the fewest dims of a batched value
   int64_t plain_rank = -1;             // the most dims of a tensor that is not batched
@@ -141,14 +142,17 @@ class Call {
     bool own = is_tracer(arg) && level_of(arg) == level;
     PyObject* value = own ? value_of(arg) : arg;
     kind = Owned::copy(own ? bdim_of(arg) : type_of(arg));
-    see(THPVariable_Unpack(value), own && kind.get() != Py_None);
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    bool handled = tensor.key_set().has(c10::DispatchKey::Python);
+    outer_tracers |= handled;
+    function_subclass |= !handled && !THPVariable_CheckExact(value);
+    see(tensor, own && kind.get() != Py_None);
     return value;
   }
 
  private:
   void see(const at::Tensor& value, bool batched) {
     strided &= is_strided(value);
-    outer_tracers |= value.key_set().has(c10::DispatchKey::Python);
     auto* impl = value.unsafeGetTensorImpl();
     bare &= impl->autograd_meta() == nullptr;
     elements += impl->has_symbolic_sizes_strides() ? 0 : impl->numel();

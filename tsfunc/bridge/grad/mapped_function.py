@@ -58,7 +58,11 @@ def rewrapped(
     args: Sequence[Any],
     level: TracerLevel,
 ) -> list[Any]:
-    """Return tracers for results; a result that is an argument's own value is that argument."""
+    """Return tracers for results; a result that is an argument's own value is that argument.
+
+    A result that a vmap does not batch is returned itself, and may outlive the vmap, except where
+    autograd records at the level: a node has results of one level.
+    """
 
     def tracer(result: Any, dim: int | None) -> Any:
         if not isinstance(result, torch.Tensor):
@@ -66,7 +70,9 @@ def rewrapped(
         for value, arg in zip(values, args, strict=True):
             if value is result and dim_of(arg, level) == dim:
                 return arg
-        return wrap(result, dim, level) if isinstance(level, BatchLevel) else level.lift(result)
+        if not isinstance(level, BatchLevel):
+            return level.lift(result)
+        return result if dim is None and not level.autograd else wrap(result, dim, level)
 
     return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
 

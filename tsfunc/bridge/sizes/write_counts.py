@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
+from torch._C import DisableTorchFunction
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 
@@ -45,7 +46,7 @@ def counting_writes(args: Sequence[Any]) -> Iterator[None]:
 def update_versions(args: Iterable[Any]) -> None:
     """Let the versions of a call's arguments include all writes to their storages."""
     for x in fakes_in(args):
-        writes = x.untyped_storage().__dict__.get(_WRITES, 0)
+        writes = _attributes(x).get(_WRITES, 0)
         if x.__dict__.get(_WRITES, 0) != writes:
             x.__dict__[_WRITES] = writes
             increment_version(x)
@@ -54,14 +55,20 @@ def update_versions(args: Iterable[Any]) -> None:
 def version_of(x: torch.Tensor) -> tuple[int, int]:
     """Return a value that differs after each write to a tensor or to one that shares its memory."""
     fake = type(x) is FakeTensor and x.layout is torch.strided
-    writes = x.untyped_storage().__dict__.get(_WRITES) if fake else None
+    writes = _attributes(x).get(_WRITES) if fake else None
     return (x._version, 0) if writes is None else (0, writes)
 
 
 def _note_write(x: torch.Tensor) -> None:
     """Note a write that the version of the tensor itself includes already."""
-    attributes = x.untyped_storage().__dict__
+    attributes = _attributes(x)
     attributes[_WRITES] = x.__dict__[_WRITES] = attributes.get(_WRITES, 0) + 1
+
+
+def _attributes(x: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a tensor's storage; function modes do not see the call."""
+    with DisableTorchFunction():
+        return x.untyped_storage().__dict__
 
 
 def fakes_in(args: Iterable[Any]) -> Iterator[FakeTensor]:

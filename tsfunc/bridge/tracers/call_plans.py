@@ -511,7 +511,7 @@ def _operator_plan(
         if direct is not None:
             return direct
     plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
-    plan.shifts = _shifts(op.direct_rule, kinds)
+    plan.shifts = None if "memory_format" in kwargs else _shifts(op.direct_rule, kinds)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
 

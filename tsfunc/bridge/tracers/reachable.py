@@ -13,11 +13,16 @@ NOTE [code of libraries] in ``dispatch/user_code``. No code of the user runs dur
 
 The parameters and buffers of a module are told apart from other tensors, because
 ``functional_call`` replaces them while it runs.
+
+A search for the tensors that code reads (``only_named``) is made at every call of a function with
+custom rules, and must not depend on the size of the user's data. It follows only those attributes
+of an object that some code names, and nothing that a tensor holds.
 """
 
 from __future__ import annotations
 
 import builtins
+import dis
 import functools
 import gc
 import importlib.util
@@ -26,7 +31,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,6 +44,7 @@ from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.user_code import is_installed
 
+_IMPORT_NAME: Final = dis.opmap["IMPORT_NAME"]
 _HEAP_TYPE: Final = 1 << 9  # of CPython's type flags
 # Objects of these classes hold no tensors.
 _LEAF_CLASSES: Final = frozenset({
@@ -75,19 +81,26 @@ class ModuleEntry:
 class Reachable:
     """The tensors that code can reach from some objects.
 
+    The order of the results depends on the code and the objects alone.
+
+    Args:
+        roots: the objects.
+        only_named: if True, only attributes that code names are followed, and no tensor is.
+
     Attributes:
         tensors: the tensors and tracers, with the values that tracers wrap and the gradients of
             tensors, but without those that are only reached as entries of modules.
         entries: the parameters and buffers of the modules.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], *, only_named: bool = False) -> None:
+        self._only_named = only_named
         self.tensors: list[torch.Tensor] = []
         self.entries: list[ModuleEntry] = []
         # The objects met, by id; they are kept alive, so that an id is not used twice.
         self._met: dict[int, Any] = {id(vars(builtins)): None}
         self._names: set[str] = set()
-        # Methods that no code has named yet, by name.
+        # Methods and attributes that no code has named yet, by name.
         self._unnamed: dict[str, list[Any]] = {}
         self._search(list(roots))
 
@@ -104,7 +117,8 @@ class Reachable:
                     stack += gc.get_referents(value)
             elif issubclass(kind, torch.Tensor):
                 self.tensors.append(value)
-                stack.extend(_of_tensor(value))
+                if not self._only_named:
+                    stack.extend(_of_tensor(value))
             elif kind is types.FunctionType:
                 stack.extend(self._of_function(value))
             elif issubclass(kind, type):
@@ -112,7 +126,18 @@ class Reachable:
             elif not issubclass(kind, _NOT_FOLLOWED):
                 if issubclass(kind, torch.nn.Module):
                     stack.extend(self._of_entries(value))
-                stack.extend(_contents_of(value, kind))
+                if self._only_named and (attributes := _attributes_of(value)):
+                    stack.extend(self._of_attributes(attributes))
+                else:
+                    stack.extend(_contents_of(value, kind))
+
+    def _of_attributes(self, attributes: Mapping[str, Any]) -> Iterator[Any]:
+        """Yield the attributes that code names, and keep the others for a later name."""
+        for name, value in [*attributes.items()]:
+            if name in self._names or isinstance(attributes.get("__wrapped__"), _METHODS):
+                yield value
+            else:
+                self._unnamed.setdefault(name, []).append(value)
 
     def _of_entries(self, module: torch.nn.Module) -> Iterator[Any]:
         """Note the entries of a module; yield what their tensors hold."""
@@ -123,7 +148,9 @@ class Reachable:
                 for name, tensor in entries.items():
                     if isinstance(tensor, torch.Tensor):
                         self.entries.append(ModuleEntry(module, kind, name, tensor))
-                        if not isinstance(tensor, Tracer):  # what it wraps is the entry's too
+                        if not self._only_named and not isinstance(
+                            tensor, Tracer
+                        ):  # what it wraps is the entry's too
                             yield from _of_tensor(tensor)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
@@ -133,20 +160,21 @@ class Reachable:
         if is_installed(function):
             return
         names = names_in(function.__code__)
-        for name in names - self._names:
+        for name in sorted(names - self._names):
             yield from self._unnamed.pop(name, ())
         self._names |= names
         space = function.__globals__
-        values = [space[name] for name in names & space.keys()]
+        values = [space[name] for name in sorted(names & space.keys())]
         yield from values
-        modules = _modules([*values, *held, *map(sys.modules.get, _imports(names, space))])
+        imported = _imports(names, space) if has_import(function.__code__) else ()
+        modules = _modules([*values, *held, *map(sys.modules.get, imported)])
         seen: set[int] = set()
         while modules:
             module = modules.pop()
             if id(module) not in seen and not is_installed(module):
                 seen.add(id(module))
                 inner = vars(module)
-                values = [inner[name] for name in names & inner.keys()]
+                values = [inner[name] for name in sorted(names & inner.keys())]
                 yield from values
                 modules += _modules(values)
 
@@ -173,7 +201,7 @@ def _modules(values: Iterable[Any]) -> list[types.ModuleType]:
 def _imports(names: Iterable[str], space: dict[str, Any]) -> Iterator[str]:
     """Yield the modules that code may import by these names, absolutely or relatively."""
     package = space.get("__package__")
-    for name in names:
+    for name in sorted(names):
         yield name
         if isinstance(package, str) and package:
             with suppress(ImportError, ValueError):
@@ -185,6 +213,13 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals, attributes and modules in a function's code and nested code."""
     nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(code.co_names).union(*map(names_in, nested))
+
+
+@functools.lru_cache(maxsize=4096)
+def has_import(code: types.CodeType) -> bool:
+    """Return True if a function's code, or nested code, has an import statement."""
+    nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return _IMPORT_NAME in code.co_code[::2] or any(map(has_import, nested))
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -208,6 +243,16 @@ def _contents_of(value: Any, kind: type) -> Iterable[Any]:
         if issubclass(kind, base):
             return contents(value)
     return gc.get_referents(value)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes in an object's ``__dict__``; none for an object without one."""
+    if isinstance(value, functools.partial):
+        return {}  # its function and arguments are not among them
+    with suppress(AttributeError):
+        attributes = object.__getattribute__(value, "__dict__")
+        return attributes if isinstance(attributes, dict) else {}
+    return {}
 
 
 def _of_tensor(tensor: torch.Tensor) -> Iterable[Any]:

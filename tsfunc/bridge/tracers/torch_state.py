@@ -112,6 +112,7 @@ from torch.nn.modules import module
 
 from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
 from tsfunc.dispatch.state import tls
+from tsfunc.tracebacks import MODULES
 
 _is_grad_enabled = torch.is_grad_enabled
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
@@ -431,6 +432,7 @@ _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
 def release_guards(error: BaseException, *, ours: bool = False) -> None:
     """Free the locals of torch's frames in a traceback: NOTE [guards in frames].
 
+    Modules and their functions hold no guards, and keep their locals: a note describes them.
     The thread's dispatch keys are arbitrary afterwards; the caller restores them.
 
     Args:
@@ -450,7 +452,8 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
         step = exception.__traceback__
         while step is not None:
             code = step.tb_frame.f_code
-            if code.co_filename.startswith(roots) and not code.co_flags & _SUSPENDABLE:
+            file, suspendable = code.co_filename, code.co_flags & _SUSPENDABLE
+            if file.startswith(roots) and not file.startswith(MODULES) and not suspendable:
                 with suppress(RuntimeError):  # the frame is still executing
                     step.tb_frame.clear()
             step = step.tb_next

@@ -85,6 +85,9 @@ class TracerLevel(Level):
         name: the name of the transform in error messages; by default that of the key.
         modal: if True, the kernels also get calls without any of the level's tracers.
 
+    Raises:
+        DispatchError: the level is entered twice, or under another state than it was made under.
+
     Example:
         >>> import torch
         >>> from tsfunc import Tracer, TracerLevel, dispatch

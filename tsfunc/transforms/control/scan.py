@@ -77,7 +77,7 @@ def scan(
 
     Raises:
         ValueError: there is no tensor to scan, sizes differ, or ``unroll`` is not positive.
-        TypeError: ``f`` does not return a pair.
+        TypeError: ``f`` does not return a pair, or a result of a step is not a tensor or a number.
         TypeCheckError: the carry changes its type.
 
     Example:
@@ -190,8 +190,19 @@ def stacked(ys: Sequence[Any], dim: int) -> Any:
 def _stack(column: Sequence[Any], dim: int) -> Any:
     if all(leaf is None for leaf in column):
         return None
-    tensors = [torch.as_tensor(leaf) for leaf in column]
+    tensors = [_as_tensor(leaf) for leaf in column]
     return torch.stack(tensors, stacked_dim(tensors[0].dim(), dim))
+
+
+def _as_tensor(leaf: Any) -> torch.Tensor:
+    try:
+        return torch.as_tensor(leaf)
+    except (TypeError, RuntimeError):
+        raise TypeError(
+            f"scan or map: expected tensors and numbers as the results of a step, which are "
+            f"stacked, got {leaf!r} of type {type(leaf).__name__}. Return it from the function "
+            f"around the loop instead."
+        ) from None
 
 
 @boundary("map", traceable=True)
@@ -210,6 +221,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
 
     Raises:
         ValueError: there is no tensor to map over, or sizes differ.
+        TypeError: a result is not a tensor or a number.
 
     Example:
         >>> import torch
