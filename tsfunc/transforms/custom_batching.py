@@ -52,7 +52,7 @@ def _is_batched(leaf: Any, level: BatchLevel) -> bool:
 
 
 def call_rule(
-    what: str,
+    label: str,
     rule: Callable[..., Any],
     args: tuple[Any, ...],
     otherwise: Callable[..., Any],
@@ -61,7 +61,7 @@ def call_rule(
     """Call a ``custom_vmap`` rule if an argument is batched, and the function otherwise.
 
     Args:
-        what: the description of the rule for error messages.
+        label: the description of the rule for error messages.
         rule: the rule.
         args: the arguments.
         otherwise: the function.
@@ -80,7 +80,7 @@ def call_rule(
             filled[position], flags[position] = value, flag
         in_batched = list(pytrees.unflatten(tree, flags))
         returned = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
-        out, flat = checked_result(what, returned, level.batch_size)
+        out, flat = checked_result(label, returned, level.batch_size)
         if not structure:
             check(pytrees.unflatten(tree, leaves), returned[0])
             structure.append(pytrees.structure_of(returned[0]))
@@ -90,7 +90,7 @@ def call_rule(
     return pytrees.unflatten(structure[0], outs)
 
 
-def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
+def checked_result(label: str, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
     """Return the flattened result of a ``custom_vmap`` rule, and a flag for each leaf.
 
     Raises:
@@ -98,7 +98,7 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise CustomRuleError(
-            f"{what} must return a pair, the result of all examples and the flags of its batched "
+            f"{label} must return a pair, the result of all examples and the flags of its batched "
             f"leaves, got {type(returned).__name__}."
         )
     out = pytrees.leaves_of(returned[0])
@@ -106,21 +106,21 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
         flat = pytrees.broadcast_prefix(returned[1], returned[0], lambda x: isinstance(x, bool))
     except ValueError:
         raise CustomRuleError(
-            f"{what} must return, besides the result, a pytree of bools that is a prefix of "
+            f"{label} must return, besides the result, a pytree of bools that is a prefix of "
             f"it, got {returned[1]!r}."
         ) from None
-    _check_sizes(what, out, flat, size)
+    _check_sizes(label, out, flat, size)
     return out, flat
 
 
-def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
+def _check_sizes(label: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
     for value, flag in zip(out, batched, strict=True):
         if value is None:  # JAX does not count None as a leaf
             continue
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CustomRuleError(
-                f"{what} says that a result is batched: then its first dim must be {size}, the "
+                f"{label} says that a result is batched: then its first dim must be {size}, the "
                 f"number of examples; got {shape}."
             )
 

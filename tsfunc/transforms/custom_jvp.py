@@ -70,7 +70,7 @@ class custom_jvp(Rule[Result]):
     Corresponds to ``jax.custom_jvp``.
     """
 
-    what = "custom_jvp"
+    label = "custom_jvp"
 
     rule: Callable[..., Any] | None = None
     symbolic_zeros = False

@@ -62,7 +62,7 @@ class custom_vjp(Rule[Result]):
     Similar to ``jax.custom_vjp``; forward mode works too, by differentiating the pullback.
     """
 
-    what = "custom_vjp"
+    label = "custom_vjp"
 
     fwd: Callable[..., Any] | None = None
     bwd: Callable[..., Any] | None = None
@@ -245,9 +245,9 @@ def pulled_by_rule(
         if not differentiable(x):
             gradients.append(None)
             continue
-        what = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
+        label = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
         none = " Where it is zero, return None." if flat[position] is not None else ""
-        gradients.append(check_like(f"{what} {call.name(position)}", flat[position], x, none=none))
+        gradients.append(check_like(f"{label} {call.name(position)}", flat[position], x, none=none))
     return gradients
 
 

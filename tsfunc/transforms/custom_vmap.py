@@ -55,7 +55,7 @@ class custom_vmap(Rule[Result]):
     Corresponds to ``jax.custom_batching.custom_vmap``; differentiable in both modes.
     """
 
-    what = "custom_vmap"
+    label = "custom_vmap"
 
     def __init__(self, func: Callable[..., Result]) -> None:
         super().__init__(func)

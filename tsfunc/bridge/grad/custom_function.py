@@ -41,7 +41,7 @@ from tsfunc.bridge.grad.mapped_function import (
 )
 from tsfunc.bridge.grad.once_differentiable import guarded, is_once_differentiable
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
-from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, outlived
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, innermost_level, refuse_escaped
@@ -80,6 +80,9 @@ def _apply(cls: Any, *args: Any) -> Any:
     args = tuple([as_seen_by_current_level(arg) for arg in args])
     level = innermost_level(args)
     if level is not None and not level.alive:
+        values = outlived(args, {})
+        if values is not None:
+            return cls.apply(*values[0])
         refuse_escaped(cls, level)
     if is_once_differentiable(cls, args):
         return guarded(cls, args)
@@ -247,5 +250,5 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
     called = f"{cls.__qualname__}.apply"
     with level.restored():
         found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
-    what = f"the vmap staticmethod of {cls.__name__}"
-    return results_of_rule(found, what, values, args, level)
+    label = f"the vmap staticmethod of {cls.__name__}"
+    return results_of_rule(found, label, values, args, level)

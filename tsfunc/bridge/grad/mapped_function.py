@@ -78,13 +78,13 @@ def rewrapped(
 
 
 def results_of_rule(
-    returned: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
+    returned: Any, label: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
 ) -> Any:
     """Return tracers for the results of a rule in torch's form, ``(output, out_dims)``.
 
     Args:
         returned: the results of the rule.
-        what: a description of the rule, for errors.
+        label: a description of the rule, for errors.
         values: the values that the rule got for ``args``.
         args: the arguments of the call.
         level: the level of the results.
@@ -99,7 +99,7 @@ def results_of_rule(
             else f"a {type(returned).__name__}"
         )
         raise RuntimeError(
-            f"vmap: {what} is expected to have two returns, (output, out_dims), got {got}."
+            f"vmap: {label} is expected to have two returns, (output, out_dims), got {got}."
         )
     output, out_dims = returned
     leaves, tree = pytrees.flatten(output)
@@ -107,7 +107,7 @@ def results_of_rule(
         dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
     except ValueError as error:
         raise RuntimeError(
-            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are "
+            f"vmap: {label} returned an incompatible (output, out_dims): out_dims {out_dims} are "
             f"not a prefix of the structure of the output, {pytrees.spelled(tree)}."
         ) from error
     return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))

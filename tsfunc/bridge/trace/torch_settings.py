@@ -104,10 +104,10 @@ class _WatchedGenerator:
 
     def __getattr__(self, name: str) -> Any:
         thread = threading.get_ident()
-        what = next((what for of, what in reversed(self.traces) if of == thread), None)
-        if what is not None and _is_user_call():
+        label = next((label for of, label in reversed(self.traces) if of == thread), None)
+        if label is not None and _is_user_call():
             raise TypeCheckError(
-                f"{what}: the seed or the state of torch's random numbers is set or read at "
+                f"{label}: the seed or the state of torch's random numbers is set or read at "
                 f"{user_location()} (.{name} of the default generator), which a program does not "
                 f"do again. Do it before the call, or use a torch.Generator that is seeded before."
             )
@@ -118,14 +118,14 @@ _watched = _WatchedGenerator()
 
 
 @contextlib.contextmanager
-def no_seeding(what: str) -> Iterator[None]:
+def no_seeding(label: str) -> Iterator[None]:
     """Context manager that stops the user's code from seeding or reading the default generator.
 
     Args:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
     """
     module: Any = torch.random
-    trace = threading.get_ident(), what
+    trace = threading.get_ident(), label
     with _watched.lock:
         _watched.traces.append(trace)
         module.default_generator = _watched

@@ -112,7 +112,7 @@ class TraceRequest:
     """A function to trace, and its arguments.
 
     Attributes:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
         name: the name of the function in the program, and in errors about its descriptors.
         func: the function; it is called with the (args, kwargs) that ``tree`` unflattens to.
         flat: the flattened arguments; all but tensors and ``scalars`` become constants.
@@ -125,7 +125,7 @@ class TraceRequest:
         assumptions: the other assumptions of the trace.
     """
 
-    what: str
+    label: str
     name: str
     func: Callable[..., Any]
     flat: Sequence[Any]
@@ -189,7 +189,7 @@ def outline(request: TraceRequest) -> Any:
         finally:
             trace.symbols.end()
 
-    return _settled(request, request.what, fakes)
+    return _settled(request, request.label, fakes)
 
 
 def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
@@ -256,7 +256,7 @@ class _Trace:
             axes(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
+            self.level = TraceLevel(self.request.label, self.symbols, self.assumptions.records)
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
             self.gradients = OutsideGradients(
@@ -346,7 +346,7 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level), self.instances, no_seeding(request.what):
+            with mode, Lifting(self.level), self.instances, no_seeding(request.label):
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
@@ -355,15 +355,15 @@ class _Trace:
             if held.recalled and not needed:
                 raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
-            rewrite_size_error(request.what, self.symbols, error)
+            rewrite_size_error(request.label, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
-                    "trace failed", what=request.what, at=error_location(error),
+                    "trace failed", label=request.label, at=error_location(error),
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
         sync_all(out)
-        check_containers(request.what, request.func, (args, kwargs), traced, tree)
+        check_containers(request.label, request.func, (args, kwargs), traced, tree)
         return out
 
     def _alias_groups(self) -> Groups:
@@ -401,10 +401,10 @@ class _Trace:
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_placeholders(request.what, out, self.instances.builder.placeholder_of)
+        apart = with_placeholders(request.label, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
-        check_texts(request.what, leaves, out_tree, symbols)
-        check_bodies(request.what, updates, leaves, level)
+        check_texts(request.label, leaves, out_tree, symbols)
+        check_bodies(request.label, updates, leaves, level)
         values = (*leaves, *updates.tensors)
         results = [node_of_output(leaf, level) for leaf in values]
         if self.gradients.passes.records_needlessly(values):
@@ -443,7 +443,7 @@ class _Trace:
         for condition in conditions:
             if condition.dims:
                 raise DataDependentError(
-                    f"{self.request.what}: {condition.text} compares a number that the function "
+                    f"{self.request.label}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
             self.instances.builder.read_guards.add(ReadCondition(condition.code, condition.text))

@@ -53,12 +53,8 @@ from tsfunc.errors import ExportError
 from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.graphs.torch_operators import (
-    graph_module,
-    in_torch_operators,
-    left_over,
-    no_operator,
-)
+from tsfunc.program.graphs.graph_module import graph_module
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.effects import Aliases, every_node, is_random, writes
 from tsfunc.types import Dim

@@ -147,15 +147,15 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return (given,) if "operand" in kwargs else tuple(given)
 
 
-def _index_of(value: Any, what: str, last: int) -> Choice:
+def _index_of(value: Any, label: str, last: int) -> Choice:
     """Return the branch that a predicate (True: the second) or an index chooses."""
     choice: Choice
-    if what == "cond":
-        choice = predicate_of(value, what)
+    if label == "cond":
+        choice = predicate_of(value, label)
     else:
-        choice = choice_of(value, what)
+        choice = choice_of(value, label)
         if isinstance(choice, bool):
-            raise TypeError(f"{what}: the index must be an integer, got a bool. Use cond.")
+            raise TypeError(f"{label}: the index must be an integer, got a bool. Use cond.")
     if isinstance(choice, int):
         return min(max(int(choice), 0), last)
     if isinstance(choice, BatchedChoice):
@@ -227,13 +227,13 @@ class _SwitchCall:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         branches: tuple[Branch, ...],
         names: tuple[str, ...],
         operands: tuple[Any, ...],
         batching: Batching,
     ) -> None:
-        self.what, self.branches, self.names = what, branches, names
+        self.label, self.branches, self.names = label, branches, names
         self.operands, self.batching = operands, batching
 
     def of(self, choice: Choice) -> Any:
@@ -259,17 +259,17 @@ class _SwitchCall:
     def record(self, index: torch.Tensor) -> Any:
         """Record the call as one node of the trace."""
         return record_switch(
-            self.what, index, self.branches, self.names, self.operands, self.batching
+            self.label, index, self.branches, self.names, self.operands, self.batching
         )
 
     def by_user(self, value: Any) -> Any:
         """Return the result for a predicate or an index, and check the other branches."""
-        choice = _index_of(value, self.what, len(self.branches) - 1)
+        choice = _index_of(value, self.label, len(self.branches) - 1)
         out = self.of(choice)
         if not isinstance(choice, int):
             return out
         checked = check_other_branches(
-            self.what, self.names, self.branches, self.operands, choice, out
+            self.label, self.names, self.branches, self.operands, choice, out
         )
         return checked if isinstance(value, torch.Tensor) else out
 
@@ -279,7 +279,7 @@ class _SwitchCall:
         taken = numbers_in(values)
         if len(taken) == 1:
             return in_tensors(self.branches[taken[0]](*self.operands))
-        whole = SubsetGroup(self.what, choice.level)
+        whole = SubsetGroup(self.label, choice.level)
         parts = []
         for i, group in by_choice(whole, values, taken):
             branch = counted(self.branches[i], choice.level.depth)
@@ -323,7 +323,7 @@ class _SwitchCall:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         mask = values == i
         branch = counted(self.branches[i], level.depth)
-        out, drawn = run_guarded(level, mask, self.what, branch, self.operands)
+        out, drawn = run_guarded(level, mask, self.label, branch, self.operands)
         before = draw_counts(level.depth)
         merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))
         return out
@@ -337,7 +337,7 @@ class _SwitchCall:
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):
             check_branches(
-                self.what,
+                self.label,
                 (f"the result of {self.names[taken[0]]}", f"the result of {self.names[i]}"),
                 (outs[0], out),
             )

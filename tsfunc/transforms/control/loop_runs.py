@@ -62,12 +62,12 @@ class Loop:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         cond_fun: Callable[[Any], Any],
         body_fun: Callable[[Any], Any],
         checkpoint: Checkpoint = None,
     ) -> None:
-        self.what, self.cond_fun, self.body_fun = what, cond_fun, body_fun
+        self.label, self.cond_fun, self.body_fun = label, cond_fun, body_fun
         self.checkpoint = checkpoint
         self.written: Callable[..., Any] = body_fun  # the user's function that body_fun calls
         self.checked = False
@@ -107,7 +107,7 @@ class Loop:
                 self.draws = any(map(is_random, list(trace.graph.nodes)[known:]))
             choice: Choice | None = None if traced else truth_of(value)
             if choice is None:
-                choice = choice_of(value, self.what)
+                choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice):
                 left = None if limit is None else limit - steps
                 return self.run_differing(carry, value, choice, left)
@@ -167,7 +167,7 @@ class Loop:
         """Run the body once; only the first result's type is checked."""
         new = self.body_fun(carry)
         if not self.checked:
-            check_carried(self.what, ("the carry", "the result of the body"), (carry, new), ADVICE)
+            check_carried(self.label, ("the carry", "the result of the body"), (carry, new), ADVICE)
             self.checked = True
         return new
 
@@ -175,7 +175,7 @@ class Loop:
         """Return the last carry; without a step, check the body's type now."""
         if not self.checked:
             self.checked = True
-            check_zero_steps(self.what, self.written, self.body_fun, carry, ADVICE)
+            check_zero_steps(self.label, self.written, self.body_fun, carry, ADVICE)
         return carry
 
     def run_on_subsets(
@@ -186,7 +186,7 @@ class Loop:
         if not self.checked and not bool(active.any()):
             self.check_end(carry)
         state = carry, draw_counts(choice.level.depth)
-        return repeat(SubsetGroup(self.what, choice.level), state, active, self.on_group, limit)
+        return repeat(SubsetGroup(self.label, choice.level), state, active, self.on_group, limit)
 
     def on_group(
         self, group: SubsetGroup, state: tuple[Any, DrawCounts], limit: int | None
@@ -217,7 +217,7 @@ class Loop:
             value = self.cond_fun(carry)
             choice: Choice | None = None if traced else truth_of(value, subset)
             if choice is None:
-                choice = choice_of(value, self.what)
+                choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
                 return carry, made, read(choice.values).bool()
             if isinstance(choice, BatchedChoice | TracedChoice):
@@ -241,13 +241,13 @@ class Loop:
             carry, active = state
             step = counted(self.and_condition, level.depth)
             if guarded:
-                stepped, drawn = run_guarded(level, active, self.what, step, (carry,))
+                stepped, drawn = run_guarded(level, active, self.label, step, (carry,))
             else:
                 stepped, drawn = step(carry)
             return self.keep_finished(level, active, stepped, drawn, carry)
 
         # This loop runs as long as any example continues; its body checks the steps.
-        every = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
+        every = Loop(self.label, lambda state: state[1].any(), body, self.checkpoint)
         every.checked = True
         return every.whole((carry, values_at(value, level)))[0]
 
@@ -280,7 +280,14 @@ class Loop:
         if self.draws or draws_are_counted():
             return self.recorded_with_draws(carry, value, unhidden)
         return record_while(
-            self.what, self.cond_fun, self.body_fun, carry, value, unhidden, self.checkpoint, ADVICE
+            self.label,
+            self.cond_fun,
+            self.body_fun,
+            carry,
+            value,
+            unhidden,
+            self.checkpoint,
+            ADVICE,
         )
 
     def recorded_with_draws(self, carry: Any, value: Any, unhidden: Callable[..., Any]) -> Any:
@@ -307,7 +314,7 @@ class Loop:
 
         state = carry, draw_counts(), flag(value if isinstance(value, torch.Tensor) else True)
         last, drawn, _ = record_while(
-            self.what, lambda state: state[2], body, state, value, unseen, self.checkpoint,
+            self.label, lambda state: state[2], body, state, value, unseen, self.checkpoint,
             ADVICE, lambda state: state[0],
         )  # fmt: skip
         set_draw_counts(drawn)
@@ -360,7 +367,7 @@ class CountedLoop(Loop):
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
             return None
-        return choice_of(left, self.what)
+        return choice_of(left, self.label)
 
     def certain_steps(self, carry: Any) -> int:
         left = self.remaining_steps(carry)

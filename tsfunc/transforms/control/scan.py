@@ -136,22 +136,22 @@ def _scan_again(
 class ScanStep:
     """One step of a scan; the type of the first result is checked."""
 
-    def __init__(self, what: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.what, self.f = what, f
+    def __init__(self, label: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        self.label, self.f = label, f
         self.checked = False
 
     def __call__(self, carry: Any, x: Any) -> tuple[Any, Any]:
         pair: Any = self.f(carry, x)
         if not self.checked:
-            check_pair(self.what, pair)
+            check_pair(self.label, pair)
             names = ("the carry", "the carry that the function returns")
-            check_carried(self.what, names, (carry, pair[0]), _ADVICE)
+            check_carried(self.label, names, (carry, pair[0]), _ADVICE)
             self.checked = True
         new, y = pair
         return new, y
 
 
-def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
+def _length(label: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
     """Return the number of steps."""
     sizes = []
     for leaf in leaves:
@@ -160,21 +160,21 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
                 " Give what is the same for all steps by closing over it."
             )
             raise TypeError(
-                f"{what}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
+                f"{label}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{what}: a tensor of shape {tuple(leaf.shape)} has no dim {dim} to go along."
+                f"{label}: a tensor of shape {tuple(leaf.shape)} has no dim {dim} to go along."
             )
         sizes.append(leaf.shape[dim])
     if length is not None:
         sizes.append(length)
     if not sizes:
-        also = "; give length=" if what == "scan" else ""
-        raise ValueError(f"{what}: there is no tensor to go along{also}.")
+        also = "; give length=" if label == "scan" else ""
+        raise ValueError(f"{label}: there is no tensor to go along{also}.")
     if any(size != sizes[0] for size in sizes):
         raise ValueError(
-            f"{what}: expected one size in dim {dim}, got {sizes}"
+            f"{label}: expected one size in dim {dim}, got {sizes}"
             + (" (the last is length=)." if length is not None else ".")
         )
     return sizes[0]
