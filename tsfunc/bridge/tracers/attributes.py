@@ -144,6 +144,8 @@ function_rules.add(Stage.METHOD, metadata, *_existing(
     "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan",
     attributes=True,
 ))  # fmt: skip
+# C++ resets the hooks of a tensor that it writes in place.
+function_rules.add(Stage.METHOD, metadata, _T._backward_hooks.__set__, leaves=lambda kinds: True)  # type: ignore[attr-defined]
 function_rules.add(Stage.METHOD, _make_dual, torch._VF._make_dual)
 function_rules.add(
     Stage.METHOD, _detach, _T.detach, torch.detach, *_existing("data", attributes=True)

@@ -217,8 +217,10 @@ def plans_of_function(function: Any) -> Plans | None:
         and rule is None
         and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
     )
-    writes = isinstance(function, C_TYPES) and function in WRITERS
-    planned = rule is not None or parsed or parts or writes
+    method = registry.find(Stage.METHOD, function)
+    below = method is not None and method.leaves is not None
+    below = below or (isinstance(function, C_TYPES) and function in WRITERS)
+    planned = rule is not None or parsed or parts or below
     made = Plans(None, rule, parsed, parts) if planned else None
     FUNCTION_PLANS[function] = made
     return made
@@ -275,9 +277,9 @@ def _function_plan(
         if plan.below and not kwargs:
             _shift_function(plan, function, args, kinds)
         return plan
-    if writes:
+    if writes or (function in METHODS and not known.parsed):
         plan = _below_plan(function, kwargs, kinds)
-        plan.writes = plan.below and type(kinds[0]) is int
+        plan.writes = plan.below and writes and type(kinds[0]) is int
         if plan.writes and not kwargs:
             _shift_function(plan, function, args, kinds)
         return plan
