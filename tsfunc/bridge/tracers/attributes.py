@@ -145,7 +145,8 @@ function_rules.add(Stage.METHOD, metadata, *_existing(
     attributes=True,
 ))  # fmt: skip
 # C++ resets the hooks of a tensor that it writes in place.
-function_rules.add(Stage.METHOD, metadata, _T._backward_hooks.__set__, leaves=lambda kinds: True)  # type: ignore[attr-defined]
+_hooks: Any = _T._backward_hooks
+function_rules.add(Stage.METHOD, metadata, _hooks.__set__, leaves=lambda kinds: True)
 function_rules.add(Stage.METHOD, _make_dual, torch._VF._make_dual)
 function_rules.add(
     Stage.METHOD, _detach, _T.detach, torch.detach, *_existing("data", attributes=True)
