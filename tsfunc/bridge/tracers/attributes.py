@@ -4,7 +4,8 @@ C++ can't handle these calls: it would use the wrapper tensor, or would not disp
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
 attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+``_functorch.maybe_current_level`` is the depth of torch.func's stack; ``Tensor._backward_hooks`` is
+set to None by C++ after a write.
 """
 
 from __future__ import annotations
