@@ -47,6 +47,13 @@ from tsfunc.transforms.control.choice import (
     predicate_of,
     read,
 )
+from tsfunc.transforms.control.derived_operators import (
+    Pullback,
+    Pushforward,
+    derivative_rule,
+    pull_back,
+    push_forward,
+)
 from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together, where
@@ -220,6 +227,28 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
     """Run a traced call."""
     call = _SwitchInProgram(op.name, op.bodies, op.names, (index, *operands), op.batching)
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
+
+
+@derivative_rule(Pullback, Switch)
+def _pulled(op: Switch, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+    """Choose between the pullbacks of the branches."""
+    return _between(
+        op, [functools.partial(pull_back, body, count, by, of) for body in op.bodies], operands
+    )
+
+
+@derivative_rule(Pushforward, Switch)
+def _pushed(op: Switch, count: int, by: Sequence[int], *operands: Any) -> Any:
+    """Choose between the pushforwards of the branches."""
+    return _between(
+        op, [functools.partial(push_forward, body, count, by) for body in op.bodies], operands
+    )
+
+
+def _between(op: Switch, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+    """Choose as a traced call does, between other branches of the same operands and more."""
+    call = _SwitchCall(op.name, tuple(branches), op.names, tuple(operands), op.batching)
+    return call.of(_index_of(operands[0], op.name, len(branches) - 1))
 
 
 class _SwitchCall:

@@ -12,6 +12,8 @@ from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBat
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subsets import run_guarded
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.draw_keys import (
     DrawCounts,
@@ -37,7 +39,12 @@ from tsfunc.transforms.control.choice import (
     truth_of,
     values_at,
 )
-from tsfunc.transforms.control.derived_operators import Pushforward
+from tsfunc.transforms.control.derived_operators import (
+    DerivativeOperands,
+    Pullback,
+    Pushforward,
+    derivative_rule,
+)
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
     as_tensor,
@@ -48,6 +55,7 @@ from tsfunc.transforms.control.outputs import (
     where,
 )
 from tsfunc.transforms.control.programs import record_while
+from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 from tsfunc.transforms.forward import jvp
 
@@ -406,32 +414,58 @@ def _run(op: While, *operands: Any) -> Any:
     return loop.whole(operands[: op.carried])
 
 
-@run_by(Pushforward)
-def _run_pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
-    """Run a loop over a traced loop's carry and its tangents; return the tangents.
+@derivative_rule(Pullback, While)
+def _pulled(op: While, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+    """Count the steps, and pull back through a scan of so many steps.
 
-    Args:
-        op: the traced loop.
-        count: the number of its tensor operands.
-        by: the positions of the operands that have tangents.
-        operands: the tensor operands, the tangents, and the numbers of the loop.
+    A scan has at least one step, whose pullback is not used if the loop makes none.
     """
+    given = DerivativeOperands.of(operands, count, len(of))
     condition, body = op.bodies
-    stop = count + len(by)
-    inputs, tangents = operands[:count], dict(zip(by, operands[count:stop], strict=True))
-    carry, rest = inputs[: op.carried], (*inputs[op.carried :], *operands[stop:])
-    moved = [i for i, x in enumerate(carry) if x.is_floating_point() or x.is_complex()]
-    outer = {i: tangents[i] for i in by if i >= op.carried}
+    carry, outer = given.inputs[: op.carried], given.inputs[op.carried :]
+    rest = (*outer, *given.numbers)
+    device = given.derivatives[0].device
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    loop = Loop(
+        f"{op.name}_pullback",
+        lambda state: condition(*state[1:], *rest)[0],
+        lambda state: (state[0] + 1, *body(*state[1:], *rest)),
+        None,
+    )
+    made = loop.whole((none, *carry))[0]
+    steps: Any = made.clamp(min=1).item()
+    check_size(steps >= 1, f"{op.name} makes at least one step")
+    numbers = torch.arange(steps, device=device)
+    cotangents = dict(zip(of, given.derivatives, strict=True))
+
+    def step(*values: Any) -> Sequence[Any]:
+        return body(*values[: op.carried], *values[op.carried + 1 :])
+
+    after = [i if i < op.carried else i + 1 for i in by]
+    pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
+    first = [cotangents.get(i, torch.zeros_like(given.inputs[i])) for i in by]
+    return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
+
+
+@derivative_rule(Pushforward, While)
+def _pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
+    """Run a loop over the carry and its tangents."""
+    condition, body = op.bodies
+    given = DerivativeOperands.of(operands, count, len(by))
+    tangents = dict(zip(by, given.derivatives, strict=True))
+    carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
+    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    outer = [i for i in by if i >= op.carried]
+    chosen = [*moved, *outer]
 
     def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given = (*state[: op.carried], *rest)
-        chosen = [*moved, *outer]
+        values = (*state[: op.carried], *rest)
 
-        def run(*values: torch.Tensor) -> tuple[Any, ...]:
-            return body(*with_replaced(given, chosen, values))
+        def run(*xs: torch.Tensor) -> tuple[Any, ...]:
+            return body(*with_replaced(values, chosen, xs))
 
-        primals = tuple(given[i] for i in chosen)
-        new, pushed = jvp(run, primals, (*state[op.carried :], *outer.values()))
+        primals = tuple(values[i] for i in chosen)
+        new, pushed = jvp(run, primals, (*state[op.carried :], *(tangents[i] for i in outer)))
         return (*new, *(pushed[i] for i in moved))
 
     loop = Loop(
