@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 import tsfunc
+from tests.transforms.support import same
+from tsfunc import Tracer
 from tsfunc.errors import EscapedTracerError
 
 X = torch.arange(12.0).view(3, 4).sin()
@@ -88,6 +90,50 @@ def test_each_use_is_an_error(name: str) -> None:
     assert "after that transform had ended" in message
     assert "your tensor may have escaped from inside a function being vmapped" in message
     assert "Return the value from the transformed function" in message
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_value_that_all_examples_share_outlives_the_vmap(name: str) -> None:
+    """As in torch.func, whose modules keep such a value in a dict or a module."""
+    kept: list[Any] = []
+
+    def keeps(shared: Tensor, x: Tensor) -> Tensor:
+        kept.append(shared * 2)
+        return (shared * x).sum()
+
+    tsfunc.vmap(tsfunc.grad(keeps), (None, 0))(X[0] + 2, X)
+    plain = (X[0] + 2) * 2
+
+    def outcome(x: Tensor) -> Any:
+        torch.manual_seed(0)
+        try:
+            return USES[name](x)
+        except Exception as error:
+            return type(error)
+
+    expected, got = outcome(plain), outcome(kept[0])
+    same(kept[0] + 0, plain)
+    assert not isinstance(got, Tracer)
+    assert type(got) is type(expected)
+    if isinstance(expected, type):
+        assert got is expected
+    elif expected is not None:
+        as_tensors = torch.as_tensor if name == "numpy" else lambda x: x
+        same(as_tensors(got), as_tensors(expected))
+
+
+def test_a_shared_value_and_a_batched_one_are_an_error() -> None:
+    kept: list[Any] = []
+
+    def keeps(shared: Tensor, x: Tensor) -> Tensor:
+        kept.extend([shared, x])
+        return (shared * x).sum()
+
+    tsfunc.vmap(tsfunc.grad(keeps), (None, 0))(X[0], X)
+    for use in (torch.add, lambda *both: torch.stack(both)):
+        with pytest.raises(EscapedTracerError, match=r"vmap\(keeps\)"):
+            use(*kept)
+    assert repr(kept[0]).startswith("BatchTracer(of vmap(keeps), which has ended, value=\ntensor([")
 
 
 def test_it_can_still_be_looked_at() -> None:

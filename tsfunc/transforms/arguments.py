@@ -11,6 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.batch.split_level import SplitLevel
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.tracers.batch_tracer import outlived
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import (
     Tracer,
@@ -96,9 +97,20 @@ def level_of(values: Any) -> TracerLevel | None:
     while isinstance(current, SplitLevel) and current.single and current.axis_name is None:
         current = tracer_level_outside(current)
     innermost = innermost_level(pytrees.leaves_of(values))
-    if innermost is None or (current is not None and current.depth >= innermost.depth):
+    if innermost is None or not innermost.alive:
+        return current
+    if current is not None and current.depth >= innermost.depth:
         return current
     return innermost
+
+
+def values_of_ended_levels(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return tensors with the values of tracers that outlive their vmap.
+
+    See NOTE [values that outlive a vmap].
+    """
+    values = outlived(tensors, {})
+    return tensors if values is None else values[0]
 
 
 def traced_inputs(
@@ -109,6 +121,7 @@ def traced_inputs(
     As a constant of the level, a tensor could not be an operand of the program's control flow and
     also be the tensor that is differentiated by.
     """
+    primals = values_of_ended_levels(primals)
     trace = current_trace()
     if trace is None or level is None or level is trace:
         return primals
@@ -127,13 +140,13 @@ def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None
             )
 
 
-def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
+def flatten_tensors(api: str, label: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
-                f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
+                f"{api}: Expected {label} to only contain Tensors. Thing passed to transform API "
                 f"must be Tensor, got {type(leaf)}.{array_advice(leaf)}"
             )
     return all_as_seen_by_current_level(leaves), spec
@@ -167,12 +180,12 @@ def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
     return output
 
 
-def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
+def refuse_complex(api: str, label: str, leaves: Sequence[torch.Tensor]) -> None:
     """Raise for complex tensors: jacrev and jacfwd are for real functions."""
     for i, leaf in enumerate(leaves):
         if leaf.is_complex():
             raise RuntimeError(
-                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
+                f"{api}: Expected all {label} to be real but received complex tensor at flattened "
                 f"input idx: {i}"
             )
 

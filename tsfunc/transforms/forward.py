@@ -39,6 +39,7 @@ from tsfunc.transforms.arguments import (
     sizes_text,
     split_aux,
     traced_inputs,
+    values_of_ended_levels,
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.types.values import array_advice
@@ -170,13 +171,13 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
             f"structure {pytrees.spelled(spec)} and tangents with structure "
             f"{pytrees.spelled(tangent_spec)}"
         )
-    for what, leaves in (("primals", flat), ("tangents", directions)):
+    for label, leaves in (("primals", flat), ("tangents", directions)):
         if not leaves:
-            raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
+            raise RuntimeError(f"{api}: Expected {label} to contain at least one Tensor.")
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise RuntimeError(
-                    f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}."
+                    f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}."
                     f"{array_advice(leaf)}"
                 )
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):
@@ -230,7 +231,7 @@ def _push(
     """Run the function on dual numbers of the level."""
     api = "jvp(f, primals, tangents)"
     with autograd.dual_level(level), refusing_distribution():
-        pairs = zip(traced_inputs(flat, level), directions, strict=True)
+        pairs = zip(traced_inputs(flat, level), values_of_ended_levels(directions), strict=True)
         duals = [autograd.make_dual(x, t, level) for x, t in pairs]
         out, aux = split_aux(api, func(*pytrees.unflatten(spec, duals)), has_aux)
         leaves, out_spec = flatten_output(api, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, overload
 
@@ -35,6 +35,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> Specialized[..., Any]: ...
 @overload
 def specialize(
@@ -45,6 +46,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> Specialized[_Params, _Result]: ...
 @overload
 def specialize(
@@ -55,6 +57,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> classmethod[_Owner, _Params, _Result]: ...
 @overload
 def specialize(
@@ -65,6 +68,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> property: ...
 @overload
 def specialize(
@@ -75,6 +79,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> Callable[[Callable[_Params, _Result]], Specialized[_Params, _Result]]: ...
 @boundary("specialize", traceable=True)
 def specialize(
@@ -85,6 +90,7 @@ def specialize(
     closure: Closure = "guard",
     auto_widen: bool = True,
     backend: Any = "python",
+    hoist: bool | Collection[str] = False,
 ) -> Any:
     """Make a function run as programs, each traced once for calls with the same types and sizes.
 
@@ -113,6 +119,12 @@ def specialize(
             another name of torch.compile's (``torch.compiler.list_backends()``, ``"cudagraphs"``);
             or a function that takes a ``torch.fx.GraphModule`` and example inputs and returns a
             callable. Inside of transforms and traces a program always runs as Python.
+        hoist: if True, the work that depends only on tensors which the function reads from outside
+            (parameters of a module, captured tensors) is done at the first call, and again after a
+            write into one of them. The names of parameters of the function add the tensors of
+            these arguments. Under grad mode, a tensor that requires grad among them has the work
+            done at every call. Writes that torch does not count (through ``x.data``, NumPy) are
+            not seen.
 
     Returns:
         A callable of the same arguments, with ``program``, ``programs``, ``cache_info()`` and
@@ -125,7 +137,8 @@ def specialize(
         ConstraintViolation: the function's control flow depends on the size of a named dim.
         DataDependentError: the function uses a tensor as a Python number or bool.
         ClosureError: the function reads a value that is not an argument, with ``closure="error"``.
-        ValueError: ``closure``, ``backend`` or ``max_specializations`` has an invalid value.
+        ValueError: ``closure``, ``backend``, ``hoist`` or ``max_specializations`` has an invalid
+            value.
         TypeError: ``func`` is not callable, or ``auto_widen`` is not a bool.
         ExportError: a program has a part that the backend cannot represent.
 
@@ -156,6 +169,7 @@ def specialize(
             closure=closure,
             auto_widen=auto_widen,
             backend=backend,
+            hoist=hoist,
         )
     if closure not in get_args(Closure):
         raise ValueError(f"specialize: closure= takes one of {get_args(Closure)}, got {closure!r}.")
@@ -169,7 +183,7 @@ def specialize(
     if isinstance(func, staticmethod | classmethod | property):
         of_function = functools.partial(
             specialize, descriptors=descriptors, max_specializations=max_specializations,
-            closure=closure, auto_widen=auto_widen, backend=backend,
+            closure=closure, auto_widen=auto_widen, backend=backend, hoist=hoist,
         )  # fmt: skip
         return _of_class(func, of_function)
     if not callable(func):
@@ -188,7 +202,7 @@ def specialize(
             f"specialize: expected a dict of parameter name to descriptor, or a list of such "
             f"dicts, got {descriptors!r} of type {type(descriptors).__name__}."
         )
-    return Specialized(func, every, max_specializations, closure, auto_widen, backend)
+    return Specialized(func, every, max_specializations, closure, auto_widen, backend, hoist)
 
 
 def _of_class(member: Any, of_function: Callable[[Any], Any]) -> Any:

@@ -12,10 +12,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -95,6 +96,7 @@ class Specialized(Generic[_Params, _Result]):
         closure: Closure,
         auto_widen: bool = True,
         backend: Any = "python",
+        hoist: bool | Collection[str] = False,
     ) -> None:
         functools.update_wrapper(self, func, updated=())
         self.func = func
@@ -105,7 +107,8 @@ class Specialized(Generic[_Params, _Result]):
         contracts = in_order(self._given, f"specialize({self.name})")
         compiler = None if backend == "python" else resolve(backend)
         named = backend if isinstance(backend, str) else name_of(backend)
-        self.target = Target(func, self.name, signature, contracts, closure, compiler, named)
+        kept = _checked_names(hoist, self.name, signature)
+        self.target = Target(func, self.name, signature, contracts, closure, compiler, named, kept)
         self.cache = Cache(max_specializations, auto_widen)
         self._backend = backend
 
@@ -415,7 +418,8 @@ class Specialized(Generic[_Params, _Result]):
             if self._is_named():
                 return getattr(self, "__qualname__")  # noqa: B009 - it has the function's
             described = [contract.descriptors for contract in self._given]
-            options = self.cache.limit, self.target.closure, self.cache.auto_widen, self._backend
+            target, cache = self.target, self.cache
+            options = cache.limit, target.closure, cache.auto_widen, self._backend, target.hoist
             return type(self), (self.func, described, *options)
         from tsfunc.program.calling.saving import function_to_save
         from tsfunc.program.files.functions import pickled
@@ -458,6 +462,26 @@ class Specialized(Generic[_Params, _Result]):
         return f"<specialized {self.name}, {len(self.programs)} programs>"
 
 
+def _checked_names(
+    hoist: bool | Collection[str], name: str, signature: inspect.Signature
+) -> bool | Collection[str]:
+    """Return ``hoist``, with a single name as a tuple.
+
+    Raises:
+        ValueError: it is not a bool or names of parameters.
+    """
+    if isinstance(hoist, bool):
+        return hoist
+    names = tuple(hoist) if isinstance(hoist, list | tuple | set | frozenset) else (hoist,)
+    unknown = [each for each in names if each not in signature.parameters]
+    if unknown:
+        raise ValueError(
+            f"specialize({name}): hoist= expected True, False or names of parameters "
+            f"({', '.join(signature.parameters)}), got {unknown[0]!r}."
+        )
+    return names
+
+
 class LoadedFunction(Specialized[..., Any]):
     """A function that consists of its programs only; made by :func:`load`."""
 
@@ -467,14 +491,14 @@ class LoadedFunction(Specialized[..., Any]):
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 
     saved_state: CellState
-    what: str  # the file that it was loaded from
+    label: str  # the file that it was loaded from
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error that tells how the call differs from the calls of the programs."""
         flat, tree = pytrees.flatten((args, kwargs))
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         raise DescriptorViolation(
-            f"{self.name}, loaded from {self.what}: there is no program for this call, and a file "
+            f"{self.name}, loaded from {self.label}: there is no program for this call, and a file "
             f"does not have the function itself: {explain_miss(call, self.cache.entries)}"
             f"Call it as these were called, or save it after a call like this one."
         )
@@ -482,7 +506,7 @@ class LoadedFunction(Specialized[..., Any]):
     def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
-            f"{self.name}, loaded from {self.what}, differentiates what draws random numbers, and "
+            f"{self.name}, loaded from {self.label}, differentiates what draws random numbers, and "
             f"a trace can't record that it draws the same ones twice. Call it outside of "
             f"specialize, or save the function without the derivative, and differentiate what is "
             f"loaded."
@@ -515,13 +539,13 @@ def _unpickled(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
 
 
 def read_loaded(
-    file: Any, what: str, classes: Mapping[str, type], device: torch.device | None
+    file: Any, label: str, classes: Mapping[str, type], device: torch.device | None
 ) -> LoadedFunction:
     """Return the function of an open file.
 
     Args:
         file: the file.
-        what: its name in errors.
+        label: its name in errors.
         classes: classes by their names in the file, as for ``load``.
         device: the device in place of those in the file.
     """
@@ -529,10 +553,12 @@ def read_loaded(
     from tsfunc.program.files.functions import read_function
     from tsfunc.transforms.control import cond, loops  # noqa: F401  what a program may run
 
-    saved = read_function(file, what, classes, device)
+    saved = read_function(file, label, classes, device)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise DescriptorViolation(f"{saved.name}: it was loaded from {what}, without its function.")
+        raise DescriptorViolation(
+            f"{saved.name}: it was loaded from {label}, without its function."
+        )
 
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
@@ -540,9 +566,9 @@ def read_loaded(
         loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
     except DescriptorError as error:  # each descriptor is valid, but they contradict each other
         raise FileFormatError(
-            f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
+            f"{label}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None
-    loaded.saved_state, loaded.what = saved.state, what
+    loaded.saved_state, loaded.label = saved.state, label
     programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
     refused = loaded.target.refused_by(None, True)
     loaded.cache.entries = tuple(

@@ -140,10 +140,9 @@ def size_of_form(form: Any, sizes: Mapping[str, Any]) -> Any:
 
 
 def python_text(expr: Any) -> str:
-    """Return an expression as text for people."""
-    from sympy import And, Float, Function, Not, Or
+    """Return an expression as text for people: as in `code_text`, with fewer parentheses."""
+    from sympy import And, Not, Or
     from sympy.core.relational import Relational
-    from torch.utils._sympy.functions import Max, Min
 
     if isinstance(expr, Relational):
         return f"{python_text(expr.lhs)} {expr.rel_op} {python_text(expr.rhs)}"
@@ -152,9 +151,7 @@ def python_text(expr: Any) -> str:
     if isinstance(expr, And | Or):
         word = " and " if isinstance(expr, And) else " or "
         return word.join(sorted(map(python_text, expr.args)))
-    # sympy's own text of functions is not Python.
-    known = expr.has(Function, Max, Min, Float)
-    return str(_display_printer()().doprint(expr)) if known else str(expr)
+    return code_text(expr)
 
 
 def code_text(expr: Any) -> str:
@@ -164,12 +161,13 @@ def code_text(expr: Any) -> str:
 
 @functools.cache
 def _printer() -> Any:
+    from sympy.printing.str import StrPrinter
     from torch.utils._sympy.printers import PythonPrinter
 
     base: Any = PythonPrinter
 
     class Printer(base):  # type: ignore[misc]
-        """A printer of Python's own functions instead of torch's symbolic ones."""
+        """A printer of Python's own functions, and of sympy's text of sums, products and powers."""
 
         def _print_ToFloat(self, expr: Any) -> str:
             return f"float({self.stringify(expr.args, '', 0)})"
@@ -183,29 +181,9 @@ def _printer() -> Any:
         def _helper_sqrt(self, expr: Any) -> str:
             return f"math.sqrt({self.stringify([expr], '', 0)})"
 
+    for kind in ("Add", "Mul", "Pow"):
+        setattr(Printer, f"_print_{kind}", getattr(StrPrinter, f"_print_{kind}"))
     return Printer
-
-
-@functools.cache
-def _display_printer() -> Any:
-    from sympy.printing.precedence import PRECEDENCE
-
-    base: Any = _printer()
-
-    class DisplayPrinter(base):  # type: ignore[misc]
-        """A printer of sums in the usual order, and of differences with a minus sign."""
-
-        def _print_Add(self, expr: Any) -> str:
-            level = PRECEDENCE["Add"]
-            terms = [self.parenthesize(x, level, strict=True) for x in expr.as_ordered_terms()]
-            return " + ".join(terms).replace(" + -", " - ")
-
-        def _print_Mul(self, expr: Any) -> str:
-            if expr.as_coeff_Mul()[0] < 0:
-                return f"-{self.parenthesize(-expr, PRECEDENCE['Mul'], strict=True)}"
-            return str(super()._print_Mul(expr))
-
-    return DisplayPrinter
 
 
 def moduli(expr: Any) -> list[int]:

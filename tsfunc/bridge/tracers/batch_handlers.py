@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.batch_tracer import (
     TRACERS,
     BatchLevel,
     BatchTracer,
+    outlived,
     rewrap,
     unwrap_args,
     wrap,
@@ -72,6 +73,7 @@ from tsfunc.bridge.tracers.tracer import (
     lift_where,
 )
 from tsfunc.dispatch.state import State, tls
+from tsfunc.errors import EscapedTracerError
 from tsfunc.ops.splitting import BatchChanged
 
 maybe_functorch_level = _functorch.maybe_current_level
@@ -134,16 +136,8 @@ def call_by_plan(
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
         plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
-        if plan.step is _TABLE or state.remap_args is not None or is_inference_mode_enabled():
-            return NotImplemented
-        if plan.innermost and not is_innermost(values):
-            return NotImplemented
-        if plan.step is _PARTS and any_autocast():
-            return NotImplemented  # NOTE [autocast and rules]
-        for position in plan.unrecorded:
-            if level.forward or values[position].requires_grad:
-                return NotImplemented  # NOTE [operands of outer levels]
-        return call_below_function(func, types, args, kwargs)
+        recordable = state.remap_args is None and _is_recordable(plan, level, values)
+        return call_below_function(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
     plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
@@ -187,6 +181,20 @@ def call_by_plan(
     if direct:
         return wrap(out, plan.dim, level)
     return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
+
+
+def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool:
+    """Return True if torch, which a plan calls, records the call at the level and no outer one."""
+    if plan.step is _TABLE or is_inference_mode_enabled():
+        return False
+    if plan.innermost and not is_innermost(values):
+        return False
+    if plan.step is _PARTS and any_autocast():
+        return False  # NOTE [autocast and rules]
+    if not plan.unrecorded:
+        return True
+    # NOTE [operands of outer levels]
+    return not level.forward and not any(values[i].requires_grad for i in plan.unrecorded)
 
 
 def _wrapped(
@@ -339,8 +347,14 @@ class FastBatchTracer(BatchTracer):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or NO_KWARGS
-        out = call_by_plan(func, types, args, kwargs)
-        return function_handler(func, types, args, kwargs) if out is NotImplemented else out
+        try:
+            out = call_by_plan(func, types, args, kwargs)
+            return function_handler(func, types, args, kwargs) if out is NotImplemented else out
+        except EscapedTracerError:
+            values = outlived(args, kwargs)
+            if values is None:
+                raise
+            return func(*values[0], **values[1])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.draw_keys import CallKeys, as_seen_by_kernel
 from tsfunc.bridge.tracers.generators import GeneratorStates
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import TorchOperator, map_items
 from tsfunc.bridge.tracers.torch_state import in_backward_formula, on_plain_tensors
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, refuse_escaped, written
 from tsfunc.bridge.tracers.user_queries import environment_of, forwards_call, suppress_guards_of
@@ -218,9 +218,41 @@ class BatchTracer(Tracer):
     def describe(self) -> str:
         level = self.dispatch_level
         if not level.alive:
-            return f"BatchTracer(of {level.name}, which has ended)"
-        what = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
-        return f"BatchTracer(level {level.depth} of {level.name}, {what}, value=\n{self.value!r})"
+            value = f", value=\n{self.value!r}" if self.bdim is None else ""
+            return f"BatchTracer(of {level.name}, which has ended{value})"
+        label = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
+        return f"BatchTracer(level {level.depth} of {level.name}, {label}, value=\n{self.value!r})"
+
+
+def outlived(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the arguments with the values of tracers that outlive their vmap.
+
+    NOTE [values that outlive a vmap]
+    A value that all examples share is a plain tensor under a ``vmap`` alone. Under a derivative
+    inside of the vmap it is a tracer, because autograd records at the level. After the vmap has
+    ended, such a tracer stands for its value. The handlers do not look for these tracers: a call
+    on a tracer of an ended level is refused, and then repeated with the values.
+
+    Returns:
+        The arguments, or None if a tracer of an ended level is batched, or none is there.
+    """
+    changed = False
+
+    def value(arg: Any) -> Any:
+        nonlocal changed
+        if not isinstance(arg, BatchTracer) or arg.dispatch_level.alive:
+            return arg
+        if arg.bdim is not None:
+            raise LookupError
+        changed = True
+        return value(arg.value)
+
+    try:
+        values = [map_items(value, arg) for arg in args]
+        named = {name: map_items(value, arg) for name, arg in kwargs.items()}
+    except LookupError:
+        return None
+    return (values, named) if changed else None
 
 
 def wrap_in_python(

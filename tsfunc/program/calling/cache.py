@@ -58,6 +58,8 @@ class Target:
         closure: the treatment of values that it reads beyond its arguments: NOTE [closures].
         backend: compiles its programs; None: they run as Python.
         backend_name: the user's name of the backend.
+        hoist: whether its programs do work on parameters alone once: NOTE [hoisted work]; or the
+            names of its parameters whose tensors count as such parameters too.
     """
 
     func: Callable[..., Any]
@@ -67,6 +69,7 @@ class Target:
     closure: Closure = "guard"
     backend: Backend | None = None
     backend_name: str = "python"
+    hoist: bool | Collection[str] = False
 
     @functools.cached_property
     def sees_keywords(self) -> bool:

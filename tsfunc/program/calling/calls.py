@@ -61,8 +61,9 @@ from tsfunc.program.closure.guard_codegen import (
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.results import state_of
 from tsfunc.program.closure.side_effects import CODE
-from tsfunc.program.graphs.backends import Compiled
+from tsfunc.program.graphs.backends import Compiled, Run
 from tsfunc.program.graphs.comparison import same_program
+from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.guarding.call_spec import (
     argument_paths_of,
     call_spec_of,
@@ -338,14 +339,18 @@ class FirstCall:
                 instances.builder.read,
             ),
         )  # fmt: skip
-        if self.target.backend is not None:
-            run = Compiled(
-                program,
-                self.target.backend,
-                self.target.backend_name,
-                [*self.flat, *reads.values],
-            )
-            program = dataclasses.replace(program, run=run)
+        values = [*self.flat, *reads.values]
+        hoist = self.target.hoist
+        if hoist is not False:
+            named = () if hoist is True else hoist
+            kept = {i for i, path in self.argument_paths.items() if path[0] in named}
+            kept.update(range(len(self.flat), len(values)))
+            from tsfunc.program.graphs.hoisting import Hoisted
+
+            run: Any = Hoisted(program, kept, len(values), self._compiled)
+        else:
+            run = self._compiled(program, values)
+        program = dataclasses.replace(program, run=run)
         lines, scope = guard_lines(guards, bounds, len(self.flat))
         opening = opening_lines(self.tree, scope, self.target.sees_keywords)
         entry = CachedProgram(
@@ -367,6 +372,12 @@ class FirstCall:
             raise Retrace(assumptions.moved(described_numbers=False))
         self.variation.check(entry, assumptions)
         return entry, reads.values
+
+    def _compiled(self, program: ProgramData, values: Sequence[Any]) -> Run:
+        """Return a function that runs a program as the user has chosen."""
+        if self.target.backend is None:
+            return program.run
+        return Compiled(program, self.target.backend, self.target.backend_name, values)
 
     def _reason(self, assumptions: Assumptions) -> str:
         """Return the reason for a new program."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -88,20 +88,32 @@ def communicates(node: torch.fx.Node) -> bool:
 # --- aliases among the values of a graph, the values that are written to, and those that escape
 
 
+Sharing = Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
+
+
 class Aliases:
     """The memory of a graph's values, as sets of values that may share it.
 
     All values from outside (inputs, lifted tensors) may share one memory. A pass that replaces a
     value records it (``replace``), so that the next pass can use the same sets.
+
+    Args:
+        graph: the graph.
+        sharing: yields the arguments of a call whose memory its results may share, as `aliased`.
     """
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self._sharing = sharing or aliased
         self._parent: dict[Any, Any] = {}
         self._escaping: set[torch.fx.Node] = set()
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self._join(node, _OUTSIDE)
-            for source in aliased(node):
+            for source in self._sharing(node):
                 self._join(node, source)
         self._written = {
             self.memory(target) for node in graph.nodes if writes(node) for target in written(node)
@@ -110,7 +122,7 @@ class Aliases:
             if node.op == "output":
                 self._escaping.update(node.all_input_nodes)
             elif node in self._escaping:
-                self._escaping.update(aliased(node))
+                self._escaping.update(self._sharing(node))
 
     def memory(self, node: Any) -> Any:
         """Return a representative, which is the same for all values that may share memory."""
@@ -126,6 +138,10 @@ class Aliases:
     def is_written(self, node: torch.fx.Node) -> bool:
         """Return True if a node writes into memory that the value may share."""
         return self.memory(node) in self._written
+
+    def is_from_outside(self, node: torch.fx.Node) -> bool:
+        """Return True if the value may share memory with a value from outside."""
+        return self.memory(node) is self.memory(_OUTSIDE)
 
     def escapes(self, node: torch.fx.Node) -> bool:
         """Return True if the caller may get the value's memory as a result."""
@@ -147,7 +163,7 @@ class Aliases:
 
     def leaves(self, node: torch.fx.Node) -> None:
         """Record that the caller gets a value, and the values that may share its memory."""
-        self._escaping.update(_reached(node, self._escaping))
+        self._escaping.update(_reached(node, self._escaping, self._sharing))
 
     def _join(self, one: Any, other: Any) -> None:
         left, right = self.memory(one), self.memory(other)
@@ -180,7 +196,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     if op.name in _UNDECLARED:
         yield from nodes_in(node.args[0])
         return
-    if not _declares_sharing(op):
+    if not declares_sharing(op):
         if op.composite:
             # A composite operator may return its argument without declaring it (dropout).
             yield from node.all_input_nodes
@@ -191,7 +207,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 @functools.cache
-def _declares_sharing(op: TorchOperator) -> bool:
+def declares_sharing(op: TorchOperator) -> bool:
     """Return True if an operator declares that a result may share the memory of an argument."""
     return any(argument.shares for argument in arguments_of(op))
 
@@ -201,16 +217,19 @@ def sources(node: torch.fx.Node) -> set[torch.fx.Node]:
     return {each for each in _reached(node, ()) if each.op in ("placeholder", "get_attr")}
 
 
-def _reached(node: torch.fx.Node, known: Container[torch.fx.Node]) -> set[torch.fx.Node]:
+def _reached(
+    node: torch.fx.Node, known: Container[torch.fx.Node], sharing: Sharing = aliased
+) -> set[torch.fx.Node]:
     """Return a value and the values before it that may share its memory.
 
     Args:
         node: the value.
         known: values whose sources are not visited again.
+        sharing: yields the arguments of a call whose memory its results may share.
     """
     reached, waiting = {node}, [node]
     while waiting:
-        for source in aliased(waiting.pop()):
+        for source in sharing(waiting.pop()):
             if source not in reached and source not in known:
                 reached.add(source)
                 waiting.append(source)

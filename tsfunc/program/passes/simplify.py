@@ -308,7 +308,7 @@ def _frozen(value: Any) -> Any:
 MOST_ELEMENTS = 1 << 16  # limit for a constant that a program keeps
 
 # The elements of their results are undefined.
-_UNDEFINED = frozenset({
+UNDEFINED = frozenset({
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
 })  # fmt: skip
 
@@ -356,7 +356,7 @@ def is_computable(node: torch.fx.Node) -> bool:
         isinstance(op, TorchOperator)
         and isinstance(node.meta.get("val"), torch.Tensor)
         and is_pure(node)
-        and op.overload.overloadpacket.__name__ not in _UNDEFINED
+        and op.overload.overloadpacket.__name__ not in UNDEFINED
     )
 
 
