@@ -77,15 +77,33 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     return gather(x, dim, positions)
 
 
-@_instead(F.affine_grid)
+@_instead(F.affine_grid, torch.affine_grid_generator)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
-    """Check traced sizes one by one; torch takes their ``min``, which compares them all."""
+    """Compute the grid for traced sizes: the derivative of torch's operator takes numbers only."""
     if not any(isinstance(each, torch.SymInt) for each in size):
         return NotImplemented
-    for each in size:
+    for each in size:  # one by one: torch takes their ``min``, which compares them all
         if each <= 0:
             raise ValueError(f"affine_grid: expected sizes that are not 0, got {[*size]}")
-    return torch.affine_grid_generator(theta, [*size], bool(align_corners))
+    batch, _, *shape = size
+    rank = len(shape)
+    if rank not in (2, 3) or theta.dim() != 3 or theta.shape[1:] != (rank, rank + 1):
+        raise ValueError(
+            f"affine_grid: expected theta of shape ({batch}, {rank}, {rank + 1}) for a size of "
+            f"{len(size)} numbers (4 or 5), got {tuple(theta.shape)} and {[*size]}"
+        )
+    points = [_grid_points(each, bool(align_corners), theta) for each in shape]
+    axes = torch.meshgrid(*points, indexing="ij")
+    base = torch.stack(axes[::-1], -1).flatten(0, -2)
+    moved = base @ theta[..., :-1].mT + theta[..., -1].unsqueeze(1)
+    return moved.view(batch, *shape, rank)
+
+
+def _grid_points(size: Any, align_corners: bool, like: Tensor) -> Tensor:
+    """Return the positions of pixels from -1 to 1; one pixel is at 0."""
+    steps = 2 * torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1)
+    out: Tensor = steps / (torch.sym_max(size - 1, 1) if align_corners else size)
+    return out
 
 
 @_instead(torch.vander)
