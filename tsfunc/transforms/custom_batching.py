@@ -22,6 +22,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import batch_first, is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.errors import CustomRuleError
@@ -230,6 +231,7 @@ class _RecordedBatchCall(Function):
         return outs
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
         by = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]

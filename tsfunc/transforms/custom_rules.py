@@ -29,6 +29,7 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of
@@ -287,16 +288,17 @@ class _DependencySearches(threading.local):
     depth = 0
 
 
-_watched = _DependencySearches()
+_watched = resets(_DependencySearches())
 
 
 @contextmanager
 def _watching() -> Iterator[None]:
-    _watched.depth += 1
+    before = _watched.depth
+    _watched.depth = before + 1
     try:
         yield
     finally:
-        _watched.depth -= 1
+        _watched.depth = before
 
 
 def _spelled(types: Any) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
@@ -91,6 +92,7 @@ class custom_vjp(Rule[Result]):
         return (self.func, self.fwd, self.bwd)
 
     @folding("custom_vjp")
+    @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
@@ -169,6 +171,7 @@ class _Vjp(RuleFunction):
         return results
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, sizes, saved = ctx.call, ctx.sizes, ctx.saved_tensors
         operands, kept = saved[: ctx.count], saved[ctx.count :]

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -207,6 +208,7 @@ class Solved(Function):
         return saved[:count], values[count:]
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         x, closed = Solved.parts(ctx)
         given, others = ctx.call.equation.pull(x, cotangents[: len(x)], closed)

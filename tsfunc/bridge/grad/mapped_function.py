@@ -25,6 +25,7 @@ from torch.autograd import Function, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
@@ -327,6 +328,7 @@ class MappedFunction:
         out: list[Any] = self.run(call, given, at)
         return out
 
+    @restoring_thread_state
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         """Run the class's ``backward``; each cotangent has the batch dim of its argument."""
         count = self.results

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tsfunc._lazy import load, uninterrupted
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.dispatch.user_code import user_location
@@ -35,6 +36,7 @@ class SignedZeroError(Exception):
 
 @functools.cache
 def environment_class() -> Any:
+    load("torch.fx.experimental.symbolic_shapes")
     from sympy import Float
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -58,9 +60,11 @@ def environment_class() -> Any:
             self.kept = {name: _CachedMethod(self, method) for name, method in cached.items()}
             own = vars(Environment)  # the methods defined here call the cached ones
             self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
-            super().__init__(
-                duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-            )
+            start = functools.partial(
+                super().__init__, duck_shape=False, allow_scalar_outputs=True,
+                allow_dynamic_output_shape_ops=True,
+            )  # fmt: skip
+            uninterrupted(start)  # the first one imports hundreds of modules
             self.symbols = symbols
             self.guard_origins: list[tuple[Location, bool, bool]] = []
             self.reasons: dict[Location, str] = {}

@@ -20,7 +20,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
+from tsfunc.dispatch.undoing import resets
 
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
@@ -44,13 +45,21 @@ def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
 
 
 _VIEWS = dict(_copies())
-_served = threading.local()
+
+
+class _Served(threading.local):
+    """Attribute ``on``: True inside of :func:`copied_views`."""
+
+    on = False
+
+
+_served: Final = resets(_Served())
 
 
 @contextlib.contextmanager
 def copied_views() -> Iterator[None]:
     """Give copies of views symbolic sizes within a block: NOTE [emulated views]."""
-    before = getattr(_served, "on", False)
+    before = _served.on
     _served.on = True
     try:
         yield
@@ -58,7 +67,7 @@ def copied_views() -> Iterator[None]:
         _served.on = before
 
 
-@register_op_impl(lambda op: op in _VIEWS and getattr(_served, "on", False))
+@register_op_impl(lambda op: op in _VIEWS and _served.on)
 def _copied_view(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with mode:
         views = _VIEWS[op](*args, **kwargs)

@@ -32,6 +32,7 @@ from tsfunc.bridge.control.control_flow import (
 from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
+from tsfunc.dispatch.undoing import undoing
 from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random
@@ -366,13 +367,11 @@ class Replayed(ExpandedOperator):
             return self.expanded()(*operands)
         *states, drawn = operands[self.count : self._stop]
         now = [random_state(device) for device in self.devices]
-        try:
+        with undoing(functools.partial(self._set, now)):
             self._set(states)
             with keeping_draw_counts():
                 set_packed_draw_counts(drawn)
                 return self.op(*operands[: self.count], *operands[self._stop :])
-        finally:
-            self._set(now)
 
     def expanded(self) -> Callable[..., tuple[Any, ...]]:
         """Return the operator itself, which must not draw numbers.
