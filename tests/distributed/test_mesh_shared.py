@@ -187,3 +187,12 @@ def test_all(ranks: int) -> None:
     found = failures(CHECKS, ranks)
     bad = {name: texts for name, texts in found.items() if texts}
     assert not bad, "\n".join(f"{name}: {texts[0]}" for name, texts in bad.items())
+
+
+def test_the_function_has_the_name_of_jax_too() -> None:
+    """By keyword, ``shard_map`` takes its function as ``func`` and as ``f``."""
+    options: dict[str, Any] = {"mesh": VirtualMesh(i=2), "in_specs": P("i"), "out_specs": P("i")}
+    x = torch.randn(4)
+    expected = shard_map(torch.sort, VirtualMesh(i=2), P("i"), P("i"))(x)
+    for name in ("func", "f"):
+        close(shard_map(**{name: torch.sort}, **options)(x), expected)

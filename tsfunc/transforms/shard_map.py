@@ -36,6 +36,7 @@ from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
 from tsfunc.tracebacks import folding
 from tsfunc.transforms.consts import consts_of
+from tsfunc.transforms.control.arguments import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
@@ -44,6 +45,7 @@ AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
 
 
 @folding("shard_map")
+@also_called(f="func")
 def shard_map(
     func: Callable[..., Any],
     mesh: AnyMesh,
@@ -106,7 +108,8 @@ def shard_map(
         >>> shard_map(centered, VirtualMesh(dp=2), P("dp"), P("dp"))(torch.tensor([1., 2., 6., 7.]))
         tensor([-3., -2.,  2.,  3.])
 
-    Corresponds to ``jax.shard_map`` with ``check_vma=False``.
+    Corresponds to ``jax.shard_map`` with ``check_vma=False``; JAX's name ``f`` of the first argument
+    is accepted too.
     """
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))
