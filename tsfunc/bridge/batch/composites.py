@@ -33,7 +33,9 @@ function_rules: Final = FunctionRules()
 
 
 def _instead(
-    *functions: Callable[..., Any], numbers: bool = False
+    *functions: Callable[..., Any],
+    numbers: bool = False,
+    leaves: Callable[[Sequence[Any]], bool] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a replacement of ``functions`` on tracers.
 
@@ -42,6 +44,7 @@ def _instead(
     Args:
         functions: the functions of torch.
         numbers: True if it serves only calls in which a tensor stands for a number.
+        leaves: True for kinds of arguments for which it always returns NotImplemented.
     """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +52,7 @@ def _instead(
         def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return mine(*args, **kwargs)
 
-        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers)
+        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers, leaves=leaves)
         return mine
 
     return declare
@@ -316,7 +319,11 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-@_instead(F.scaled_dot_product_attention)
+def _has_no_numbers(kinds: Sequence[Any]) -> bool:
+    return not any(kind is int or kind is float for kind in kinds)
+
+
+@_instead(F.scaled_dot_product_attention, leaves=_has_no_numbers)  # without dropout
 def _attention(
     query: Tensor,
     key: Tensor,
