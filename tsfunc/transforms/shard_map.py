@@ -108,8 +108,8 @@ def shard_map(
         >>> shard_map(centered, VirtualMesh(dp=2), P("dp"), P("dp"))(torch.tensor([1., 2., 6., 7.]))
         tensor([-3., -2.,  2.,  3.])
 
-    Corresponds to ``jax.shard_map`` with ``check_vma=False``; JAX's name ``f`` of the first argument
-    is accepted too.
+    Corresponds to ``jax.shard_map`` with ``check_vma=False``; JAX's name ``f`` of the first
+    argument is accepted too.
     """
     _check_option("randomness", randomness, ("error", "same", "different", "split"))
     _check_option("inputs", inputs, ("global", "local"))
