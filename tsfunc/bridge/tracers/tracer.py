@@ -538,12 +538,14 @@ def _call_torch(
                 return call_below_function(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
-                if isinstance(func, OpOverload) and not kwargs and not any_autocast():
+                below = below_autograd()
+                if isinstance(func, OpOverload) and (below or not kwargs) and not any_autocast():
                     # A dispatch mode's handler is below autograd; values inside the tracers are
-                    # not. A random operator must reach active levels without arguments too.
+                    # not. The mode may be decomposing the operator, and must not get it again.
+                    # A random operator must reach active levels without arguments too.
                     op = operator_of(func)
                     if not op.random:
-                        return op.call(args, kwargs, below_autograd())
+                        return op.call(args, kwargs, below)
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
                     args = tuple([lift_where(x, level, is_recorded_outside) for x in args])
                     kwargs = {
