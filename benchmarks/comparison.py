@@ -184,18 +184,19 @@ def cases() -> Iterator[Case]:
         torch.randn(8, 10, 2),
     )
     params = mlp_params()
-    x, labels = torch.randn(64, SIZES[0]), torch.randint(SIZES[-1], (64,))
-    yield Case(
-        "compared: per-example gradients of an MLP, batch 64",
-        ways(per_example, params, x, labels)
-        | compiled(per_example(torch.func), params, x, labels)
-        | _jax_ways(
-            lambda jax, jnp: jax.vmap(jax.grad(_jax_loss(jax, jnp)), (None, 0, 0)),
-            params,
-            x,
-            labels,
-        ),
-    )
+    for batch in (64, 1024):
+        x, labels = torch.randn(batch, SIZES[0]), torch.randint(SIZES[-1], (batch,))
+        yield Case(
+            f"compared: per-example gradients of an MLP, batch {batch}",
+            ways(per_example, params, x, labels)
+            | compiled(per_example(torch.func), params, x, labels)
+            | _jax_ways(
+                lambda jax, jnp: jax.vmap(jax.grad(_jax_loss(jax, jnp)), (None, 0, 0)),
+                params,
+                x,
+                labels,
+            ),
+        )
     points = torch.randn(64, 16)
     yield Case(
         "compared: vmap of 50 small elementwise operators",

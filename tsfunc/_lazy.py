@@ -4,14 +4,58 @@ The subpackages are large, and a call of ``vmap`` needs few of them. A package t
 table of its public names and the modules that define them. A module is loaded when one of its
 names is first used. The package imports the same names under ``TYPE_CHECKING``, for tools that
 read code (``tests/test_imports.py`` compares the two).
+
+NOTE [Ctrl-C while something is loaded]
+Many modules can't be imported again after an import that an exception cut off: they have registered
+an operator or an algorithm under its name, which a second registration refuses. The first call of a
+kind imports hundreds of modules, and takes long enough for a user to press Ctrl-C. Imports that are
+large, and preparations that a process makes once, therefore run to their end first.
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
+import threading
+
+# The public function is Python, and may be interrupted itself.
+from _signal import signal as _set_handler  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def uninterrupted(call: Callable[..., _T], *args: Any) -> _T:
+    """Make a call; Ctrl-C waits for its end: NOTE [Ctrl-C while something is loaded].
+
+    Args:
+        call: the function.
+        args: its arguments.
+
+    Raises:
+        Exception: any exception of the call.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        return call(*args)  # Python's handlers run on the main thread
+    held: list[Any] = []
+    try:
+        _set_handler(signal.SIGINT, lambda number, frame: held.append((number, frame)))
+        return call(*args)
+    finally:
+        _set_handler(signal.SIGINT, before)
+        if held:
+            before(*held[0])
+
+
+def load(module: str) -> Any:
+    """Import a module; Ctrl-C waits for the end."""
+    loaded = sys.modules.get(module)
+    if loaded is None or getattr(loaded.__spec__, "_initializing", False):
+        return uninterrupted(importlib.import_module, module)
+    return loaded
 
 
 def lazy_exports(
@@ -32,9 +76,9 @@ def lazy_exports(
 
     def get(name: str) -> Any:
         if name in homes:
-            value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            value = getattr(load(f"{package}.{homes[name]}"), name)
         elif name in shown_modules:
-            value = importlib.import_module(f"{package}.{shown_modules[name]}")
+            value = load(f"{package}.{shown_modules[name]}")
         else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         setattr(sys.modules[package], name, value)  # later lookups do not call __getattr__

@@ -17,6 +17,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from tsfunc import grad, jvp, vmap
 from tsfunc.bridge import compiled
@@ -43,7 +46,10 @@ NOT_RECORDED: dict[str, Callable[[Tensor, Any], Any]] = {
     "random": lambda x, level: x + torch.rand_like(x),
     "branch": lambda x, level: x if x.sum() > 0 else -x,
     "constant": lambda x, level: x + torch.tensor([1.0, 2.0]),
-    "offset": lambda x, level: x.as_strided((5, 1), (2, 1)),
+    "offset": lambda x, level: x.as_strided((5, 1), (2, 1), x.storage_offset()),
+    "memory": lambda x, level: x * x.untyped_storage().nbytes(),
+    "version": lambda x, level: x * x._version,
+    "base": lambda x, level: x if x._base is None else -x,
     "randomness": lambda x, level: x * level.randomness,
     "examples": lambda x, level: x + level.examples(x.device).unsqueeze(1),
     "write": lambda x, level: x.add_(1),
@@ -216,6 +222,23 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Decomposing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if out is NotImplemented else out
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "plain": nullcontext,
     "no grad": torch.no_grad,
@@ -223,6 +246,11 @@ MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "double": lambda: default_dtype(torch.float64),
     "deterministic": lambda: deterministic(),
+    "flops": lambda: FlopCounterMode(display=False),
+    "dispatch mode": Passing,
+    "decomposing mode": Decomposing,
+    "function mode": Functions,
+    "saved tensors": torch.autograd.graph.save_on_cpu,
 }
 
 TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
@@ -327,6 +355,43 @@ def test_the_rule_runs_for_new_metadata_only() -> None:
             ran.append(bool(calls))
         assert ran[0]
         assert ran[3:] == [False, False]
+
+
+OFFSETS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "view": lambda x, y: x.as_strided((2,), (1,)),
+    "copy": lambda x, y: torch.as_strided_copy(x, (2,), (1,)),
+    "scatter": lambda x, y: torch.as_strided_scatter(x, y, (2,), (1,)),
+    "gradient": lambda x, y: grad(
+        lambda a: torch.as_strided_scatter(a, y, (2,), (1,)).square().sum()
+    )(x),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_views_of_one_layout_at_different_offsets(name: str) -> None:
+    """The offset into memory is not part of a recipe's metadata."""
+    f = OFFSETS[name]
+    whole, y = rows((40,), (3, 2))
+    for offset in (0, 0, 0, 4, 8, 5, 0):
+        x = whole[offset : offset + 12].view(3, 4)
+        expected = torch.stack([f(x[i].clone(), y[i]) for i in range(3)])
+        torch.testing.assert_close(vmap(f)(x, y), expected)
+
+
+@built
+def test_a_plan_has_recipes_of_its_last_calls() -> None:
+    """A table of recipes that is full is begun anew."""
+    f = vmap(lambda x, alpha: torch.addmm(x, x, x, alpha=alpha), (0, None))
+    x = torch.randn(4, 3, 3)
+    for i in range(600):
+        f(x, i / 7)
+    for alpha in (0.5, 0.25):
+        for _ in range(3):
+            f(x, alpha)
+        with counting(fixed.addmm) as calls:
+            found = f(x, alpha)
+        assert not calls
+        torch.testing.assert_close(found, x + alpha * (x @ x))
 
 
 def test_running_statistics_are_updated_once_by_each_call() -> None:

@@ -6,7 +6,6 @@ one tensor twice, inputs that are results too.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,10 @@ from tsfunc import (
     cond,
     fori_loop,
     grad,
+    hessian,
     implicit_root,
     jacfwd,
+    jacrev,
     jvp,
     pytrees,
     scan,
@@ -47,7 +48,6 @@ class Case:
     shapes: Sequence[Sequence[int]]
     dims: Mapping[str, Sequence[Any]] | None = None
     quick: bool = False  # whether Inductor compiles it in the quick part, too
-    refused: bool = False  # whether Inductor has no code for it
 
     def args(self, longer: int = 0) -> list[Tensor]:
         """Arguments; those of named dims may be drawn longer."""
@@ -121,6 +121,19 @@ def without_steps(x: Tensor, w: Tensor) -> Any:
     return while_loop(lambda c: (c.abs() > 1e3).any(), lambda c: (c * w).sin() + w, x)
 
 
+def counted(x: Tensor, steps: Tensor) -> Any:
+    return fori_loop(0, steps, lambda i, c: c.sin() * i + x, x)
+
+
+def fixed_point(x: Tensor) -> Any:
+    """A root that a loop finds up to a tolerance."""
+
+    def solver(f: Any, z: Tensor) -> Any:
+        return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
+
+    return implicit_root(lambda z: z - torch.tanh(z * x / 8 + x), torch.zeros(3), solver)
+
+
 def mixed(x: Tensor) -> Any:
     return cond(x.sum() > 0, lambda: x.mT.sin(), lambda: x.mT.contiguous().cos())
 
@@ -155,12 +168,19 @@ LOOPS: dict[str, Case] = {
         lambda h, xs: jvp(lambda h: rnn(h.expand(4, 3), xs), (h,), (h * 2,)), [(3,), (5, 4, 3)]
     ),
     "gradient of a while_loop": Case(
-        grad(lambda x: newton(x.exp() + 1).sum()), [(3,)], refused=True
+        grad(lambda x: newton(x.exp() + 1).sum()), [(3,)], quick=True
     ),
     "gradient of a while_loop without steps": Case(
-        grad(lambda x, w: without_steps(x, w).sin().sum(), argnums=(0, 1)), [(3,), (3,)],
-        refused=True,
+        grad(lambda x, w: without_steps(x, w).sin().sum(), argnums=(0, 1)), [(3,), (3,)]
     ),
+    "gradient of a fori_loop with a traced bound": Case(
+        grad(lambda x: counted(x, (x.sum() > 0).long() + 2).sum()), [(3,)]
+    ),
+    "Hessian of a cond": Case(hessian(lambda x: mixed(x)[1].sin().sum()), [(3, 4)]),
+    "Hessian of a scan": Case(
+        hessian(lambda h, xs: rnn(h, xs)[0].square().sum()), [(3,), (5, 3)]
+    ),
+    "Jacobian of an implicit root": Case(jacrev(fixed_point), [(3,)], quick=True),
     "slices that are not contiguous": Case(
         lambda h, xs: scan(lambda c, x: (c * x.flatten()[:3].sin(), x.flatten(0, 1)), h,
                            xs.permute(2, 1, 3, 0)),
@@ -264,10 +284,6 @@ def _specialized(case: Case, backend: str) -> Any:
 @pytest.mark.parametrize(("case", "backend"), _each(LOOPS))
 def test_loops(case: Case, backend: str) -> None:
     f = _specialized(case, backend)
-    if case.refused and backend == "inductor":
-        with pytest.raises(ExportError, match=r"can't compile the program.*runs as Python"):
-            f(*case.args())
-        return
     for longer in (0, 3) if case.dims else (0, 0):
         args = case.args(longer)
         given = [x.clone() for x in args]
@@ -328,61 +344,6 @@ def test_a_failed_check_in_a_body_is_an_error(backend: str) -> None:
 
 
 class TestRefusals:
-    def test_control_flow_without_a_torch_operator_is_refused(self) -> None:
-        def solver(f: Any, z: Tensor) -> Any:
-            return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
-
-        def root(x: Tensor) -> Any:
-            return implicit_root(lambda z: z - torch.tanh(z * x / 2 + x), torch.zeros(3), solver)
-
-        f = specialize(grad(lambda x: root(x).sum()), backend="inductor")
-        with pytest.raises(ExportError, match=r"'inductor' has no place for Solved, which.*Python"):
-            f(torch.randn(3))
-
-    @pytest.mark.parametrize("derivative", [lambda f: f, grad])
-    def test_a_solver_that_stops_at_a_tolerance_is_refused_in_plain_words(
-        self, derivative: Any
-    ) -> None:
-        def solver(f: Any, z: Tensor) -> Any:
-            return while_loop(lambda z: f(z).norm() > 1e-6, lambda z: z - f(z), z)
-
-        def root(x: Tensor) -> Any:
-            return implicit_root(lambda z: z - torch.tanh(z * x / 2 + x), torch.zeros(()), solver)
-
-        x = torch.rand(())
-        with pytest.raises(ExportError, match="the number of steps of a while_loop") as caught:
-            specialize(derivative(root), backend="aot_eager")(x)
-        assert not re.search("guard|SymInt|u0", str(caught.value))
-
-    @pytest.mark.parametrize(
-        "loop",
-        [
-            lambda c, y: while_loop(lambda c: c.sum() > 1, lambda c: c.sin() * y, c),
-            lambda c, y: fori_loop(0, 3, lambda i, c: c.sin() * y, c),
-        ],
-        ids=["while_loop", "fori_loop"],
-    )
-    def test_the_derivative_of_a_loop_in_a_scan_is_right_or_refused_in_plain_words(
-        self, loop: Any, request: pytest.FixtureRequest
-    ) -> None:
-        """torch 2.14 traces some that torch 2.13 does not."""
-
-        def scanned(x: Tensor) -> Any:
-            def step(c: Tensor, y: Tensor) -> Any:
-                c = loop(c, y)
-                return c, c
-
-            return scan(step, x, torch.arange(3.0) + 0.5)[0].sum()
-
-        x = torch.rand(()) + 2
-        try:
-            result = specialize(grad(scanned), backend="aot_eager")(x)
-        except ExportError as error:
-            name = request.node.callspec.id
-            assert f"torch can't trace it with {name} in its body" in str(error)
-        else:
-            torch.testing.assert_close(result, grad(scanned)(x))
-
     def test_a_compiler_that_fails_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._dynamo.backends import registry
 
@@ -393,6 +354,34 @@ class TestRefusals:
         f = specialize(lambda x: x * 2, backend="failing")
         with pytest.raises(ExportError, match=r"'failing' can't compile.*no luck\. Leave the back"):
             f(torch.ones(2))
+
+
+@pytest.mark.parametrize("derivative", [lambda f: f, grad])
+def test_a_solver_that_stops_at_a_tolerance(derivative: Any) -> None:
+    f = derivative(lambda x: fixed_point(x).sum())
+    x = torch.rand(3)
+    torch.testing.assert_close(specialize(f, backend="aot_eager")(x), f(x))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda c, y: while_loop(lambda c: c.sum() > 1, lambda c: c.sin() * y, c),
+        lambda c, y: fori_loop(0, 3, lambda i, c: c.sin() * y, c),
+    ],
+    ids=["while_loop", "fori_loop"],
+)
+def test_the_derivative_of_a_loop_in_a_scan(loop: Any) -> None:
+    def scanned(x: Tensor) -> Any:
+        def step(c: Tensor, y: Tensor) -> Any:
+            c = loop(c, y)
+            return c, c
+
+        return scan(step, x, torch.arange(3.0) + 0.5)[0].sum()
+
+    x = torch.rand(()) + 2
+    result = specialize(grad(scanned), backend="aot_eager")(x)
+    torch.testing.assert_close(result, grad(scanned)(x))
 
 
 SECOND: dict[str, Callable[..., Any]] = {
@@ -411,13 +400,12 @@ SECOND: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_second_derivatives_of_loops_are_right_or_refused(name: str) -> None:
-    """torch's are wrong."""
+def test_second_derivatives_of_loops(name: str) -> None:
+    """torch's own are wrong."""
     f = SECOND[name]
     x, w = torch.rand(3), torch.rand(3) + 1
     torch.testing.assert_close(specialize(f)(x, w), f(x, w))
-    with pytest.raises(ExportError, match="once, in reverse mode"):
-        specialize(f, backend="aot_eager")(x, w)
+    torch.testing.assert_close(specialize(f, backend="aot_eager")(x, w), f(x, w))
 
 
 def _two_carries(x: Tensor, first: Tensor, w: Tensor) -> Any:

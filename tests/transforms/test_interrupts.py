@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -15,12 +19,17 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
+from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.tracers.boundaries import outermost
-from tsfunc.dispatch import state
+from tsfunc.dispatch import state, undoing
+from tsfunc.program.closure import instances
 
 X = torch.arange(1.0, 7.0).view(3, 2).sin()
 
@@ -47,6 +56,53 @@ def cubes(x: Tensor) -> Tensor:
     return (x**3).sum()
 
 
+def quiet(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.sum().exp()
+    return x * scale
+
+
+def scanned(x: Tensor) -> Tensor:
+    out: Tensor = tsfunc.scan(lambda total, row: (total + row.sin(), row), x[0] * 0, x)[0]
+    return out.sum()
+
+
+@tsfunc.custom_vjp
+def ruled(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+ruled.defvjp(lambda x: (x.sin(), x), lambda x, g: (tsfunc.vmap(torch.cos)(x) * g,))
+
+
+class Owner:
+    """An object that a traced function assigns to."""
+
+    last: Any = 0.0
+
+    def remember(self, x: Tensor) -> Tensor:
+        total = self.last = x.sum()
+        return x * total
+
+
+OWNER = Owner()
+LAYER = torch.nn.Linear(2, 1)
+OWN = dict(LAYER.named_parameters())
+GIVEN = {name: torch.ones(3, *value.shape) for name, value in OWN.items()}
+OPTIMIZER = tsfunc.functional_optimizer(torch.optim.SGD, lr=0.1)
+PULL = tsfunc.vjp(torch.sin, X)[1]
+PUSH = tsfunc.linearize(torch.sin, X)[1]
+CHECKPOINTED = tsfunc.checkpoint(lambda x: tsfunc.vmap(torch.sin)(x))
+
+
+def derived(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the gradient by a backward pass that the user starts."""
+    leaf = x.detach().requires_grad_()
+    f(leaf).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "vmap": tsfunc.vmap(lambda x: x * 2 + x.sum()),
     "vmap of vmap": tsfunc.vmap(tsfunc.vmap(torch.sin, 0), 1),
@@ -64,6 +120,17 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "jvp of jvp": lambda x: tsfunc.jvp(lambda y: tsfunc.jvp(cubes, (y,), (y,))[1], (x,), (x,)),
     "hessian": tsfunc.hessian(cubes),
     "linearize": lambda x: tsfunc.linearize(torch.sin, x)[1](x),
+    "pullback alone": lambda x: PULL(x),
+    "pushforward alone": lambda x: PUSH(x),
+    "backward of checkpoint": lambda x: derived(CHECKPOINTED, x),
+    "backward of a rule": lambda x: derived(ruled, x),
+    "functional_call": lambda x: tsfunc.vmap(partial(tsfunc.functional_call, LAYER))(GIVEN, x),
+    "step of an optimizer": tsfunc.vmap(lambda x: OPTIMIZER.step(x, x * 2, OPTIMIZER.init(x))[0]),
+    "explain": lambda x: tsfunc.explain(tsfunc.vmap(torch.sin), x).loops,
+    "call of a program": tsfunc.specialize(quiet),
+    "call of a program with a loop": tsfunc.specialize(scanned),
+    "backward of a program with a loop": tsfunc.specialize(tsfunc.grad(scanned)),
+    "program that assigns": lambda x: tsfunc.specialize(lambda y: OWNER.remember(y) * 2)(x),
     "program": lambda x: tsfunc.specialize(lambda y: tsfunc.vmap(torch.sin)(y) * 2, {})(x),
 }
 
@@ -79,8 +146,24 @@ def observed() -> dict[str, Any]:
         "torch function": torch._C._is_torch_function_enabled(),
         "dual level": forward_ad._current_level,
         "torch.func": torch._C._functorch.maybe_current_level(),
-        "function modes": torch._C._len_torch_function_stack(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": _get_current_function_mode_stack(),
+        "dispatch modes": _python_dispatch._get_current_dispatch_mode_stack(),
+        "in dispatch modes": _python_dispatch.is_in_torch_dispatch_mode(),
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "autocast": (
+            torch.autocast_increment_nesting(),
+            torch.autocast_decrement_nesting(),
+            torch.is_autocast_cache_enabled(),
+            torch.get_autocast_dtype("cpu"),
+        ),
+        "lifting": torch._C._only_lift_cpu_tensors(),
+        "compiling": torch.compiler.is_compiling(),
+        "generator": vars(torch.random)["default_generator"] is torch.default_generator,
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "warnings": (id(warnings.filters), warnings.showwarning),
+        "watched classes": len(instances._watched),
+        "open blocks": undoing.open_blocks(),
+        "parameters": [id(x) for x in LAYER.parameters()],
         "state": state.tls.state,
         "recording": outermost.recording,
         "jvps": outermost.forward,
@@ -96,6 +179,11 @@ def check_that_it_works(f: Callable[[Tensor], Any], want: Any) -> None:
     assert y.grad is not None and y.grad.tolist() == [2.0, 2.0]
     if want is not None:
         torch.testing.assert_close(f(X), want)
+    assert type(OWNER.last) in (float, Tensor)
+    assert vars(Owner).keys() == MEMBERS
+
+
+MEMBERS = vars(Owner).keys() | set()
 
 
 @contextlib.contextmanager
@@ -208,6 +296,142 @@ def test_inside_of_contexts_that_stay() -> None:
         for at in range(1, 600, 11):
             interrupted(f, at)
             assert observed() == before, at
+
+
+class _Passing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["program", "call of a program", "backward of checkpoint"])
+def test_inside_of_modes_and_hooks_that_stay(name: str) -> None:
+    """A trace leaves the modes of its caller and enters them again."""
+    f = FUNCTIONS[name]
+    f(X)
+    with (
+        torch.device("cpu"), BaseTorchFunctionMode(), _Passing(), warnings.catch_warnings(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    ):  # fmt: skip
+        want = f(X)
+        with raising_after(-1) as count:
+            f(X)
+        before = observed()
+        rng = random.Random(name)
+        for at in sorted(rng.randint(1, count[0]) for _ in range(60)):
+            interrupted(f, at)
+            assert observed() == before, at
+        torch.testing.assert_close(f(X), want)
+
+
+def test_contexts_of_torch_that_the_function_enters() -> None:
+    """Each is written in Python, and may be interrupted after its first change."""
+
+    def f(x: Tensor) -> Tensor:
+        with (
+            torch.inference_mode(), torch.autocast("cpu", torch.float16, cache_enabled=False),
+            torch.set_grad_enabled(False), warnings.catch_warnings(), torch.device("cpu"),
+            _Passing(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        ):  # fmt: skip
+            return x @ x
+
+    vmapped = tsfunc.vmap(f)
+    x = torch.randn(2, 3, 3)
+    vmapped(x)
+    with raising_after(-1) as count:
+        vmapped(x)
+    before = observed()
+    for at in range(1, count[0] + 1):
+        with contextlib.suppress(Interrupt), raising_after(at):
+            vmapped(x)
+        assert observed() == before, at
+
+
+def test_an_interrupt_while_the_state_is_restored() -> None:
+    """A second exception, at any step of the first one's way out, changes nothing."""
+
+    def fails(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        raise ZeroDivisionError
+
+    f = tsfunc.vmap(fails)
+    before = observed()
+    with raising_after(-1) as count, contextlib.suppress(ZeroDivisionError):
+        f(X)
+    for at in range(1, count[0] + 1):
+        with contextlib.suppress(Interrupt, ZeroDivisionError), raising_after(at):
+            f(X)
+        assert observed() == before, at
+
+
+def test_random_numbers_after_an_interrupted_repetition() -> None:
+    """A checkpoint draws the same numbers again; the generator goes on from where it was."""
+    f = tsfunc.grad(tsfunc.checkpoint(lambda x: (x * torch.rand_like(x)).sum().sin()))
+    f(X)
+    torch.manual_seed(3)
+    f(X)
+    after = torch.get_rng_state()
+    with raising_after(-1) as count:
+        f(X)
+    for at in random.Random(0).sample(range(1, count[0] + 1), 60):
+        torch.manual_seed(3)
+        start = torch.get_rng_state()
+        interrupted(f, at)
+        state = torch.get_rng_state()
+        assert torch.equal(state, start) or torch.equal(state, after), at
+
+
+def test_an_interrupt_while_another_thread_traces() -> None:
+    """The other thread goes on, and both threads give right results afterwards."""
+    rng = random.Random(0)
+    stop, wrong = threading.Event(), []
+    functions = [FUNCTIONS[name] for name in ("program that assigns", "program", "hessian")]
+    wants = [f(X) for f in functions]
+
+    def work() -> None:
+        while not stop.is_set():
+            for f, want in zip(functions[1:], wants[1:], strict=True):
+                try:
+                    torch.testing.assert_close(f(X), want)
+                except BaseException as error:
+                    wrong.append(error)
+
+    before = observed()
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(60):
+            for f in functions:
+                interrupted(f, rng.randint(1, 4000))
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong, wrong[0]
+    assert observed() == before
+    for f, want in zip(functions, wants, strict=True):
+        check_that_it_works(f, want)
+
+
+def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
+    """A module that is imported halfway may never be imported again."""
+    done = []
+
+    def register() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        sum(range(1000))  # Python calls the handler here
+        done.append(1)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(register)
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert on_another_thread(lambda: uninterrupted(int, "3")) == 3
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(divmod, 1, 0)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_an_error_of_the_function_restores_the_state() -> None:

@@ -61,15 +61,15 @@ class Field:
         path = "".join(reversed(steps)).removeprefix(".")
         return f"{field}: {path}" if path else field
 
-    def fail(self, what: str) -> NoReturn:
+    def fail(self, problem: str) -> NoReturn:
         """Raise a ``FileFormatError`` about the value."""
-        raise FileFormatError(f"{self.where}: {what}.")
+        raise FileFormatError(f"{self.where}: {problem}.")
 
-    def expected(self, what: str) -> NoReturn:
+    def expected(self, description: str) -> NoReturn:
         """Raise a ``FileFormatError`` that names the expected value and the value found."""
         text = repr(self.value)
         shown = text if len(text) <= 60 else f"{text[:57]}..."
-        self.fail(f"expected {what}, got {shown}")
+        self.fail(f"expected {description}, got {shown}")
 
     def integer(self, least: int = -LONGEST_INT, most: int = LONGEST_INT - 1) -> int:
         """Return an int in a range; a bool is refused."""
@@ -83,9 +83,9 @@ class Field:
             self.expected("true or false")
         return bool(self.value)
 
-    def text(self, pattern: re.Pattern[str] | None = None, what: str = "a text") -> str:
+    def text(self, pattern: re.Pattern[str] | None = None, description: str = "a text") -> str:
         if type(self.value) is not str or (pattern and not pattern.fullmatch(self.value)):
-            self.expected(what)
+            self.expected(description)
         return str(self.value)
 
     def line(self) -> str:
@@ -94,10 +94,10 @@ class Field:
             self.expected("a line of text")
         return str(self.value)
 
-    def one_of(self, choices: Mapping[str, Any], what: str) -> Any:
+    def one_of(self, choices: Mapping[str, Any], description: str) -> Any:
         """Return the value of a text among some choices."""
         if type(self.value) is not str or self.value not in choices:
-            self.expected(what)
+            self.expected(description)
         return choices[self.value]
 
     def items(self, count: int | None = None) -> list[Field]:

@@ -20,8 +20,9 @@ import torch.fx
 from tsfunc.errors import MalformedProgramError
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.properties import ProgramProperties, draw, properties_of
-from tsfunc.program.graphs.torch_operators import graph_module, in_torch_operators
+from tsfunc.program.graphs.torch_operators import in_torch_operators
 from tsfunc.program.passes.verify import verify
 
 

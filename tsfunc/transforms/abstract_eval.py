@@ -65,17 +65,17 @@ class AbstractTensor:
 
 
 def abstract_results(
-    what: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    label: str, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return a function's result with a `Look` in place of each tensor, without computing it.
 
     Args:
-        what: the name of the call in error messages.
+        label: the name of the call in error messages.
         func: takes and returns pytrees.
         args, kwargs: the arguments of ``func``; a :class:`MetaTensorType` stands for a tensor.
     """
     flat, tree = pytrees.flatten((tuple(args), dict(kwargs)))
-    examples = [_example(what, leaf) for leaf in flat]
+    examples = [_example(label, leaf) for leaf in flat]
     trace = current_trace()
     if trace is not None:
         # A temporary graph replaces the trace's graph and records the operators that the function
@@ -84,14 +84,14 @@ def abstract_results(
         with in_body(body):
             args, kwargs = pytrees.unflatten(tree, [body.remap(leaf) for leaf in examples])
             return pytrees.tree_map(_look_of, func(*args, **kwargs))
-    return pytrees.tree_map(_look_of, outline(_request(what, name_of(func), func, examples, tree)))
+    return pytrees.tree_map(_look_of, outline(_request(label, name_of(func), func, examples, tree)))
 
 
-def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
+def without_data(label: str, func: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Return a function's result with fake tensors, which have a type and no data.
 
     Args:
-        what: the name of the trace in error messages.
+        label: the name of the trace in error messages.
         func: takes and returns pytrees.
         args: the arguments of ``func``.
 
@@ -99,7 +99,7 @@ def without_data(what: str, func: Callable[..., Any], args: Sequence[Any]) -> An
         DataDependentError: the function needs data.
     """
     flat, tree = pytrees.flatten((tuple(args), {}))
-    return outline(_request(what, what, func, flat, tree))
+    return outline(_request(label, label, func, flat, tree))
 
 
 @outside_dynamo
@@ -133,20 +133,20 @@ def make_graph(func: Callable[..., Any]) -> Callable[..., Program]:
     def traced(*args: Any, **kwargs: Any) -> Program:
         name = name_of(func)
         flat, tree = pytrees.flatten((args, kwargs))
-        what = f"make_graph({name})"
-        examples = [_example(what, leaf) for leaf in flat]
-        return capture(_request(what, name, func, examples, tree))
+        label = f"make_graph({name})"
+        examples = [_example(label, leaf) for leaf in flat]
+        return capture(_request(label, name, func, examples, tree))
 
     return traced
 
 
-def _example(what: str, leaf: Any) -> Any:
+def _example(label: str, leaf: Any) -> Any:
     """Return a placeholder tensor for a description; return other leaves unchanged."""
     if not isinstance(leaf, MetaTensorType):
         return leaf
     if leaf.dtype is None or leaf.shape is None or not all(isinstance(n, int) for n in leaf.shape):
         raise DescriptorError(
-            f"{what}: expected a description with a dtype and fixed sizes, such as "
+            f"{label}: expected a description with a dtype and fixed sizes, such as "
             f"MetaTensorType([3, 4], dtype=torch.float32), got {leaf!r}."
         )
     sizes = [n for n in leaf.shape if isinstance(n, int)]
@@ -154,7 +154,7 @@ def _example(what: str, leaf: Any) -> Any:
 
 
 def _request(
-    what: str, name: str, func: Callable[..., Any], examples: list[Any], tree: PyTreeSpec
+    label: str, name: str, func: Callable[..., Any], examples: list[Any], tree: PyTreeSpec
 ) -> TraceRequest:
     """Return the request of a trace for inputs of fixed sizes."""
     inputs = [
@@ -162,7 +162,7 @@ def _request(
         for i, example in enumerate(examples)
         if isinstance(example, torch.Tensor)
     ]
-    return TraceRequest(what, name, func, examples, tree, inputs)
+    return TraceRequest(label, name, func, examples, tree, inputs)
 
 
 def _look_of(leaf: Any) -> Any:

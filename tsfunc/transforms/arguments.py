@@ -140,13 +140,13 @@ def refuse_unrecorded(outputs: Sequence[torch.Tensor], level: TracerLevel | None
             )
 
 
-def flatten_tensors(api: str, what: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
+def flatten_tensors(api: str, label: str, tree: Any) -> tuple[list[torch.Tensor], Any]:
     """Return the leaves of a pytree and its structure; raise if a leaf is not a tensor."""
     leaves, spec = pytrees.flatten(tree)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise ValueError(
-                f"{api}: Expected {what} to only contain Tensors. Thing passed to transform API "
+                f"{api}: Expected {label} to only contain Tensors. Thing passed to transform API "
                 f"must be Tensor, got {type(leaf)}.{array_advice(leaf)}"
             )
     return all_as_seen_by_current_level(leaves), spec
@@ -180,12 +180,12 @@ def split_aux(api: str, output: Any, has_aux: bool) -> tuple[Any, Any]:
     return output
 
 
-def refuse_complex(api: str, what: str, leaves: Sequence[torch.Tensor]) -> None:
+def refuse_complex(api: str, label: str, leaves: Sequence[torch.Tensor]) -> None:
     """Raise for complex tensors: jacrev and jacfwd are for real functions."""
     for i, leaf in enumerate(leaves):
         if leaf.is_complex():
             raise RuntimeError(
-                f"{api}: Expected all {what} to be real but received complex tensor at flattened "
+                f"{api}: Expected all {label} to be real but received complex tensor at flattened "
                 f"input idx: {i}"
             )
 

@@ -183,6 +183,9 @@ class CheckpointCall(ControlFlowOperator):
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         return writer.inline(self.bodies[0], operands)
 
+    def expanded(self) -> Body:
+        return self.bodies[0]
+
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Run the body and pull back through it at once: no values need to be kept in between."""
         return RecomputedCall(self.name, self.bodies).pullback(count, by, of)
@@ -196,6 +199,9 @@ class RecomputedCall(ControlFlowOperator):
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         return writer.inline(self.bodies[0], operands)
+
+    def expanded(self) -> Body:
+        return self.bodies[0]
 
 
 def _record(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.tracebacks import folding, name_of
@@ -49,6 +50,7 @@ def closure_convert(
     name = name_of(func)
 
     @folding("the function of closure_convert", func)
+    @restoring_thread_state
     def converted(*args: Any) -> Any:
         own = args[: len(args) - len(closed)]
         given = args[len(own) :]

@@ -47,7 +47,7 @@ class ClosureConverted:
 
 
 def converted(
-    what: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]
+    label: str, func: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> ClosureConverted:
     """Trace a function of tensors with the types of ``examples``.
 
@@ -67,7 +67,7 @@ def converted(
         return known[1]
 
     with outside_torch(), outside_all_levels():
-        level = TraceLevel(what, symbols)
+        level = TraceLevel(label, symbols)
         level.sizes = number
         with is_compiling(), level, watching_random(), watching_factories():
             inputs = [
@@ -81,7 +81,7 @@ def converted(
     closed = [*tensors, *numbers.values()]
     given = [*(x.node for x in inputs), *(node for _, node in closed)]
     graph = _of_inputs(level.graph, given)
-    _, function = generate(what, graph, range(len(given)), {})
+    _, function = generate(label, graph, range(len(given)), {})
     return ClosureConverted(
         lambda *x: function(x), tuple(value for value, _ in closed), tree, graph
     )

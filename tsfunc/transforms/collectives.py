@@ -139,9 +139,9 @@ def pmin(x: _Tree, axis_name: Hashable | Sequence[Hashable]) -> _Tree:
     return out
 
 
-def _extreme(what: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:
-    for level in _levels(axis_name, what):
-        x = _each(what, x, functools.partial(_of_gathered, of, level), _itself)
+def _extreme(label: str, of: Callable[..., Any], x: Any, axis_name: Any) -> Any:
+    for level in _levels(axis_name, label):
+        x = _each(label, x, functools.partial(_of_gathered, of, level), _itself)
     return x
 
 
@@ -402,11 +402,11 @@ def axis_size(axis_name: Hashable) -> int:
     return math.prod(map(physical.size, levels))
 
 
-def _levels(names: Any, what: str, *, alone: bool = False) -> list[Axis]:
+def _levels(names: Any, label: str, *, alone: bool = False) -> list[Axis]:
     """Return the levels that bind the names; levels that a batch is spread over come before it."""
     levels: list[Axis] = []
     for name in _names(names):
-        level = physical.level_named(name, what, alone=alone)
+        level = physical.level_named(name, label, alone=alone)
         if isinstance(level, BatchLevel):
             levels += level.spread_over
         levels.append(level)
@@ -426,7 +426,7 @@ def _of_number(of: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
 
 
 def _each(
-    what: str,
+    label: str,
     x: Any,
     of: Callable[[torch.Tensor], Any],
     of_number: Callable[[Any], Any] | None = None,
@@ -438,21 +438,21 @@ def _each(
             return of(leaf)
         if of_number is not None and isinstance(leaf, bool | int | float | complex):
             return of_number(leaf)
-        raise TypeError(f"{what}: expected tensors, got {type(leaf).__name__}.")
+        raise TypeError(f"{label}: expected tensors, got {type(leaf).__name__}.")
 
     return pytrees.tree_map(one, x)
 
 
-def _axis(what: str, leaf: torch.Tensor, axis: int, new: int) -> int:
+def _axis(label: str, leaf: torch.Tensor, axis: int, new: int) -> int:
     """Return a dim counted from the front, among the tensor's dims and ``new`` more."""
     rank = leaf.dim() + new
     if not -rank <= axis < rank:
-        raise ValueError(f"{what}: a tensor of shape {tuple(leaf.shape)} has no dim {axis}.")
+        raise ValueError(f"{label}: a tensor of shape {tuple(leaf.shape)} has no dim {axis}.")
     return axis % rank
 
 
 def _split(
-    what: str, leaf: torch.Tensor, at: int, levels: Sequence[Axis], tiled: bool
+    label: str, leaf: torch.Tensor, at: int, levels: Sequence[Axis], tiled: bool
 ) -> torch.Tensor:
     """Return the tensor with the dim ``at`` split into dims of the axes' sizes."""
     sizes = [level.batch_size for level in levels]
@@ -462,7 +462,7 @@ def _split(
         names = " and ".join(repr(level.axis_name) for level in levels)
         of = "the size of the axis" if len(levels) == 1 else "the product of the sizes of the axes"
         raise ValueError(
-            f"{what}: the size of dim {at} must {must}, {of} {names}, got a tensor of shape "
+            f"{label}: the size of dim {at} must {must}, {of} {names}, got a tensor of shape "
             f"{tuple(leaf.shape)}."
         )
     if tiled:

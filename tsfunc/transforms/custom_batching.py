@@ -22,6 +22,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.grad.linear_maps import batch_first, is_recorded
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import innermost_level
 from tsfunc.errors import CustomRuleError
@@ -52,7 +53,7 @@ def _is_batched(leaf: Any, level: BatchLevel) -> bool:
 
 
 def call_rule(
-    what: str,
+    label: str,
     rule: Callable[..., Any],
     args: tuple[Any, ...],
     otherwise: Callable[..., Any],
@@ -61,7 +62,7 @@ def call_rule(
     """Call a ``custom_vmap`` rule if an argument is batched, and the function otherwise.
 
     Args:
-        what: the description of the rule for error messages.
+        label: the description of the rule for error messages.
         rule: the rule.
         args: the arguments.
         otherwise: the function.
@@ -80,7 +81,7 @@ def call_rule(
             filled[position], flags[position] = value, flag
         in_batched = list(pytrees.unflatten(tree, flags))
         returned = rule(level.batch_size, in_batched, *pytrees.unflatten(tree, filled))
-        out, flat = checked_result(what, returned, level.batch_size)
+        out, flat = checked_result(label, returned, level.batch_size)
         if not structure:
             check(pytrees.unflatten(tree, leaves), returned[0])
             structure.append(pytrees.structure_of(returned[0]))
@@ -90,7 +91,7 @@ def call_rule(
     return pytrees.unflatten(structure[0], outs)
 
 
-def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
+def checked_result(label: str, returned: Any, size: Any) -> tuple[list[Any], list[bool]]:
     """Return the flattened result of a ``custom_vmap`` rule, and a flag for each leaf.
 
     Raises:
@@ -98,7 +99,7 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise CustomRuleError(
-            f"{what} must return a pair, the result of all examples and the flags of its batched "
+            f"{label} must return a pair, the result of all examples and the flags of its batched "
             f"leaves, got {type(returned).__name__}."
         )
     out = pytrees.leaves_of(returned[0])
@@ -106,21 +107,21 @@ def checked_result(what: str, returned: Any, size: Any) -> tuple[list[Any], list
         flat = pytrees.broadcast_prefix(returned[1], returned[0], lambda x: isinstance(x, bool))
     except ValueError:
         raise CustomRuleError(
-            f"{what} must return, besides the result, a pytree of bools that is a prefix of "
+            f"{label} must return, besides the result, a pytree of bools that is a prefix of "
             f"it, got {returned[1]!r}."
         ) from None
-    _check_sizes(what, out, flat, size)
+    _check_sizes(label, out, flat, size)
     return out, flat
 
 
-def _check_sizes(what: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
+def _check_sizes(label: str, out: Sequence[Any], batched: Sequence[bool], size: int) -> None:
     for value, flag in zip(out, batched, strict=True):
         if value is None:  # JAX does not count None as a leaf
             continue
         if flag and (not isinstance(value, torch.Tensor) or value.shape[:1] != (size,)):
             shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise CustomRuleError(
-                f"{what} says that a result is batched: then its first dim must be {size}, the "
+                f"{label} says that a result is batched: then its first dim must be {size}, the "
                 f"number of examples; got {shape}."
             )
 
@@ -230,6 +231,7 @@ class _RecordedBatchCall(Function):
         return outs
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         plan, tensors = ctx.plan, ctx.saved_tensors
         by = [i for i, x in enumerate(tensors) if plan.recorded[i] and differentiable(x)]

@@ -20,7 +20,9 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
+from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (
@@ -70,7 +72,7 @@ class custom_jvp(Rule[Result]):
     Corresponds to ``jax.custom_jvp``.
     """
 
-    what = "custom_jvp"
+    label = "custom_jvp"
 
     rule: Callable[..., Any] | None = None
     symbolic_zeros = False
@@ -110,6 +112,7 @@ class custom_jvp(Rule[Result]):
         return (self.func, self.rule)
 
     @folding("custom_jvp")
+    @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.rule is None:
             raise self.missing("defjvp")
@@ -181,7 +184,7 @@ class _Transposed(threading.local):
         self.since = 0
 
 
-_transposed = _Transposed()
+_transposed = resets(_Transposed())
 
 
 @contextmanager
@@ -221,6 +224,7 @@ class _Jvp(RuleFunction):
         return results
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, sizes, operands = ctx.call, ctx.sizes, ctx.saved_tensors
         needed = ctx.needs_input_grad[2 : 2 + call.count]

@@ -29,6 +29,7 @@ from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
+from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of
@@ -184,7 +185,7 @@ pytrees.add_leaf(RuleCall)  # not a container of its tensors
 def _undefined(call: RuleCall) -> str:
     rule = call.rule
     return (
-        f"{rule.what}: the result of {rule.name} depends on a tensor by which it is to be "
+        f"{rule.label}: the result of {rule.name} depends on a tensor by which it is to be "
         f"differentiated, and which its rule says nothing of: it is closed over, or among the "
         f"arguments that nondiff_argnums name. Pass it as an argument that is differentiated by "
         f"(closure_convert finds what a function closes over), or cut it off with stop_gradient."
@@ -233,7 +234,7 @@ class RuleFunction(Function):
         results = cls.run(call, sizes, operands)
         if (call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]) != expected:
             raise CustomRuleError(
-                f"{call.rule.what}: {call.rule.name} and its rule return results of other "
+                f"{call.rule.label}: {call.rule.name} and its rule return results of other "
                 f"structures, types or ranks: {expected[0]} of {_spelled(expected[1])}, and "
                 f"{pytrees.spelled(call.out_tree)} of "
                 f"{_spelled((x.dtype, len(x.shape)) for x in call.results)}."
@@ -287,16 +288,17 @@ class _DependencySearches(threading.local):
     depth = 0
 
 
-_watched = _DependencySearches()
+_watched = resets(_DependencySearches())
 
 
 @contextmanager
 def _watching() -> Iterator[None]:
-    _watched.depth += 1
+    before = _watched.depth
+    _watched.depth = before + 1
     try:
         yield
     finally:
-        _watched.depth -= 1
+        _watched.depth = before
 
 
 def _spelled(types: Any) -> str:
@@ -317,7 +319,7 @@ _METHODS = frozenset({"defvjp", "defjvp", "defjvps", "def_vmap"})
 class Rule(Generic[Result]):
     """Base class of the three kinds of custom rules: a function and its ``nondiff_argnums``."""
 
-    what = "custom_rule"
+    label = "custom_rule"
     kind: type[RuleFunction]
 
     def __init__(
@@ -340,7 +342,7 @@ class Rule(Generic[Result]):
         for name in names:
             if name not in known:
                 raise ValueError(
-                    f"{self.what}: {self.name} has no parameter {name!r}, which nondiff_argnames "
+                    f"{self.label}: {self.name} has no parameter {name!r}, which nondiff_argnames "
                     f"names; its parameters are {', '.join(known) or 'not known'}."
                 )
         positions = {*numbers, *(known.index(name) for name in names)}
@@ -352,7 +354,7 @@ class Rule(Generic[Result]):
         if not isinstance(several, Sequence) or not all(isinstance(each, cls) for each in several):
             one = "an int" if cls is int else "a str"
             raise TypeError(
-                f"{self.what}({self.name}, {name}=...): expected {one} or a sequence of "
+                f"{self.label}({self.name}, {name}=...): expected {one} or a sequence of "
                 f"{cls.__name__}s, got {value!r}."
             )
         return list(several)
@@ -362,7 +364,7 @@ class Rule(Generic[Result]):
         if self.signature is None:
             if kwargs:
                 raise TypeError(
-                    f"{self.what}: {self.name} has no signature by which the arguments "
+                    f"{self.label}: {self.name} has no signature by which the arguments "
                     f"{', '.join(kwargs)} could be given a position. Give them by position."
                 )
             return args
@@ -370,13 +372,13 @@ class Rule(Generic[Result]):
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"{self.what}: the arguments do not fit {self.name}{self.signature}: {error}."
+                f"{self.label}: the arguments do not fit {self.name}{self.signature}: {error}."
             ) from None
         bound.apply_defaults()
         without = [name for name in bound.kwargs if name in kwargs]
         if without:
             raise TypeError(
-                f"{self.what}: the rule of {self.name} gets all arguments by position, which "
+                f"{self.label}: the rule of {self.name} gets all arguments by position, which "
                 f"{', '.join(without)} can't be given. Make them ordinary parameters."
             )
         return bound.args
@@ -416,7 +418,7 @@ class Rule(Generic[Result]):
 
     def missing(self, method: str) -> UndefinedRuleError:
         return UndefinedRuleError(
-            f"{self.what}: {self.name} has no rule yet. Give it one with @{self.name}.{method}."
+            f"{self.label}: {self.name} has no rule yet. Give it one with @{self.name}.{method}."
         )
 
     def functions(self) -> Sequence[Any]:
@@ -460,14 +462,14 @@ def zero_of(leaf: Any) -> Any:
     return zero_from_primal(leaf)
 
 
-def structure_error(what: str, expected: Any, got: Any) -> CustomRuleError:
+def structure_error(label: str, expected: Any, got: Any) -> CustomRuleError:
     return CustomRuleError(
-        f"{what} must have the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
+        f"{label} must have the structure {pytrees.spelled(pytrees.structure_of(expected))}, got "
         f"{pytrees.spelled(pytrees.structure_of(got))}."
     )
 
 
-def check_like(what: str, value: Any, like: Any, *, none: str = "") -> Any:
+def check_like(label: str, value: Any, like: Any, *, none: str = "") -> Any:
     """Check that a tangent or cotangent has the shape and dtype of a tensor; None means zeros.
 
     Raises:
@@ -478,10 +480,10 @@ def check_like(what: str, value: Any, like: Any, *, none: str = "") -> Any:
     if isinstance(value, int | float | complex) and not like.shape:
         return ResultMetadata(like.shape, like.dtype, like.device).zero() + value
     if not isinstance(value, torch.Tensor | SymbolicZero):
-        raise CustomRuleError(f"{what} must be a tensor, or None for zeros; got {value!r}.")
+        raise CustomRuleError(f"{label} must be a tensor, or None for zeros; got {value!r}.")
     if value.shape != like.shape or value.dtype != like.dtype:
         raise CustomRuleError(
-            f"{what} must be of {like.dtype} and of shape {tuple(like.shape)}, got "
+            f"{label} must be of {like.dtype} and of shape {tuple(like.shape)}, got "
             f"{value.dtype} of shape {tuple(value.shape)}.{none}"
         )
     return None if isinstance(value, SymbolicZero) else value

@@ -10,6 +10,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
@@ -62,7 +63,7 @@ class custom_vjp(Rule[Result]):
     Similar to ``jax.custom_vjp``; forward mode works too, by differentiating the pullback.
     """
 
-    what = "custom_vjp"
+    label = "custom_vjp"
 
     fwd: Callable[..., Any] | None = None
     bwd: Callable[..., Any] | None = None
@@ -91,6 +92,7 @@ class custom_vjp(Rule[Result]):
         return (self.func, self.fwd, self.bwd)
 
     @folding("custom_vjp")
+    @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         if self.fwd is None or self.bwd is None:
             raise self.missing("defvjp(fwd, bwd)")
@@ -169,6 +171,7 @@ class _Vjp(RuleFunction):
         return results
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         call, sizes, saved = ctx.call, ctx.sizes, ctx.saved_tensors
         operands, kept = saved[: ctx.count], saved[ctx.count :]
@@ -245,9 +248,9 @@ def pulled_by_rule(
         if not differentiable(x):
             gradients.append(None)
             continue
-        what = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
+        label = f"custom_vjp: the bwd rule of {rule.name}: the cotangent of argument"
         none = " Where it is zero, return None." if flat[position] is not None else ""
-        gradients.append(check_like(f"{what} {call.name(position)}", flat[position], x, none=none))
+        gradients.append(check_like(f"{label} {call.name(position)}", flat[position], x, none=none))
     return gradients
 
 

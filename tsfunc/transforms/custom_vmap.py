@@ -10,6 +10,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.abstract_eval import eval_shape
@@ -55,7 +56,7 @@ class custom_vmap(Rule[Result]):
     Corresponds to ``jax.custom_batching.custom_vmap``; differentiable in both modes.
     """
 
-    what = "custom_vmap"
+    label = "custom_vmap"
 
     def __init__(self, func: Callable[..., Result]) -> None:
         super().__init__(func)
@@ -71,6 +72,7 @@ class custom_vmap(Rule[Result]):
         return (self.func, self.rule)
 
     @folding("custom_vmap")
+    @restoring_thread_state
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
         args = self.positional(args, kwargs)
         if self.rule is None:

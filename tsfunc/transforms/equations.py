@@ -10,6 +10,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
@@ -24,14 +25,14 @@ class Linear:
     """The equation ``A x = b``, solved for ``x``.
 
     Attributes:
-        what: the name of the function that the user called.
+        label: the name of the function that the user called.
         count: the number of tensors in ``x``.
         product: the function ``A x``.
         solve: the solver; it returns ``x`` and then its other results.
         transposed: the solver of the transposed equation.
     """
 
-    what: str
+    label: str
     count: int
     product: Closed
     solve: Closed
@@ -43,7 +44,7 @@ class Linear:
         def product(values: Values, closed: Values) -> Values:
             return transpose(lambda *v: tuple(self.product(v, closed)), values)
 
-        other = Linear(self.what, self.count, product, self.transposed, self.solve)
+        other = Linear(self.label, self.count, product, self.transposed, self.solve)
         return _conjugated(solved(other, _conjugated(ct), closed)[: self.count])
 
     def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
@@ -69,14 +70,14 @@ class Root:
     """The equation ``f(x) = 0``, solved for ``x`` from a guess.
 
     Attributes:
-        what: the name of the function that the user called.
+        label: the name of the function that the user called.
         count: the number of tensors in ``x``.
         residual: the function ``f``.
         solve: the solver; it returns ``x`` and then its other results.
         tangent: the solver of the tangent equation, from ``x`` and the right-hand side.
     """
 
-    what: str
+    label: str
     count: int
     residual: Closed
     solve: Closed
@@ -99,7 +100,7 @@ class Root:
         def transposed(values: Values, closed: Values) -> Values:
             return transpose(lambda *v: tuple(solve(v, closed)), values)
 
-        return Linear(self.what, count, product, solve, transposed)
+        return Linear(self.label, count, product, solve, transposed)
 
     def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
         w = self.at_root().adjoint(ct, [*x, *closed])
@@ -207,6 +208,7 @@ class Solved(Function):
         return saved[:count], values[count:]
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         x, closed = Solved.parts(ctx)
         given, others = ctx.call.equation.pull(x, cotangents[: len(x)], closed)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsfunc import ops
-from tsfunc.bridge.tracers.boundaries import UserLines
+from tsfunc.bridge.tracers.boundaries import UserLines, restoring_thread_state
 from tsfunc.bridge.tracers.plain_calls import PlainCalls
 from tsfunc.dispatch import DispatchKey
 from tsfunc.dispatch.recorder import KernelUse, Recorder, UseCount, name_of_rule
@@ -211,6 +211,7 @@ def _cells(row: Sequence[str]) -> str:
 
 
 @folding("explain")
+@restoring_thread_state
 def explain(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> CallReport:
     """Run a call once, and report the operators that it called and the rules that served them.
 

@@ -171,13 +171,13 @@ def _match(primals: Any, tangents: Any) -> tuple[Sequence[torch.Tensor], Sequenc
             f"structure {pytrees.spelled(spec)} and tangents with structure "
             f"{pytrees.spelled(tangent_spec)}"
         )
-    for what, leaves in (("primals", flat), ("tangents", directions)):
+    for label, leaves in (("primals", flat), ("tangents", directions)):
         if not leaves:
-            raise RuntimeError(f"{api}: Expected {what} to contain at least one Tensor.")
+            raise RuntimeError(f"{api}: Expected {label} to contain at least one Tensor.")
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise RuntimeError(
-                    f"{api}: Expected {what} to only contain Tensors, got {type(leaf)}."
+                    f"{api}: Expected {label} to only contain Tensors, got {type(leaf)}."
                     f"{array_advice(leaf)}"
                 )
     for i, (x, t) in enumerate(zip(flat, directions, strict=True)):

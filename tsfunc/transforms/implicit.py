@@ -159,14 +159,14 @@ def implicit_root(
 class _Unknown:
     """The unknown of an equation: a pytree of tensors like given ones."""
 
-    def __init__(self, what: str, like: Any, has_aux: bool) -> None:
-        self.what = what
-        leaves, self.spec = flatten_tensors(what, "the tensors to solve for", like)
+    def __init__(self, label: str, like: Any, has_aux: bool) -> None:
+        self.label = label
+        leaves, self.spec = flatten_tensors(label, "the tensors to solve for", like)
         self.flat = [as_seen_by_current_level(x) for x in leaves]
         for x in self.flat:
             if not differentiable(x):
                 raise TypeError(
-                    f"{what}: the unknown must be of tensors of floating point or complex dtype, "
+                    f"{label}: the unknown must be of tensors of floating point or complex dtype, "
                     f"got {x.dtype}."
                 )
         self.has_aux = has_aux
@@ -180,7 +180,7 @@ class _Unknown:
         flat, spec = pytrees.flatten(value)
         if spec != self.spec:
             raise TypeError(
-                f"{self.what}: {role} must have the structure of the unknown, {self.spec}, got "
+                f"{self.label}: {role} must have the structure of the unknown, {self.spec}, got "
                 f"{spec}."
             )
         pairs = zip(flat, self.flat, strict=True)
@@ -188,7 +188,7 @@ class _Unknown:
         for got, expected in zip(flat, self.flat, strict=True):
             if got.shape != expected.shape or got.dtype != expected.dtype:
                 raise TypeError(
-                    f"{self.what}: {role} must have the types and shapes of the unknown: expected "
+                    f"{self.label}: {role} must have the types and shapes of the unknown: expected "
                     f"{expected.dtype} of shape {tuple(expected.shape)}, got {got.dtype} of "
                     f"shape {tuple(got.shape)}."
                 )
@@ -201,7 +201,7 @@ class _Unknown:
 
         def run(*values: Any) -> Any:
             returned = solver(operator, self.tree(values[: len(self.flat)]))
-            x, aux = split_aux(f"{self.what}: {role}", returned, self.has_aux)
+            x, aux = split_aux(f"{self.label}: {role}", returned, self.has_aux)
             return self.leaves(role, x), aux
 
         return run
@@ -239,12 +239,12 @@ class _Unknown:
                 parts.append(_untraced(function, self if i == 1 else None))
             else:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
-                graph = converted(self.what, function, examples)
+                graph = converted(self.label, function, examples)
                 for value in graph.closed:
                     closed.setdefault(id(value), value)
                 parts.append(_of_closed(graph, [list(closed).index(id(x)) for x in graph.closed]))
                 self.structure = graph.tree if i == 1 else self.structure
-        leaves = solved(kind(self.what, len(self.flat), *parts), self.flat, [*closed.values()])
+        leaves = solved(kind(self.label, len(self.flat), *parts), self.flat, [*closed.values()])
         x, aux = pytrees.unflatten(self.structure, leaves)
         return (self.tree(x), aux) if self.has_aux else self.tree(x)
 

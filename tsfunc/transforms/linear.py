@@ -108,20 +108,20 @@ def linear_transpose(func: Callable[..., Any], *primals: Any) -> Callable[[Any],
     Corresponds to ``jax.linear_transpose``. The transpose is computed by reverse mode. An operator
     whose backward formula differs from the transpose of its derivative gets the backward formula.
     """
-    what = f"linear_transpose({name_of(func)})"
+    label = f"linear_transpose({name_of(func)})"
     flat, spec = pytrees.flatten(primals)
-    zeros = [_zeros(what, leaf) for leaf in flat]
+    zeros = [_zeros(label, leaf) for leaf in flat]
 
     def run(inputs: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-        leaves, out_spec = flatten_output(what, func(*pytrees.unflatten(spec, inputs)))
+        leaves, out_spec = flatten_output(label, func(*pytrees.unflatten(spec, inputs)))
         return leaves, (leaves, out_spec)
 
     recorded, (leaves, out_spec) = record(run, zeros, primals)
-    _check_linear(what, recorded)
+    _check_linear(label, recorded)
 
     @boundary("linear_transpose", func)
     def transposed(cotangents: Any) -> tuple[Any, ...]:
-        given = match_cotangents(f"{what}(cotangents)", cotangents, leaves, out_spec)
+        given = match_cotangents(f"{label}(cotangents)", cotangents, leaves, out_spec)
         pulled = recorded.pull([_conjugate(ct) for ct in given], retain=True)
         result: tuple[Any, ...] = pytrees.unflatten(spec, [_conjugate(ct) for ct in pulled])
         return result
@@ -134,31 +134,31 @@ def _conjugate(x: torch.Tensor) -> torch.Tensor:
     return x.conj() if x.is_complex() else x
 
 
-def _zeros(what: str, leaf: Any) -> torch.Tensor:
+def _zeros(label: str, leaf: Any) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
     if not isinstance(leaf, MetaTensorType):
         raise ValueError(
-            f"{what}: expected tensors or MetaTensorTypes as primals, got {type(leaf).__name__}."
+            f"{label}: expected tensors or MetaTensorTypes as primals, got {type(leaf).__name__}."
         )
     shape = leaf.shape
     if leaf.dtype is None or shape is None or not all(isinstance(n, int) for n in shape):
         raise DescriptorError(
-            f"{what}: expected a description with a dtype and fixed sizes, such as "
+            f"{label}: expected a description with a dtype and fixed sizes, such as "
             f"MetaTensorType([3, 4], dtype=torch.float32), got {leaf!r}."
         )
     sizes: list[Any] = list(shape)
     return torch.zeros(sizes, dtype=leaf.dtype, device=leaf.device)
 
 
-def _check_linear(what: str, recorded: RecordedRun) -> None:
+def _check_linear(label: str, recorded: RecordedRun) -> None:
     """Raise if the derivative depends on the arguments, or the value at zero is not zero."""
     level = recorded.level
     for i, out in enumerate(recorded.outputs):
         known = not isinstance(out, Tracer)
         if known and bool(out.detach().count_nonzero()):
             raise ValueError(
-                f"{what}: the function is not linear: it does not map zeros to zeros (flattened "
+                f"{label}: the function is not linear: it does not map zeros to zeros (flattened "
                 f"output {i}). Leave out what is added to the linear part."
             )
     with autograd.recording(level):
@@ -170,6 +170,6 @@ def _check_linear(what: str, recorded: RecordedRun) -> None:
     for i, x in enumerate(recorded.inputs):
         if autograd.depends_on(pulled, x):
             raise ValueError(
-                f"{what}: the function is not linear: its derivative depends on the value of "
+                f"{label}: the function is not linear: its derivative depends on the value of "
                 f"flattened argument {i}. For the transpose of its derivative at a point use vjp."
             )

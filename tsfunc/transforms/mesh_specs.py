@@ -54,11 +54,11 @@ def is_spec(value: Any) -> bool:
     return value is None or isinstance(value, P)
 
 
-def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> list[P]:
+def match_specs(label: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> list[P]:
     """Return the spec of each leaf of a tree; ``specs`` is a prefix of the tree.
 
     Args:
-        what: the name of the specs in error messages.
+        label: the name of the specs in error messages.
         specs: a spec, or a pytree of specs.
         tree: the arguments or results.
         sizes: the sizes of the mesh axes that specs may name.
@@ -70,24 +70,24 @@ def match_specs(what: str, specs: Any, tree: Any, sizes: Mapping[str, int]) -> l
         spread = pytrees.broadcast_prefix(specs, tree, is_spec)
     except ValueError as error:
         raise MeshError(
-            f"{what}: expected a pytree prefix of {pytrees.spelled(pytrees.structure_of(tree))}, "
+            f"{label}: expected a pytree prefix of {pytrees.spelled(pytrees.structure_of(tree))}, "
             f"got {specs!r}: {error}"
         ) from None
     leaves = [P() if spec is None else spec for spec in spread]
     for spec in leaves:
         if not isinstance(spec, P):
-            raise MeshError(f"{what}: expected tsfunc.P(...) for each tensor, got {spec!r}.")
+            raise MeshError(f"{label}: expected tsfunc.P(...) for each tensor, got {spec!r}.")
         names = spec.names
         unknown = [name for name in names if name not in sizes]
         if unknown or len({*names}) != len(names):
             raise MeshError(
-                f"{what}: expected axes of the mesh ({', '.join(map(repr, sizes))}), each at most "
+                f"{label}: expected axes of the mesh ({', '.join(map(repr, sizes))}), each at most "
                 f"once, got {spec!r}."
             )
     return leaves
 
 
-def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int]) -> None:
+def check_divides(label: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int]) -> None:
     """Raise if a dim can't be split into equal parts over its axes."""
     for dim, names in spec.dims():
         parts = 1
@@ -95,7 +95,7 @@ def check_divides(what: str, x: torch.Tensor, spec: P, sizes: Mapping[str, int])
             parts *= sizes[name]
         if dim >= x.dim() or x.shape[dim] % parts:
             raise MeshError(
-                f"{what}: expected dim {dim} to be a multiple of {parts}, the size of "
+                f"{label}: expected dim {dim} to be a multiple of {parts}, the size of "
                 f"{' times '.join(map(repr, names))}, for the spec {spec!r}, got a tensor of shape "
                 f"{tuple(x.shape)}. Pad the tensor, or shard another dim."
             )

@@ -10,8 +10,9 @@ import torch.func
 from torch import Tensor, nn
 
 from tsfunc.bridge.mesh.sharded_modules import gathered
-from tsfunc.bridge.tracers.flat_weights import preserve_flat_weights
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
+from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
 from tsfunc.tracebacks import folding
 
 __all__ = ["functional_call", "stack_module_state"]
@@ -80,6 +81,7 @@ def _described(tensor: Tensor | None) -> str:
 
 
 @folding("functional_call")
+@restoring_thread_state
 def functional_call(
     module: nn.Module,
     parameter_and_buffer_dicts: State | Sequence[State],
@@ -128,6 +130,7 @@ def functional_call(
     with (
         preserve_flat_weights(module),
         gathered(module, parameter_and_buffer_dicts, tie_weights) as state,
+        preserve_state(module, state),
     ):
         return TORCH_FUNC["functional_call"](
             module, state, args, kwargs, tie_weights=tie_weights, strict=strict

@@ -26,6 +26,7 @@ from tsfunc.bridge.mesh.failures import describe, report
 from tsfunc.bridge.mesh.levels import MeshLevel, agree_on_generators, cross_boundary, mesh_levels
 from tsfunc.bridge.mesh.meshes import Mesh, is_registered, registered
 from tsfunc.bridge.mesh.operators import outermost_trace
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
@@ -116,6 +117,7 @@ def shard_map(
 
     @outside_dynamo
     @folding("shard_map", func)
+    @restoring_thread_state
     def mapped(*args: Any) -> Any:
         if isinstance(mesh, VirtualMesh):
             if inputs != "global" or outputs != "global":

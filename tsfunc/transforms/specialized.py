@@ -491,14 +491,14 @@ class LoadedFunction(Specialized[..., Any]):
         return f"<loaded {self.name}, {len(self.programs)} programs>"
 
     saved_state: CellState
-    what: str  # the file that it was loaded from
+    label: str  # the file that it was loaded from
 
     def _first_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error that tells how the call differs from the calls of the programs."""
         flat, tree = pytrees.flatten((args, kwargs))
         call = FirstCall(self.target, (args, kwargs), flat, tree)
         raise DescriptorViolation(
-            f"{self.name}, loaded from {self.what}: there is no program for this call, and a file "
+            f"{self.name}, loaded from {self.label}: there is no program for this call, and a file "
             f"does not have the function itself: {explain_miss(call, self.cache.entries)}"
             f"Call it as these were called, or save it after a call like this one."
         )
@@ -506,7 +506,7 @@ class LoadedFunction(Specialized[..., Any]):
     def _traced_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Raise an error: the function cannot be traced again."""
         raise TypeCheckError(
-            f"{self.name}, loaded from {self.what}, differentiates what draws random numbers, and "
+            f"{self.name}, loaded from {self.label}, differentiates what draws random numbers, and "
             f"a trace can't record that it draws the same ones twice. Call it outside of "
             f"specialize, or save the function without the derivative, and differentiate what is "
             f"loaded."
@@ -539,13 +539,13 @@ def _unpickled(data: bytes, classes: Mapping[str, type]) -> LoadedFunction:
 
 
 def read_loaded(
-    file: Any, what: str, classes: Mapping[str, type], device: torch.device | None
+    file: Any, label: str, classes: Mapping[str, type], device: torch.device | None
 ) -> LoadedFunction:
     """Return the function of an open file.
 
     Args:
         file: the file.
-        what: its name in errors.
+        label: its name in errors.
         classes: classes by their names in the file, as for ``load``.
         device: the device in place of those in the file.
     """
@@ -553,10 +553,12 @@ def read_loaded(
     from tsfunc.program.files.functions import read_function
     from tsfunc.transforms.control import cond, loops  # noqa: F401  what a program may run
 
-    saved = read_function(file, what, classes, device)
+    saved = read_function(file, label, classes, device)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
-        raise DescriptorViolation(f"{saved.name}: it was loaded from {what}, without its function.")
+        raise DescriptorViolation(
+            f"{saved.name}: it was loaded from {label}, without its function."
+        )
 
     missing.__name__ = missing.__qualname__ = saved.name
     missing.__signature__ = saved.signature  # type: ignore[attr-defined]
@@ -564,9 +566,9 @@ def read_loaded(
         loaded = LoadedFunction(missing, saved.descriptors, saved.limit, "freeze")
     except DescriptorError as error:  # each descriptor is valid, but they contradict each other
         raise FileFormatError(
-            f"{what}: entry 'function.json': its descriptors are those of no function: {error}"
+            f"{label}: entry 'function.json': its descriptors are those of no function: {error}"
         ) from None
-    loaded.saved_state, loaded.what = saved.state, what
+    loaded.saved_state, loaded.label = saved.state, label
     programs = {each: Program.of(each) for each in [answer.program for answer in saved.answers]}
     refused = loaded.target.refused_by(None, True)
     loaded.cache.entries = tuple(

@@ -23,7 +23,6 @@ from tsfunc import (
     vmap,
     while_loop,
 )
-from tsfunc.errors import ExportError
 from tsfunc.transforms.control import operators
 
 X = torch.tensor([0.5, -1.5, 2.0])
@@ -263,8 +262,9 @@ def test_a_function_keeps_its_derivative() -> None:
     torch.testing.assert_close(f.to_exported_program().module()(x), (X * X).sum())
 
 
-def test_operators_that_torch_can_not_differentiate() -> None:
+def test_a_tangent_through_a_choice_is_exported() -> None:
     f = specialize(lambda x: tsfunc.jvp(_chosen, (x,), (x,))[1])
-    torch.testing.assert_close(f(X), tsfunc.jvp(_chosen, (X,), (X,))[1])
-    with pytest.raises(ExportError, match="cond_pushforward, which torch has no operator"):
-        f.to_exported_program()
+    for x in (X, -X):
+        expected = tsfunc.jvp(_chosen, (x,), (x,))[1]
+        torch.testing.assert_close(f(x), expected)
+        torch.testing.assert_close(f.to_exported_program().module()(x), expected)

@@ -46,8 +46,8 @@ def run_torch_rule(
         dims, values = _batched(args, level)
         info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
         returned = rule(info, tuple(dims), *values, **kwargs)
-        what = f"the rule that register_vmap was given for {op.name}"
-        return results_of_rule(returned, what, values, args, level)
+        label = f"the rule that register_vmap was given for {op.name}"
+        return results_of_rule(returned, label, values, args, level)
     if has_torch_rule(op):
         note("rule", "torch.vmap's")
         return _by_torch_vmap(op, level, args, kwargs)

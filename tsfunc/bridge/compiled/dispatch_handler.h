@@ -178,7 +178,8 @@ class DispatchHandler : public c10::OperatorKernel {
     size_t hash = seen.hash();
     auto found = recipes.find(hash);
     if (found == recipes.end()) {
-      if (recipes.size() < kMostRecipes) recipes[hash] = nullptr;
+      if (recipes.size() >= kMostRecipes) recipes.clear();  // other threads own those that they run
+      recipes[hash] = nullptr;
       return std::nullopt;
     }
     std::shared_ptr<const Recipe> recipe = found->second;

@@ -33,12 +33,12 @@ from tsfunc.errors import UnboundAxisError
 Axis = BatchLevel | MeshLevel
 
 
-def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
+def level_named(name: Any, label: str, *, alone: bool = False) -> Axis:
     """Return the innermost active level that binds an axis.
 
     Args:
         name: the axis.
-        what: the name of the collective in errors.
+        label: the name of the collective in errors.
         alone: True if the operation does not need the values of other examples.
 
     Raises:
@@ -71,10 +71,10 @@ def level_named(name: Any, what: str, *, alone: bool = False) -> Axis:
             on_ranks = CannotUnbatch(level.parent.origin.whole)
             if level.parent.axis_name == name and name is not None:
                 raise on_ranks
-    raise UnboundAxisError(_unbound(name, what), name)
+    raise UnboundAxisError(_unbound(name, label), name)
 
 
-def _unbound(name: Any, what: str) -> str:
+def _unbound(name: Any, label: str) -> str:
     """Return the message for an axis that no active level binds."""
     vmapped = [
         repr(level.axis_name)
@@ -86,7 +86,7 @@ def _unbound(name: Any, what: str) -> str:
     if of_mesh:
         names += f" of vmaps, and of a mesh: {', '.join(of_mesh)}"
     return (
-        f"{what}: unbound axis name: {name!r}. The axes that are bound here: {names}. Bind one "
+        f"{label}: unbound axis name: {name!r}. The axes that are bound here: {names}. Bind one "
         f"with vmap(f, axis_name={name!r}), or by the mesh of shard_map or mesh_axes."
     )
 

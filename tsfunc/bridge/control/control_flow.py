@@ -128,30 +128,10 @@ class ControlFlow:
     def in_torch(self, writer: Any, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write the operator as torch's own (``program.torch_operators``) and return its results.
 
-        The default traces :meth:`torch_form` with torch.
-
         Raises:
             NoTorchOperator: torch has no such operator.
         """
-        nodes: list[torch.fx.Node] = writer.traced(self, operands)
-        return nodes
-
-    def torch_form(self, writer: Any, operands: Sequence[Any]) -> Callable[..., Any]:
-        """Return an equivalent function made of torch's own operators.
-
-        The default is a module with the nodes that :meth:`in_torch` writes.
-
-        Args:
-            writer: makes the module.
-            operands: nodes like the operands of the call.
-
-        Raises:
-            NoTorchOperator: torch has no such operator.
-        """
-        if type(self).in_torch is ControlFlow.in_torch:
-            raise NoTorchOperator(self.name)
-        form: Callable[..., Any] = writer.module(self, operands)
-        return form
+        raise NoTorchOperator(self.name)
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed | None:
         """Return the operator without unused operands and results, or None if it can't be reduced.

@@ -33,6 +33,7 @@ from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import resets
 
 _library = torch.library.Library("tsfunc_debug", "DEF")
 _library.define("call(Tensor[] values, int effect, int batch_dims) -> ()")
@@ -43,17 +44,18 @@ class _Muted(threading.local):
     depth = 0
 
 
-_muted = _Muted()
+_muted = resets(_Muted())
 
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Suppress prints and callbacks on this thread, for a run that repeats an earlier one."""
-    _muted.depth += 1
+    before = _muted.depth
+    _muted.depth = before + 1
     try:
         yield
     finally:
-        _muted.depth -= 1
+        _muted.depth = before
 
 
 class Effect:

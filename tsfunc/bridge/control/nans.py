@@ -32,6 +32,7 @@ from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
+from tsfunc.dispatch.undoing import undoing
 from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
 from tsfunc.tracebacks import GENERATED, LOCATIONS, Location
@@ -57,12 +58,14 @@ def watch_nans() -> Iterator[None]:
         return
     lines = UserLines()
     recorder = _NanRecorder(lines.here)
-    _active.watching = True
-    try:
+    with undoing(_stop_watching):
+        _active.watching = True
         with recording(recorder), _NanMode(recorder, lines):
             yield
-    finally:
-        _active.watching = False
+
+
+def _stop_watching() -> None:
+    _active.watching = False
 
 
 def is_watching() -> bool:

@@ -1,9 +1,11 @@
-"""A call of control flow, traced again into choices and loops of the whole batch.
+"""A call of control flow, traced again into control flow that torch's operators have.
 
-torch's operators make one choice for all examples. When a program is written in these operators, a
-batch of calls is traced once more: as ``vmap`` of the operator, by a trace in which no vmap is
-hidden (``TraceLevel.masks_choices``). NOTE [unreadable choices] in ``transforms/control/cond``
-explains what such a trace records.
+torch's operators make one choice for all examples, and have no second derivatives, and no
+derivatives of the user's. When a program is written in these operators, a batch of calls is traced
+once more, as ``vmap`` of the operator. So are derivatives (NOTE [derivatives in other control flow]
+in ``transforms/control/derived_operators``) and functions with derivatives of their own. In such a
+trace (``TraceLevel.for_torch``) no vmap is hidden: NOTE [unreadable choices] in
+``transforms/control/cond``. Functions with derivatives of their own are not nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ def retraced(
     run: Callable[..., Sequence[torch.Tensor]],
     nodes: Sequence[Any],
     outside: Callable[[Any], Any],
-) -> tuple[Body, list[torch.fx.Node]]:
+) -> tuple[Body, list[torch.fx.Node], dict[str, torch.Tensor]]:
     """Trace a function of operands, with one choice for all examples of a vmap.
 
     Args:
@@ -40,8 +42,8 @@ def retraced(
         outside: returns the node of a symbolic number among the operands or their sizes.
 
     Returns:
-        The graph as a body of the tensors among the operands, and the nodes of the numbers that it
-        takes after all operands.
+        The graph as a body of the tensors among the operands, the nodes of the numbers that it
+        takes after all operands, and the constants that its ``get_attr`` nodes name.
 
     Raises:
         NoTorchOperator: the function can't be traced so.
@@ -51,7 +53,7 @@ def retraced(
     tensors = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
     with torch_state.outside_all_levels(), state.outside_all_levels(), outside_modes():
         level = TraceLevel(name, symbols)
-        level.masks_choices = True
+        level.for_torch = True
         numbers = level.sizes = NumberInputs(level, outside)
         symbols.record_in(level.graph, {})
         try:
@@ -69,7 +71,9 @@ def retraced(
     level.graph.output(tuple(results))
     inputs_first(level.graph)
     after = range(len(nodes), len(nodes) + len(numbers.nodes))
-    return Body(name, level.graph, in_graph_order(level.graph, tensors, after)), numbers.nodes
+    constants = {str(tracer.node.target): value for value, tracer in level.lifted.values()}
+    inputs = in_graph_order(level.graph, tensors, after)
+    return Body(name, level.graph, inputs), numbers.nodes, constants
 
 
 def value_of(node: Any) -> Any:

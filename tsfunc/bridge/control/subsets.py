@@ -162,12 +162,12 @@ class SubsetLevel(BatchLevel, LevelProxy):
         """True if the subset was selected from a level, directly or not."""
         return any(level is known for known in self.ancestors())
 
-    def of_parent(self, what: str, tree: Any) -> Any:
+    def of_parent(self, label: str, tree: Any) -> Any:
         """Return values of the parent's code for the examples of the subset."""
         parent = self.parent
         leaves, structure = pytrees.flatten(tree)
         if parent.autograd or parent.forward or any(map(self._wrapped_again, leaves)):
-            return run_in_subset(self, what, lambda taken: taken, (tree,))
+            return run_in_subset(self, label, lambda taken: taken, (tree,))
         with parent.restored():
             taken = [
                 self.physical(x.value, x.bdim, parent) if isinstance(x, BatchTracer) else x
@@ -231,12 +231,12 @@ def subset_of(level: BatchLevel, index: torch.Tensor, single: bool = False) -> S
 
 
 @contextmanager
-def in_subset(subset: SubsetLevel, what: str, roots: Sequence[Any]) -> Iterator[None]:
+def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator[None]:
     """Context manager: the block runs on the subset alone, and goes on from its examples' draws.
 
     Args:
         subset: the level of the subset.
-        what: the name of the call, for messages.
+        label: the name of the call, for messages.
         roots: the body that the block runs, and its arguments.
     """
     state = tls.state
@@ -253,22 +253,22 @@ def in_subset(subset: SubsetLevel, what: str, roots: Sequence[Any]) -> Iterator[
     inside = [level for level in state.levels if level.depth > subset.depth]
     with (
         capturing(inside, seen),
-        using(state.with_levels(seen(state.levels), ArgRemapper(subset, what))),
+        using(state.with_levels(seen(state.levels), ArgRemapper(subset, label))),
         keeping_draw_counts(subset.depth),
     ):
         set_draw_counts(draw_counts(subset.depth))
         yield
 
 
-def run_in_subset(subset: SubsetLevel, what: str, func: Callable[..., Any], args: Any) -> Any:
+def run_in_subset(subset: SubsetLevel, label: str, func: Callable[..., Any], args: Any) -> Any:
     """Call a function on the subset's part of its arguments; its results belong to the subset."""
-    with in_subset(subset, what, (func, args)):
+    with in_subset(subset, label, (func, args)):
         taken = pytrees.tree_map(as_seen_by_current_level, args)
         return pytrees.tree_map(as_seen_by_current_level, func(*taken))
 
 
 def run_guarded(
-    level: BatchLevel, mask: torch.Tensor, what: str, func: Callable[..., Any], args: Any
+    level: BatchLevel, mask: torch.Tensor, label: str, func: Callable[..., Any], args: Any
 ) -> Any:
     """Call a function on all examples of a level, for a mask that can't be read.
 
@@ -277,7 +277,7 @@ def run_guarded(
     """
     numbers = torch.arange(level.batch_size, device=mask.device)
     subset = subset_of(level, torch.where(mask, numbers, mask.long().argmax()))
-    result = run_in_subset(subset, what, func, args)
+    result = run_in_subset(subset, label, func, args)
     return pytrees.tree_map(lambda leaf: relabel(leaf, subset, level), result)
 
 
@@ -309,14 +309,14 @@ class ArgRemapper:
     writes into it are refused.
     """
 
-    __slots__ = ("subset", "taken", "what")
+    __slots__ = ("label", "subset", "taken")
 
-    def __init__(self, subset: SubsetLevel, what: str) -> None:
-        self.subset, self.what = subset, what
+    def __init__(self, subset: SubsetLevel, label: str) -> None:
+        self.subset, self.label = subset, label
         self.taken: dict[int, tuple[Tracer, Any]] = {}
 
     def anew(self) -> ArgRemapper:
-        return ArgRemapper(self.subset, self.what)
+        return ArgRemapper(self.subset, self.label)
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         subset = self.subset
@@ -340,7 +340,7 @@ class ArgRemapper:
             return None
         if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):
             shape = tuple(args[0].shape)
-            raise RuntimeError(refused_write(self.what, func.__name__, shape, subset.whole))
+            raise RuntimeError(refused_write(self.label, func.__name__, shape, subset.whole))
         taken = [self._taken(arg) for arg in args]
         named = {name: self._taken(arg) for name, arg in kwargs.items()} if kwargs else kwargs
         same = all(map(is_, taken, args)) and all(named[name] is kwargs[name] for name in kwargs)
@@ -362,17 +362,17 @@ class ArgRemapper:
         return value
 
 
-def refused_write(what: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
+def refused_write(label: str, by: str, shape: tuple[Any, ...], level: Level) -> str:
     """Return the message for a write into a tensor that a body closes over.
 
     Args:
-        what: the control flow operator.
+        label: the control flow operator.
         by: the name of the function that writes.
         shape: the shape of the tensor.
         level: the vmap.
     """
     return (
-        f"{what}: the body writes in place ({by}) into a tensor that it closes over, of shape "
+        f"{label}: the body writes in place ({by}) into a tensor that it closes over, of shape "
         f"{shape}, which only some of the examples of {level.name} are to see. Pass it in as an "
         f"operand, write into a clone of it, and return that."
     )

@@ -33,7 +33,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _autograd
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass, _autograd
 from torch.autograd import Variable, forward_ad
 
 from tsfunc import pytrees
@@ -341,7 +341,7 @@ def differentiated_by_outer(outputs: Sequence[torch.Tensor]) -> bool:
     Some backward formulas (for example that of ``linalg.det``) use saved values without
     derivatives, unless grad mode is on when they run.
     """
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         forward = can_carry_tangents()
         for out in outputs:
             if forward and forward_ad.unpack_dual(out).tangent is not None:
@@ -436,7 +436,8 @@ def detached(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
 
-_dual_lock = threading.Condition()
+_dual_lock = threading.RLock()  # entered and left in C: NOTE [interrupts] in ``boundaries``
+_dual_free = threading.Condition(_dual_lock)
 _DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0
 _dual_level_entered = False
@@ -453,9 +454,6 @@ def _leave_dual_level(before: int) -> None:
     global _dual_users, _dual_level_entered
     if _dual_owner != threading.get_ident():
         return
-    with suppress(RuntimeError):  # raised as soon as the thread does not hold the lock
-        while True:
-            _dual_lock.release()
     with _dual_lock:
         if before < 0 and (_dual_level_entered or _dual_users or forward_ad._current_level >= 0):
             # torch's level number may not agree with whether the level is entered.
@@ -463,7 +461,7 @@ def _leave_dual_level(before: int) -> None:
                 torch._C._exit_dual_level(level=0)
             forward_ad._current_level = -1
         _dual_users, _dual_level_entered = 0, False
-        _dual_lock.notify_all()
+        _dual_free.notify_all()
 
 
 def can_carry_tangents() -> bool:
@@ -514,7 +512,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
     missing_tangents.watch()
     with _dual_lock:
         me = threading.get_ident()
-        if not _dual_lock.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
+        if not _dual_free.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
             raise DualLevelInUse
         _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
@@ -545,7 +543,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
                 if _dual_level_entered:
                     _dual_level_entered = False
                     forward_ad.exit_dual_level()
-                _dual_lock.notify_all()
+                _dual_free.notify_all()
 
 
 @contextmanager

@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from tsfunc.bridge.grad.autograd import differentiates_here, differentiating
 from tsfunc.bridge.grad.duals import Duals
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.draw_keys import DrawCountSnapshot
 from tsfunc.bridge.tracers.reentry import reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
@@ -89,6 +90,7 @@ def _generator(
     made: list[Any] = []
     drawn = DrawCountSnapshot()
 
+    @restoring_thread_state
     def again(*args: Any, **kwargs: Any) -> Any:
         with (
             reenter(state.with_fresh_remap_args()),

@@ -11,7 +11,7 @@ After the first transform has run, ``apply_hook`` passes every call of ``Functio
 ``_apply``. Calls without tracers continue to torch's own method.
 
 Private names used here (torch 2.13 and 2.14): ``_functorch.maybe_current_level``;
-``DisableTorchFunctionSubclass``; ``forward_ad._set_fwd_grad_enabled``.
+``DisableTorchFunction``; ``forward_ad._set_fwd_grad_enabled``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunctionSubclass, _functorch
+from torch._C import DisableTorchFunction, _functorch
 from torch.autograd import Function, forward_ad
 
 from tsfunc import pytrees
@@ -185,12 +185,16 @@ def _returning_tracers(cls: Any) -> Any:
 
 
 def trace_of(args: Sequence[Any]) -> TraceLevel | None:
-    """Return the trace of the first traced argument, at any depth; None if none is traced."""
+    """Return the trace that records a call with these arguments as one node; None if there is none.
+
+    It is the trace of the first traced argument, at any depth, unless that records operators alone.
+    """
     for arg in args:
         while isinstance(arg, BatchTracer | GradTracer):
             arg = arg.value
         if isinstance(arg, TraceTracer):
-            return arg.dispatch_level
+            level = arg.dispatch_level
+            return None if level.for_torch else level
     return None
 
 
@@ -205,7 +209,7 @@ def _lifted(arg: Any, level: TracerLevel) -> Any:
 def _differentiated_by_outer(arg: Any, level: TracerLevel) -> bool:
     """Return True if an outer level differentiates by an argument, in either mode."""
     value = value_of(arg, level)
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         while isinstance(value, torch.Tensor):
             if value.requires_grad:
                 return True
@@ -250,5 +254,5 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
     called = f"{cls.__qualname__}.apply"
     with level.restored():
         found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
-    what = f"the vmap staticmethod of {cls.__name__}"
-    return results_of_rule(found, what, values, args, level)
+    label = f"the vmap staticmethod of {cls.__name__}"
+    return results_of_rule(found, label, values, args, level)

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
 
@@ -53,6 +54,7 @@ class _Node(Function):
             return f.run(values)
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, cotangent: Any) -> Any:
         return (None, None, *ctx.f.transpose(cotangent))
 

@@ -25,6 +25,7 @@ from torch.autograd import Function, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
@@ -78,13 +79,13 @@ def rewrapped(
 
 
 def results_of_rule(
-    returned: Any, what: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
+    returned: Any, label: str, values: Sequence[Any], args: Sequence[Any], level: TracerLevel
 ) -> Any:
     """Return tracers for the results of a rule in torch's form, ``(output, out_dims)``.
 
     Args:
         returned: the results of the rule.
-        what: a description of the rule, for errors.
+        label: a description of the rule, for errors.
         values: the values that the rule got for ``args``.
         args: the arguments of the call.
         level: the level of the results.
@@ -99,7 +100,7 @@ def results_of_rule(
             else f"a {type(returned).__name__}"
         )
         raise RuntimeError(
-            f"vmap: {what} is expected to have two returns, (output, out_dims), got {got}."
+            f"vmap: {label} is expected to have two returns, (output, out_dims), got {got}."
         )
     output, out_dims = returned
     leaves, tree = pytrees.flatten(output)
@@ -107,7 +108,7 @@ def results_of_rule(
         dims = pytrees.broadcast_prefix(out_dims, output, lambda dim: dim is None)
     except ValueError as error:
         raise RuntimeError(
-            f"vmap: {what} returned an incompatible (output, out_dims): out_dims {out_dims} are "
+            f"vmap: {label} returned an incompatible (output, out_dims): out_dims {out_dims} are "
             f"not a prefix of the structure of the output, {pytrees.spelled(tree)}."
         ) from error
     return pytrees.unflatten(tree, rewrapped(leaves, dims, values, args, level))
@@ -327,6 +328,7 @@ class MappedFunction:
         out: list[Any] = self.run(call, given, at)
         return out
 
+    @restoring_thread_state
     def backward(self, ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         """Run the class's ``backward``; each cotangent has the batch dim of its argument."""
         count = self.results

@@ -29,6 +29,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.apply_hook import call_torch_apply
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 
 # A function of tensors of one level that can be differentiated; its results are tensors.
@@ -95,6 +96,7 @@ class _Node(Function):
         return outs
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         given = {i: ct for i, ct in enumerate(cotangents) if ct is not None}
         values = ctx.saved_tensors

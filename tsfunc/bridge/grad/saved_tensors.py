@@ -30,6 +30,7 @@ import torch
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.reentry import any_level_ended, reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials
@@ -104,6 +105,7 @@ def _is_traced_after(serial: int) -> bool:
 def _unpacking(unpack: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
     state = tls.state
 
+    @restoring_thread_state
     def unpacked(packed: Any) -> torch.Tensor:
         if type(packed) is _UnhookedTensor:
             return packed.tensor

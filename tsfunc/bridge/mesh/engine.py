@@ -18,6 +18,7 @@ from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import resets
 from tsfunc.dispatch.user_code import user_call_location
 
 
@@ -96,7 +97,7 @@ class _Transposed(threading.local):
     call = ""
 
 
-_transposed = _Transposed()
+_transposed = resets(_Transposed())
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.mesh.operators import axis_index, in_trace, is_plain_exchange, mapped
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using
+from tsfunc.dispatch.undoing import resets
 
 
 class _Observed(threading.local):
@@ -30,7 +31,7 @@ class _Observed(threading.local):
     axes: set[str] | None = None
 
 
-_observed = _Observed()
+_observed = resets(_Observed())
 
 
 @contextmanager

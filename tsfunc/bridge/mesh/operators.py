@@ -53,6 +53,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.mesh.engine import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.dispatch.state import tls
@@ -151,6 +152,7 @@ class _Exchange(Function):
             return _below_autograd(keys, x, *call)
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, cotangent: Any) -> Any:
         kind, ints, axis, mesh = ctx.call
         with nullcontext() if ctx.location is None else transposing(ctx.location):

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tsfunc.bridge.tracers.dtensors import is_dtensor
+from tsfunc.dispatch.undoing import undoing
 
 State = Mapping[str, Tensor]
 
@@ -102,14 +103,16 @@ def _without_gathering(part: Any, name: str) -> Iterator[None]:
             f"forward does more than gather its parameters. Use tsfunc.all_gather on sharded "
             f"parameters inside of the function, or differentiate with .backward()."
         )
-    part._forward_pre_hooks, part._forward_hooks = (
-        OrderedDict((key, hook) for key, hook in hooks.items() if _owner(hook) is not state)
-        for hooks in (before, after)
-    )
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         part._forward_pre_hooks, part._forward_hooks = before, after
+
+    with undoing(restore):
+        part._forward_pre_hooks, part._forward_hooks = (
+            OrderedDict((key, hook) for key, hook in hooks.items() if _owner(hook) is not state)
+            for hooks in (before, after)
+        )
+        yield
 
 
 def _owner(hook: Any) -> Any:

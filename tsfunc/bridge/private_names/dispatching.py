@@ -159,6 +159,49 @@ def _modes() -> None:
 
 
 @entry(
+    "State that torch's context managers set",
+    """torch._C._InferenceMode torch._C.is_inference_mode_enabled torch._C._only_lift_cpu_tensors
+    torch._C._set_only_lift_cpu_tensors torch._C.autocast_increment_nesting
+    torch._C.autocast_decrement_nesting torch._C.clear_autocast_cache torch._C.get_autocast_dtype
+    torch._C.set_autocast_dtype torch._C.is_autocast_cache_enabled
+    torch._C.set_autocast_cache_enabled torch.utils._python_dispatch._push_mode
+    torch.utils._python_dispatch._is_in_torch_dispatch_mode
+    torch.utils._python_dispatch._is_in_non_infra_torch_dispatch_mode
+    torch.utils._python_dispatch._is_in_any_mode_without_ignore_compile_internals
+    torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals""",
+    use="A thread is as it was after an interrupted call.",
+    stand_in="The context managers themselves; an interrupt inside of one would leave it half set.",
+    risk=Risk.LOW,
+)
+def _context_state() -> None:
+    from torch.utils import _python_dispatch
+
+    C = torch._C
+    before = C.is_inference_mode_enabled()
+    guard = C._InferenceMode(not before)
+    guard.__enter__()
+    changed = C.is_inference_mode_enabled()
+    guard.__exit__(None, None, None)
+    expect(changed is not before, "another inference mode")
+    lifts = C._only_lift_cpu_tensors()
+    C._set_only_lift_cpu_tensors(not lifts)
+    changed = C._only_lift_cpu_tensors()
+    C._set_only_lift_cpu_tensors(lifts)
+    expect(changed is not lifts, "a flag that changes")
+    depth = C.autocast_increment_nesting()
+    expect(C.autocast_decrement_nesting() == depth - 1, "the depth of autocast")
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        expect(C.get_autocast_dtype("cpu") is torch.float16, "the dtype of autocast")
+        expect(not C.is_autocast_cache_enabled(), "autocast without a cache")
+    flag = _python_dispatch._is_in_torch_dispatch_mode
+    with _python_dispatch.TorchDispatchMode() as mode:
+        expect(_python_dispatch._is_in_torch_dispatch_mode, "a flag for dispatch modes")
+        C._pop_torch_dispatch_stack(None)
+        _python_dispatch._push_mode(mode)
+    expect(_python_dispatch._is_in_torch_dispatch_mode is flag, "the flag from before")
+
+
+@entry(
     "Switches of autograd, and tangents",
     """torch._C._set_grad_enabled torch._C.is_grad_enabled torch._C._is_fwd_grad_enabled
     torch._C._set_fwd_grad_enabled torch._C._exit_dual_level

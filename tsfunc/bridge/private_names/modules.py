@@ -32,7 +32,7 @@ def _module_hooks() -> None:
 
 @entry(
     "Buffers of modules",
-    "Module._buffers Module._non_persistent_buffers_set",
+    "Module._buffers Module._parameters Module._non_persistent_buffers_set",
     use="A batched tensor that a function assigns to a buffer of a module from outside is taken "
     "out of it; export registers each buffer as the module has it, in state_dict() or not.",
     stand_in="get_buffer and register_buffer; the names that state_dict() lacks.",
@@ -43,6 +43,7 @@ def _buffers() -> None:
     module.register_buffer("kept", x)
     module.register_buffer("left_out", x, persistent=False)
     expect(module._buffers["kept"] is x, "the table of buffers")
+    expect(module._parameters == {}, "the table of parameters")
     expect(module._non_persistent_buffers_set == {"left_out"}, "those that are not saved")
 
 

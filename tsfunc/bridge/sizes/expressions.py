@@ -169,10 +169,6 @@ def _printer() -> Any:
     class Printer(base):  # type: ignore[misc]
         """A printer of Python's own functions, and of sympy's text of sums, products and powers."""
 
-        _print_Add = StrPrinter._print_Add
-        _print_Mul = StrPrinter._print_Mul
-        _print_Pow = StrPrinter._print_Pow
-
         def _print_ToFloat(self, expr: Any) -> str:
             return f"float({self.stringify(expr.args, '', 0)})"
 
@@ -185,6 +181,8 @@ def _printer() -> Any:
         def _helper_sqrt(self, expr: Any) -> str:
             return f"math.sqrt({self.stringify([expr], '', 0)})"
 
+    for kind in ("Add", "Mul", "Pow"):
+        setattr(Printer, f"_print_{kind}", getattr(StrPrinter, f"_print_{kind}"))
     return Printer
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tsfunc._lazy import load, uninterrupted
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
 from tsfunc.dispatch.user_code import user_location
@@ -35,8 +36,8 @@ class SignedZeroError(Exception):
 
 @functools.cache
 def environment_class() -> Any:
-    from sympy import Float, Not, false
-    from sympy.logic.boolalg import Boolean
+    load("torch.fx.experimental.symbolic_shapes")
+    from sympy import Float
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
     base: Any = ShapeEnv
@@ -59,9 +60,11 @@ def environment_class() -> Any:
             self.kept = {name: _CachedMethod(self, method) for name, method in cached.items()}
             own = vars(Environment)  # the methods defined here call the cached ones
             self.__dict__.update({name: x for name, x in self.kept.items() if name not in own})
-            super().__init__(
-                duck_shape=False, allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True
-            )
+            start = functools.partial(
+                super().__init__, duck_shape=False, allow_scalar_outputs=True,
+                allow_dynamic_output_shape_ops=True,
+            )  # fmt: skip
+            uninterrupted(start)  # the first one imports hundreds of modules
             self.symbols = symbols
             self.guard_origins: list[tuple[Location, bool, bool]] = []
             self.reasons: dict[Location, str] = {}
@@ -75,32 +78,14 @@ def environment_class() -> Any:
                     raise SignedZeroError(f"{expr} is 0.0 or -0.0")
                 return answer
             except GuardOnDataDependentSymNode:
-                caller, _ = _querying_frame(inspect.currentframe())
-                if caller is None and forward_ad._current_level >= 0 and _is_emptiness_query(expr):
-                    return false  # NOTE [tangents of unknown sizes]
-                tests = caller if isinstance(expr, Boolean) else None
-                refused = None if tests is None else raising_outcome(tests)
-                if refused is None:
-                    answer = self.symbols.answer(expr) if isinstance(expr, Boolean) else None
-                    if answer is None:
-                        raise
-                    return answer
-                # NOTE [checks of arguments]: the program checks the fact when it runs.
-                self.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
-                return not refused
+                answer = _answer_of_data(self, expr, inspect.currentframe())
+                if answer is None:
+                    raise
+                return answer
             finally:
                 new = len(self.guards) - len(self.guard_origins)
                 if new > 0:
-                    caller, called = _querying_frame(inspect.currentframe())
-                    users = caller is not None and in_user_code()
-                    by_user = users and not _PYTHON_QUERIES.isdisjoint(called)
-                    is_check = caller is not None and (
-                        raising_outcome(caller) is not None
-                        or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(caller))
-                    )
-                    self.guard_origins += [
-                        (user_location(), by_user or self.counts, is_check)
-                    ] * new
+                    self.guard_origins += [_guard_origin(self, inspect.currentframe())] * new
 
         def guard_or_defer_runtime_assert(self, expr: Any, *args: Any, **kwargs: Any) -> Any:
             count = self.num_deferred_runtime_asserts
@@ -110,6 +95,42 @@ def environment_class() -> Any:
             return holds
 
     return Environment
+
+
+def _answer_of_data(env: Any, expr: Any, evaluating: FrameType | None) -> Any:
+    """Return the value of a condition on sizes that depend on data; None if it has none.
+
+    Args:
+        env: the environment.
+        expr: the condition.
+        evaluating: the frame of ``evaluate_expr``.
+    """
+    from sympy import Not, false
+    from sympy.logic.boolalg import Boolean
+
+    caller, _ = _querying_frame(evaluating)
+    if caller is None and forward_ad._current_level >= 0 and _is_emptiness_query(expr):
+        return false  # NOTE [tangents of unknown sizes]
+    if not isinstance(expr, Boolean):
+        return None
+    refused = None if caller is None else raising_outcome(caller)
+    if refused is None:
+        return env.symbols.answer(expr)
+    # NOTE [checks of arguments]: the program checks the fact when it runs.
+    env.guard_or_defer_runtime_assert(Not(expr) if refused else expr, "")
+    return not refused
+
+
+def _guard_origin(env: Any, evaluating: FrameType | None) -> tuple[Location, bool, bool]:
+    """Return an entry of ``guard_origins``, for a guard that ``evaluate_expr`` has added."""
+    caller, called = _querying_frame(evaluating)
+    users = caller is not None and in_user_code()
+    by_user = users and not _PYTHON_QUERIES.isdisjoint(called)
+    is_check = caller is not None and (
+        raising_outcome(caller) is not None
+        or (users and not _CHECKS.isdisjoint(called) and not may_be_caught(caller))
+    )
+    return user_location(), by_user or env.counts, is_check
 
 
 def needed_number(size: Any, reason: str) -> int:

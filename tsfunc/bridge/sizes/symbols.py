@@ -24,6 +24,7 @@ around the body can't rely on them (``facts.py``).
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
+from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.sizes.expressions import code_text, exact, has_name, number_node, python_text
 from tsfunc.bridge.sizes.fake_mode import LazyFakeMode
 from tsfunc.bridge.sizes.scoped_facts import scoped_facts
@@ -175,10 +177,11 @@ class Symbols:
         hint //= step
         source = source_called(name if step == 1 else f"{name} // {step}")
         # A symbol that counts steps may be 1, unlike a size: torch must not specialize it.
-        symbol = self._env.create_symbol(
-            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None,
-            do_not_specialize_zero_one=step > 1,
+        create = functools.partial(
+            self._env.create_symbol, hint, source=source, dynamic_dim=DimDynamic.DYNAMIC,
+            constraint_dim=None, do_not_specialize_zero_one=step > 1,
         )  # fmt: skip
+        symbol = uninterrupted(create)  # the first one imports hundreds of modules
         most = dim.max if dim.max is not None else 1 << 62
         low = min(-(-max(2, dim.min or 2) // step), hint)
         self._env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=most // step)

@@ -37,6 +37,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 
+from tsfunc._lazy import load
 from tsfunc.bridge.trace.torch_tracing import copied_views
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -141,6 +142,7 @@ def backend_of(name: str) -> Backend:
     Raises:
         ValueError: torch has no backend of this name.
     """
+    load("torch._dynamo.backends.registry")
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.exc import InvalidBackend
 

@@ -28,6 +28,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import Function
 
 from tsfunc.bridge.trace.backends import can_run_compiled
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 
 Run = Callable[..., Sequence[Any]]
 
@@ -91,6 +92,7 @@ class _Call(Function):
         return tuple(outs)
 
     @staticmethod
+    @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
         tensors = ctx.saved_tensors
         outs, inputs = ctx.recorded

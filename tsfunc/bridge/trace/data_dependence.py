@@ -8,12 +8,12 @@ from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.tracebacks import LIBRARIES, Location
 
 
-def data_dependent_message(name: str, what: str) -> str:
+def data_dependent_message(name: str, label: str) -> str:
     """Return the message for an operator or a method that needs data in a trace.
 
     Args:
         name: the operator or the method.
-        what: the name of the trace.
+        label: the name of the trace.
     """
     location = user_location()
     frame = caller_of_handlers()
@@ -23,7 +23,7 @@ def data_dependent_message(name: str, what: str) -> str:
         asker = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         asked = f", by {asker}{source_line(asker, ': ')}"
     return (
-        f"{what}: a traced tensor was used as a Python number or bool ({name}, at "
+        f"{label}: a traced tensor was used as a Python number or bool ({name}, at "
         f"{location}{source_line(location, ': ')}{asked}), but a trace has no data: `if`, `while`, "
         f"int() and float() on it can't be served. {advice}"
     )

@@ -217,7 +217,7 @@ class TensorGuards:
     """The guards of a trace on properties of tensors: NOTE [tensor guards].
 
     Attributes:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
         property_guards: the properties of arguments that were read, with their values.
         of_grad: True if the function read whether a tensor requires grad.
         of_backward: True if the function ran a backward pass, which anomaly mode changes.
@@ -227,8 +227,8 @@ class TensorGuards:
             their identity matters.
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, label: str) -> None:
+        self.label = label
         self.of_grad = False
         self.of_backward = False
         self.property_guards: dict[tuple[int, str], PropertyGuard] = {}
@@ -300,7 +300,7 @@ class TensorGuards:
         for tracer, argument in self.arguments:
             for name in vars(tracer).keys() - _OWN:
                 raise TypeCheckError(
-                    f"{self.what}: {argument.name}.{name} is assigned; a program does not assign "
+                    f"{self.label}: {argument.name}.{name} is assigned; a program does not assign "
                     f"to attributes of tensors. Return the value, and assign it after the call."
                 )
 
@@ -310,7 +310,7 @@ class TensorGuards:
         Raises:
             TypeCheckError: always.
         """
-        raise TypeCheckError(f"{self.what}: {read} at {user_location()}; {why}. {remedy}")
+        raise TypeCheckError(f"{self.label}: {read} at {user_location()}; {why}. {remedy}")
 
 
 _OWN: Final = frozenset({"dispatch_level", "value", "node", "tracks"})  # of a tracer

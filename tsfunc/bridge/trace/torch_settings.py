@@ -29,6 +29,7 @@ of ``torch.compiler.is_compiling``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import resets, undoing
 from tsfunc.dispatch.user_code import is_user_frame, user_location
 from tsfunc.errors import TypeCheckError
 
@@ -99,15 +101,31 @@ class _WatchedGenerator:
     """A replacement of the default generator while some thread traces."""
 
     def __init__(self) -> None:
-        self.traces: list[tuple[int, str]] = []  # thread id and name of each trace
+        self.traces: dict[object, tuple[int, str]] = {}  # thread id and name of each trace
         self.lock = threading.Lock()
+
+    def start(self, trace: object, label: str) -> None:
+        """Watch the generator for a trace on this thread."""
+        module: Any = torch.random
+        with self.lock:
+            self.traces[trace] = threading.get_ident(), label
+            module.default_generator = self
+
+    def stop(self, trace: object) -> None:
+        """Stop watching the generator for a trace."""
+        module: Any = torch.random
+        with self.lock:
+            self.traces.pop(trace, None)
+            if not self.traces:
+                module.default_generator = torch.default_generator
 
     def __getattr__(self, name: str) -> Any:
         thread = threading.get_ident()
-        what = next((what for of, what in reversed(self.traces) if of == thread), None)
-        if what is not None and _is_user_call():
+        traces = reversed(tuple(self.traces.values()))
+        label = next((label for of, label in traces if of == thread), None)
+        if label is not None and _is_user_call():
             raise TypeCheckError(
-                f"{what}: the seed or the state of torch's random numbers is set or read at "
+                f"{label}: the seed or the state of torch's random numbers is set or read at "
                 f"{user_location()} (.{name} of the default generator), which a program does not "
                 f"do again. Do it before the call, or use a torch.Generator that is seeded before."
             )
@@ -118,24 +136,16 @@ _watched = _WatchedGenerator()
 
 
 @contextlib.contextmanager
-def no_seeding(what: str) -> Iterator[None]:
+def no_seeding(label: str) -> Iterator[None]:
     """Context manager that stops the user's code from seeding or reading the default generator.
 
     Args:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
     """
-    module: Any = torch.random
-    trace = threading.get_ident(), what
-    with _watched.lock:
-        _watched.traces.append(trace)
-        module.default_generator = _watched
-    try:
+    trace = object()
+    with undoing(functools.partial(_watched.stop, trace)):
+        _watched.start(trace, label)
         yield
-    finally:
-        with _watched.lock:
-            _watched.traces.remove(trace)
-            if not _watched.traces:
-                module.default_generator = torch.default_generator
 
 
 # The modules that call the generator for the caller of a function of ``torch.random``.
@@ -160,7 +170,7 @@ class _TracingBlocks(threading.local):
     blocks = 0
 
 
-_tracing_blocks: Final = _TracingBlocks()
+_tracing_blocks: Final = resets(_TracingBlocks())
 
 
 class _TrueOnTracingThreads:
@@ -199,32 +209,35 @@ class _TrueOnTracingThreads:
 
 _FLAG: Final = _TrueOnTracingThreads()
 _changing = threading.Lock()
-_blocks = 0  # active blocks of all threads
+_blocks: Final[set[object]] = set()  # active blocks of all threads
 
 
 @contextmanager
 def is_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` True inside this thread's traces, in a block."""
-    global _blocks
-    with _changing:
-        _blocks += 1
-        if not torch.compiler._is_compiling_flag:
-            torch.compiler._is_compiling_flag = _FLAG  # type: ignore[assignment]
-    try:
-        yield
-    finally:
+    block = object()
+    with undoing(functools.partial(_end_compiling, block)):
         with _changing:
-            _blocks -= 1
-            if not _blocks and torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
-                torch.compiler._is_compiling_flag = False
+            _blocks.add(block)
+            if not torch.compiler._is_compiling_flag:
+                torch.compiler._is_compiling_flag = _FLAG  # type: ignore[assignment]
+        yield
+
+
+def _end_compiling(block: object) -> None:
+    with _changing:
+        _blocks.discard(block)
+        if not _blocks and torch.compiler._is_compiling_flag is _FLAG:  # type: ignore[comparison-overlap]
+            torch.compiler._is_compiling_flag = False
 
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` True on this thread, in a block without a trace."""
-    _tracing_blocks.blocks += 1
+    before = _tracing_blocks.blocks
+    _tracing_blocks.blocks = before + 1
     try:
         with is_compiling():
             yield
     finally:
-        _tracing_blocks.blocks -= 1
+        _tracing_blocks.blocks = before

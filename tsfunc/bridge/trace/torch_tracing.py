@@ -20,7 +20,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.fx
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
+from tsfunc.dispatch.undoing import resets
 
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
@@ -44,13 +45,21 @@ def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:
 
 
 _VIEWS = dict(_copies())
-_served = threading.local()
+
+
+class _Served(threading.local):
+    """Attribute ``on``: True inside of :func:`copied_views`."""
+
+    on = False
+
+
+_served: Final = resets(_Served())
 
 
 @contextlib.contextmanager
 def copied_views() -> Iterator[None]:
     """Give copies of views symbolic sizes within a block: NOTE [emulated views]."""
-    before = getattr(_served, "on", False)
+    before = _served.on
     _served.on = True
     try:
         yield
@@ -58,7 +67,7 @@ def copied_views() -> Iterator[None]:
         _served.on = before
 
 
-@register_op_impl(lambda op: op in _VIEWS and getattr(_served, "on", False))
+@register_op_impl(lambda op: op in _VIEWS and _served.on)
 def _copied_view(mode: FakeTensorMode, op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     with mode:
         views = _VIEWS[op](*args, **kwargs)
@@ -88,24 +97,6 @@ def traced_by_torch(run: Callable[..., Any], values: Sequence[Any]) -> torch.fx.
     return module
 
 
-def data_dependent(error: Exception) -> str | None:
-    """Return the reason of an error of torch's tracer about a value of a tensor; None for others.
-
-    Errors that were raised for it count, too.
-    """
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, GuardOnDataDependentSymNode):
-            return (
-                "the value of a tensor decides how it runs, as it decides the number of steps of "
-                "a while_loop, and torch can't trace that here"
-            )
-        cause = cause.__cause__
-    return None
-
-
 def is_control_flow(target: Any) -> bool:
     """True if a node calls a torch operator that takes functions as arguments."""
     return isinstance(target, HigherOrderOperator)
@@ -130,16 +121,6 @@ def contiguous_like(value: torch.Tensor) -> torch.Tensor:
         return value.clone(memory_format=torch.contiguous_format)
 
 
-def draws(module: torch.nn.Module) -> bool:
-    """True if a module of torch's operators, or a submodule, draws random numbers."""
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        for part in module.modules()
-        if isinstance(part, torch.fx.GraphModule)
-        for node in part.graph.nodes
-    )
-
-
 def _in_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
     """Return a fake mode with symbols, which loops need for their length, and the values in it."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -155,50 +136,3 @@ def _in_one_mode(values: Sequence[Any]) -> tuple[FakeTensorMode, Sequence[Any]]:
             else x
             for x in values
         ]
-
-
-def pulled_back(
-    run: Callable[..., Sequence[torch.Tensor]],
-    primals: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Return the cotangents of a function's inputs, by torch's autograd; zeros if none."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in primals]
-        outs = run(*inputs)
-    cotangents = [ct.contiguous() for ct in cotangents]  # torch's loops carry them
-    pairs = [(out, ct) for out, ct in zip(outs, cotangents, strict=True) if out.requires_grad]
-    gradients: Sequence[Any] = [None] * len(inputs)
-    if pairs:
-        results, given = zip(*pairs, strict=True)
-        gradients = torch.autograd.grad(results, inputs, given, allow_unused=True)
-    return tuple(
-        torch.zeros_like(x) if ct is None else ct for x, ct in zip(inputs, gradients, strict=True)
-    )
-
-
-def pushed_forward(
-    run: Callable[..., Sequence[torch.Tensor]],
-    primals: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Return the tangents of a function's results, as the transpose of the linear pullback.
-
-    torch's control flow supports only reverse mode.
-    """
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in primals]
-        outs = run(*inputs)
-        moved = [out for out in outs if out.requires_grad]
-        given = [torch.zeros_like(out).requires_grad_() for out in moved]
-        pulled = torch.autograd.grad(moved, inputs, given, create_graph=True, allow_unused=True)
-        pairs = [(p, t) for p, t in zip(pulled, tangents, strict=True) if p is not None]
-    pushed: Sequence[Any] = [None] * len(given)
-    if pairs:
-        by, along = zip(*pairs, strict=True)
-        pushed = torch.autograd.grad(by, given, along, allow_unused=True)
-    rest = iter(pushed)
-    tangents_out = [next(rest) if out.requires_grad else None for out in outs]
-    return tuple(
-        torch.zeros_like(out) if t is None else t for out, t in zip(outs, tangents_out, strict=True)
-    )

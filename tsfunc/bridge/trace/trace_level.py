@@ -123,18 +123,19 @@ class TraceLevel(TracerLevel):
             in programs] in ``outside_tensors``.
         passes: the backward passes of the function that reach these tensors.
         failing: functions that are called with the error if no program is made.
-        masks_choices: True if a batch of choices is traced as choices of the whole batch: NOTE
-            [unreadable choices] in ``transforms/control/cond``.
+        for_torch: True if the graph is written in torch's operators, which make one choice for a
+            whole batch (NOTE [unreadable choices] in ``transforms/control/cond``) and have no
+            derivatives of the user's.
     """
 
     __slots__ = (
         "bodies",
         "failing",
         "fake",
+        "for_torch",
         "graph",
         "lifted",
         "lines",
-        "masks_choices",
         "of_dtensors",
         "on_lift",
         "originals",
@@ -154,7 +155,7 @@ class TraceLevel(TracerLevel):
         self.autograd += records
         self.passes: Passes | None = None
         self.failing: list[Callable[[BaseException], None]] = []
-        self.masks_choices = False
+        self.for_torch = False
         self.graph = torch.fx.Graph()
         self.symbols = symbols
         self.fake: FakeTensorMode = symbols.fake

@@ -136,16 +136,8 @@ def call_by_plan(
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
         plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
-        if plan.step is _TABLE or state.remap_args is not None or is_inference_mode_enabled():
-            return NotImplemented
-        if plan.innermost and not is_innermost(values):
-            return NotImplemented
-        if plan.step is _PARTS and any_autocast():
-            return NotImplemented  # NOTE [autocast and rules]
-        for position in plan.unrecorded:
-            if level.forward or values[position].requires_grad:
-                return NotImplemented  # NOTE [operands of outer levels]
-        return call_below_function(func, types, args, kwargs)
+        recordable = state.remap_args is None and _is_recordable(plan, level, values)
+        return call_below_function(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
         return NotImplemented
     plan = known.plans.get(key) or known.make(func, args, kwargs, kinds, key)
@@ -189,6 +181,20 @@ def call_by_plan(
     if direct:
         return wrap(out, plan.dim, level)
     return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
+
+
+def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool:
+    """Return True if torch, which a plan calls, records the call at the level and no outer one."""
+    if plan.step is _TABLE or is_inference_mode_enabled():
+        return False
+    if plan.innermost and not is_innermost(values):
+        return False
+    if plan.step is _PARTS and any_autocast():
+        return False  # NOTE [autocast and rules]
+    if not plan.unrecorded:
+        return True
+    # NOTE [operands of outer levels]
+    return not level.forward and not any(values[i].requires_grad for i in plan.unrecorded)
 
 
 def _wrapped(

@@ -8,17 +8,20 @@ also between the steps that enter or leave a level. Python runs handlers at the 
 function, at the back edge of a loop, and after calls into C: never between plain assignments, and
 never between a ``with`` statement and the methods of a context manager written in C. Two
 constructs therefore protect the outermost call of a transform: one C++ guard, which restores
-torch's dispatch keys, and a ``finally`` block with only assignments. All other state is restored
-if the call raises. If that is interrupted too, the next outermost call restores it first.
+torch's dispatch keys, and a ``finally`` block with only assignments. If the call raises, all other
+state is restored (``_restore``), once more if that is interrupted, and first of all by the next
+outermost call if that is interrupted too.
+
+A call is any entry into this package that changes the state of the thread for a while: a public
+transform, a program (unless it consists of torch's operators alone), a trace, and what autograd
+calls in a backward pass that the user has started.
 
 A torch guard that an interrupted frame has entered and not left restores older keys when it is
 freed. The traceback keeps such frames, so their variables are released before the keys are
 restored (NOTE [guards in frames] in ``torch_state``).
 
 Private names used here (torch 2.13 and 2.14): ``_PreserveDispatchKeyGuard`` restores the thread's
-dispatch keys; ``_is_fwd_grad_enabled`` and its setter switch forward mode,
-``_get_torch_function_state`` and its setter calls of ``__torch_function__``; the lengths of torch's
-mode stacks, and the functions that pop a mode; ``_functorch`` has torch.func's stack.
+dispatch keys; ``forward_ad._current_level`` is torch's dual level.
 """
 
 from __future__ import annotations
@@ -32,32 +35,21 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch._C import (  # type: ignore[attr-defined]
+from torch._C import (
     DisableTorchFunctionSubclass,
     _autograd,
     _current_autograd_node,
-    _functorch,
-    _get_torch_function_state,
-    _is_fwd_grad_enabled,
-    _is_torch_function_enabled,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
     _PreserveDispatchKeyGuard,
-    _set_fwd_grad_enabled,
-    _set_grad_enabled,
-    _set_torch_function_state,
-    _TorchFunctionState,
-    is_grad_enabled,
 )
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.overrides import _pop_mode
-from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo, run_compiled_code_eagerly
-from tsfunc.bridge.tracers.torch_state import casting, release_guards
+from tsfunc.bridge.tracers.thread_state import restore_thread_state, thread_state
+from tsfunc.bridge.tracers.torch_state import release_guards
 from tsfunc.config import config
 from tsfunc.dispatch.state import active_levels, tls
+from tsfunc.dispatch.undoing import open_blocks, reset_locals, run_after_failure, undo_to
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.tracebacks import Location, describes_arguments, fold, is_boundary, label
 
@@ -66,8 +58,6 @@ from tsfunc.tracebacks import Location, describes_arguments, fold, is_boundary, 
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-
-_ENABLED = _TorchFunctionState.ENABLED
 
 
 class _OutermostTransform(threading.local):
@@ -105,28 +95,22 @@ def leaves_dual_level(restore: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _restore(before: tuple[Any, ...]) -> None:
-    (
-        state, recording, plain, grad, forward, function_state, functions, modes, functorch, cast,
-        dual,
-    ) = before  # fmt: skip
-    tls.state = state
-    outermost.recording, outermost.forward, casting.exclude = recording, plain, cast
-    _set_grad_enabled(grad)
-    _set_fwd_grad_enabled(forward)
-    _set_torch_function_state(_ENABLED if function_state is True else function_state)
+    """Restore the state before an outermost transform that has failed."""
+    state, recording, plain, dual, blocks, of_torch = before
+    outermost.recording, outermost.forward = recording, plain
+    reset_locals()
     for leave in _leave_dual_level:
         leave(dual)
-    while _len_torch_function_stack() > functions:
-        _pop_mode()
-    while _len_torch_dispatch_stack() > modes:
-        _pop_dispatch_mode()
-    while (_functorch.maybe_current_level() or 0) > (functorch or 0):
-        _functorch.pop_dynamic_layer_stack()
+    restore_thread_state(of_torch)
     me, kept = threading.get_ident(), set(state.levels)
     for level, thread in tuple(active_levels.items()):
         if thread == me and level not in kept:
             level.alive = False
             active_levels.pop(level, None)
+    tls.state = state
+    undo_to(blocks)
+    run_after_failure()
+    outermost.unrestored = None
 
 
 def _compiled_code_is_unsupported() -> bool:
@@ -141,27 +125,28 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
     own = outermost
     if own.unrestored is not None:
         _restore(own.unrestored)
-        own.unrestored = None
     state = tls.state
     before = (
-        state, own.recording, own.forward, is_grad_enabled(), _is_fwd_grad_enabled(),
-        _is_torch_function_enabled() or _get_torch_function_state(),
-        _len_torch_function_stack(), _len_torch_dispatch_stack(),
-        _functorch.maybe_current_level(), casting.exclude, forward_ad._current_level,
+        state, own.recording, own.forward, forward_ad._current_level, open_blocks(), thread_state(),
     )  # fmt: skip
-    with own.guard:
-        try:
-            own.inside = True
-            return call(*args, **kwargs)
-        except BaseException as error:
-            own.unrestored = before
-            release_guards(error, ours=True)
+    try:
+        with own.guard:
+            try:
+                own.inside = True
+                return call(*args, **kwargs)
+            except BaseException as error:
+                own.unrestored = before
+                release_guards(error, ours=True)
+                raise
+            finally:
+                own.inside = False
+                tls.state = state
+    except BaseException:
+        _restore(before)
+        raise
+    finally:
+        if own.unrestored is not None:  # the restoration was interrupted
             _restore(before)
-            own.unrestored = None
-            raise
-        finally:
-            own.inside = False
-            tls.state = state
 
 
 def restoring_thread_state(call: F) -> F:
@@ -169,7 +154,7 @@ def restoring_thread_state(call: F) -> F:
 
     @functools.wraps(call)
     def entering(*args: Any, **kwargs: Any) -> Any:
-        if outermost.inside:
+        if is_dynamo_compiling() or outermost.inside:
             return call(*args, **kwargs)
         return run_outermost(call, args, kwargs)
 
@@ -196,11 +181,12 @@ def boundary(name: str, func: Any = None, traceable: bool = False) -> Callable[[
             if is_dynamo_compiling():
                 return entry(*args, **kwargs)
             try:
-                if outermost.inside:
-                    return entry(*args, **kwargs)
+                call: Callable[..., Any] = entry
                 if config.debug_nans_set:
-                    return run_outermost(watched_for_nans, (entry, args, kwargs), {})
-                return run_outermost(entry, args, kwargs)
+                    call, args, kwargs = watched_for_nans, (entry, args, kwargs), {}
+                if outermost.inside:
+                    return call(*args, **kwargs)
+                return run_outermost(call, args, kwargs)
             except Exception as error:
                 fold(error, lambda: label(name, func))
                 raise

@@ -27,6 +27,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import MissingRuleError
 
 
@@ -56,7 +57,7 @@ class _Inputs(threading.local):
     active: tuple[torch.Tensor, ...] = ()
 
 
-_inputs = _Inputs()
+_inputs = resets(_Inputs())
 
 
 class refusing_distribution:

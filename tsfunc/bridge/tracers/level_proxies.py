@@ -13,6 +13,7 @@ import torch
 from tsfunc.bridge.tracers.tracer import sync
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import resets
 
 
 class LevelProxy:
@@ -51,7 +52,7 @@ class _Substitutions(threading.local):
         return value if replacement is None else replacement[1]
 
 
-substitutions: Final = _Substitutions()
+substitutions: Final = resets(_Substitutions())
 
 
 def as_seen_by_current_level(value: Any) -> Any:

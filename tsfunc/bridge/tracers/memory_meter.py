@@ -12,6 +12,7 @@ settings.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch._C._autograd import (
     _profiler_enabled,
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+
+from tsfunc.dispatch.undoing import undoing
 
 
 class Meter:
@@ -42,9 +45,11 @@ class Meter:
         self.device = device
         self.peak = 0
         self.held = 0
+        self._undoing = undoing(functools.partial(_running.stop, self))
 
     def __enter__(self) -> Meter:
         if self.device.type == "cpu":
+            self._undoing.__enter__()
             _running.start(self)
         else:
             torch.accelerator.reset_peak_memory_stats(self.device)
@@ -53,7 +58,7 @@ class Meter:
 
     def __exit__(self, *exc: object) -> None:
         if self.device.type == "cpu":
-            _running.stop(self)
+            self._undoing.__exit__()
         else:
             accelerator = torch.accelerator
             self.peak = accelerator.max_memory_allocated(self.device) - self._before
@@ -84,10 +89,14 @@ class _RunningMeters(threading.local):
         _start_profiler()
 
     def stop(self, meter: Meter) -> None:
-        self._read()
-        self.meters.remove(meter)
-        if self.meters:
+        """Stop a meter; it may be called again if it was interrupted, or before the start."""
+        if meter not in self.meters:
+            return
+        if _profiler_enabled():
+            self._read()
+        if len(self.meters) > 1:
             _start_profiler()
+        self.meters.remove(meter)
 
     def _read(self) -> None:
         """Stop the profiler, and give its events to the meters."""

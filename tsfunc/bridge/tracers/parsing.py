@@ -21,7 +21,7 @@ without storage; ``_C._disabled_torch_function_impl`` disables ``__torch_functio
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -194,6 +194,19 @@ def _conversion(argument: Any, kind: type) -> Convert | None:
     raise _NoForm
 
 
+def _positions_of_keywords(schema: Any, names: Iterable[str], start: int) -> dict[str, int]:
+    """Return the position of each keyword after the other arguments, by the schema's name."""
+    known = {argument.name for argument in schema.arguments}
+    position_of: dict[str, int] = {}
+    for position, name in enumerate(names, start):
+        if name not in known:
+            name = _OTHER_NAMES.get(name, name)
+        if name not in known or name in position_of:
+            raise _NoForm
+        position_of[name] = position
+    return position_of
+
+
 def _form_of(
     op: TorchOperator, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Form:
@@ -211,21 +224,14 @@ def _form_of(
             kinds[first:] = [tuple]
     if len(kinds) > len(by_position):
         raise _NoForm
-    known = {argument.name for argument in schema.arguments}
-    place_of = {}
-    for position, name in enumerate(kwargs, start=len(kinds)):
-        if name not in known:
-            name = _OTHER_NAMES.get(name, name)
-        if name not in known or name in place_of:
-            raise _NoForm
-        place_of[name] = position
+    position_of = _positions_of_keywords(schema, kwargs, len(kinds))
     kinds += map(type, kwargs.values())
     for i, argument in enumerate(by_position):
-        if i < len(args) and argument.name in place_of:
+        if i < len(args) and argument.name in position_of:
             raise _NoForm
         form.defaults.append(_default_of(argument))
         position = (
-            i if i < len(kinds) - len(kwargs) else place_of.get(argument.name, len(kinds) + i)
+            i if i < len(kinds) - len(kwargs) else position_of.get(argument.name, len(kinds) + i)
         )
         left_out = position >= len(kinds)
         form.positions.append(
@@ -241,8 +247,8 @@ def _form_of(
     ):
         raise _NoForm
     for name, argument in by_name.items():
-        if name in place_of:
-            position = place_of[name]
+        if name in position_of:
+            position = position_of[name]
             convert = _conversion(argument, kinds[position])
             if "Tensor" in str(argument.real_type):
                 raise _NoForm  # NOTE [batched keywords] in ``ops/keywords``

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
+
+from tsfunc.dispatch.undoing import undoing
 
 _WITHOUT = ("cpu", "meta")  # without a generator for each device
 
@@ -25,13 +28,13 @@ def states_of(devices: Sequence[torch.device]) -> list[torch.Tensor]:
 @contextmanager
 def drawing_from(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> Iterator[None]:
     """Set the generators to these states within the block, and restore them after it."""
-    with ExitStack() as stack:
-        stack.callback(_set, states_of(devices), devices)
-        _set(states, devices)
+    with undoing(functools.partial(set_states, states_of(devices), devices)):
+        set_states(states, devices)
         yield
 
 
-def _set(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> None:
+def set_states(states: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> None:
+    """Set the states of the CPU's generator and of the devices' generators."""
     torch.set_rng_state(states[0])
     for device, state in zip(devices, states[1:], strict=True):
         torch.get_device_module(device).set_rng_state(state, device)

@@ -13,8 +13,10 @@ as it is then. A recording is discarded, and the rule runs at each call, if
 - the rule reads data (``item``), draws random numbers, or returns another object than a tensor;
 - the rule reads another property of the level than its batch size;
 - the size of a result depends on data (``nonzero``);
-- the rule uses a tensor that is neither an argument nor a result, writes to an argument or a view
-  of one, or takes a storage offset;
+- the rule reads a property of a tensor that is not part of its metadata (``_UNSEEN``), such as the
+  storage offset;
+- the rule uses a tensor that is neither an argument nor a result, or writes to an argument or to a
+  view of one;
 - the rule writes, and a value is a tracer of an outer level. The recorder has plain tensors in the
   place of tracers, but a write of a tracer into a plain tensor makes that a tracer (``writes``).
 """
@@ -25,7 +27,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc.bridge.tracers.call_plans import Plan, dims_at_call, plans_of_operator
@@ -35,7 +39,14 @@ from tsfunc.ops.registry import Category, RuleLevel
 
 Step = tuple[TorchOperator, str, str, tuple[Any, ...], dict[str, Any], Any]
 _MASKS = frozenset({torch.bool, torch.uint8})
-_READS_OFFSETS = frozenset({"aten::as_strided", "aten::as_strided_"})
+# Functions that read properties of a tensor which two tensors of equal metadata may not share.
+_UNSEEN = frozenset({
+    torch.Tensor.storage_offset, torch.Tensor.data_ptr, torch.Tensor.untyped_storage,
+    torch.Tensor._is_view, *(
+        getattr(torch.Tensor, name).__get__
+        for name in ("_base", "_version", "grad", "grad_fn", "is_leaf")
+    ),
+})  # fmt: skip
 
 
 class _NotRecordable(Exception):
@@ -52,6 +63,17 @@ class _BatchSize:
 
     def __getattr__(self, name: str) -> Any:
         raise _NotRecordable(name)
+
+
+class _Properties(TorchFunctionMode):
+    """Ends a recording at a property that the metadata of a tensor do not determine."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _UNSEEN:
+            raise _NotRecordable(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):
@@ -78,7 +100,7 @@ class _Recorder(TorchDispatchMode):
             raise _NotRecordable(func)
         op = operator_of(func)
         plans_of_operator(op)  # the values may be tracers of outer levels
-        if op.random or op.out_names or op.name in _READS_OFFSETS or _depends_on_data(op, args):
+        if op.random or op.out_names or _depends_on_data(op, args):
             raise _NotRecordable(op.name)
         if op.writes and self.nested:
             raise _NotRecordable(op.name)
@@ -98,7 +120,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    with DisableTorchFunction():
+        return tensor.untyped_storage().data_ptr()
 
 
 def _depends_on_data(op: TorchOperator, args: Sequence[Any]) -> bool:
@@ -147,7 +170,7 @@ def record(
     level = cast(RuleLevel, _BatchSize(batch_size))
     dims = plan.dims if plan.dims is not None else dims_at_call(plan, kinds, args, len(args))
     try:
-        with without_autograd(), recorder:
+        with without_autograd(), recorder, _Properties():
             found = plan.rule(plan.target, level, dims, args, kwargs)
     except Exception:
         return None  # the rule itself raises the user's error

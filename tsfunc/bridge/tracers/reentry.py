@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,36 +11,44 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import State, active_levels, capturing, using
+from tsfunc.dispatch.undoing import undoing
 
-_rerun_counts: Counter[int] = Counter()  # the number of active reruns of an ended level, by id
+_reruns: dict[Level, set[object]] = {}  # the active reruns of each ended level
 _lock = threading.Lock()
 
 
 @contextmanager
 def reenter(state: State) -> Iterator[None]:
     """Activate a state and its levels on this thread within the block."""
-    with _lock:
-        levels = [
-            root for root in map(_root, state.levels) if not root.alive or _rerun_counts[id(root)]
-        ]
-        for level in levels:
-            _rerun_counts[id(level)] += 1
-            level.alive = True
-            active_levels[level] = threading.get_ident()
+    rerun = object()
+    with undoing(functools.partial(_end_rerun, rerun)):
+        with _lock:
+            levels = [
+                root for root in map(_root, state.levels) if not root.alive or root in _reruns
+            ]
+            for level in levels:
+                _reruns.setdefault(level, set()).add(rerun)
+                level.alive = True
+                active_levels[level] = threading.get_ident()
+        yield from _inside(state)
+
+
+def _inside(state: State) -> Iterator[None]:
     # Levels inside a subset captured the subset's level in place of the vmap's.
     here = state.levels
     inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
-    try:
-        with capturing(inside, lambda levels: here[: len(levels)]), using(state), watching_random():
-            yield
-    finally:
-        with _lock:
-            for level in levels:
-                _rerun_counts[id(level)] -= 1
-                if not _rerun_counts[id(level)]:
-                    del _rerun_counts[id(level)]
-                    level.alive = False
-                    active_levels.pop(level, None)
+    with capturing(inside, lambda levels: here[: len(levels)]), using(state), watching_random():
+        yield
+
+
+def _end_rerun(rerun: object) -> None:
+    with _lock:
+        for level in [level for level, reruns in _reruns.items() if rerun in reruns]:
+            _reruns[level].discard(rerun)
+            if not _reruns[level]:
+                del _reruns[level]
+                level.alive = False
+                active_levels.pop(level, None)
 
 
 def any_level_ended(state: State) -> bool:

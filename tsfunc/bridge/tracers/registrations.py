@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch._C import _parse_dispatch_key
 
+from tsfunc._lazy import uninterrupted
 from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.operators import operator_of, overload_of
 from tsfunc.bridge.tracers.torch_state import (
@@ -88,6 +89,10 @@ before_drawing: list[Callable[[Any, Any, TracerLevel], None]] = []
 
 def _install(key: str, names: Sequence[str]) -> None:
     """Register the kernels for a key, once per process."""
+    uninterrupted(_install_once, key, names)
+
+
+def _install_once(key: str, names: Sequence[str]) -> None:
     with _lock:
         if key in _libraries:
             return
@@ -359,11 +364,15 @@ def prepare() -> None:
 
 def _run(preparations: list[_Preparation]) -> None:
     if preparations:
-        with _lock:
-            for call, needed in preparations:
-                if needed is None or needed():
-                    call()
-            preparations.clear()
+        uninterrupted(_run_once, preparations)
+
+
+def _run_once(preparations: list[_Preparation]) -> None:
+    with _lock:
+        for call, needed in preparations:
+            if needed is None or needed():
+                call()
+        preparations.clear()
 
 
 def watching_random() -> Any:

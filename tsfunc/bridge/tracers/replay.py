@@ -15,9 +15,11 @@ rerun are those of the first run, and are not recorded a second time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
+
+from tsfunc.dispatch.undoing import resets
 
 T = TypeVar("T")
 
@@ -25,32 +27,33 @@ T = TypeVar("T")
 class _Runs(threading.local):
     """The records of the active runs on a thread, outermost first: to fill, or to read."""
 
-    def __init__(self) -> None:
-        self.recorded: list[list[Any]] = []
-        self.replays: list[tuple[list[Any], Iterator[Any]]] = []
+    recorded: Sequence[list[Any]] = ()
+    replays: Sequence[tuple[list[Any], Iterator[Any]]] = ()
 
 
-_runs = _Runs()
+_runs = resets(_Runs())
 
 
 @contextmanager
 def recording_objects(record: list[Any]) -> Iterator[None]:
     """Context manager: record the objects that the block makes."""
-    _runs.recorded.append(record)
+    before = _runs.recorded
+    _runs.recorded = (*before, record)
     try:
         yield
     finally:
-        _runs.recorded.pop()
+        _runs.recorded = before
 
 
 @contextmanager
 def replaying(record: list[Any]) -> Iterator[None]:
     """Context manager: reuse the recorded objects in the block."""
-    _runs.replays.append((record, iter(record)))
+    before = _runs.replays
+    _runs.replays = (*before, (record, iter(record)))
     try:
         yield
     finally:
-        _runs.replays.pop()
+        _runs.replays = before
 
 
 def replayed(make: Callable[[], T], fits: Callable[[T], bool]) -> T:

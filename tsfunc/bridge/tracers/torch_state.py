@@ -70,9 +70,10 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dis import opmap
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
 from operator import or_
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -112,6 +113,7 @@ from torch.nn.modules import module
 
 from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import resets
 from tsfunc.tracebacks import MODULES
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -137,7 +139,7 @@ class _Casting(threading.local):
     exclude: Any = None
 
 
-casting = _Casting()
+casting = resets(_Casting())
 
 
 def is_casting() -> bool:
@@ -284,7 +286,7 @@ class _Reruns(threading.local):
     by = -1
 
 
-_reruns: Final = _Reruns()
+_reruns: Final = resets(_Reruns())
 
 
 @contextmanager
@@ -427,6 +429,13 @@ def outside_functorch() -> AbstractContextManager[Any]:
 
 
 _SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
+_YIELDS = tuple(opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND") if name in opmap)
+
+
+def _may_go_on(frame: FrameType) -> bool:
+    """Return True for the frame of a generator that may not have ended: clearing it ends it."""
+    code = frame.f_code
+    return bool(code.co_flags & _SUSPENDABLE) and code.co_code[max(frame.f_lasti, 0)] in _YIELDS
 
 
 def release_guards(error: BaseException, *, ours: bool = False) -> None:
@@ -451,11 +460,11 @@ def release_guards(error: BaseException, *, ours: bool = False) -> None:
         pending += (exception.__cause__, exception.__context__)
         step = exception.__traceback__
         while step is not None:
-            code = step.tb_frame.f_code
-            file, suspendable = code.co_filename, code.co_flags & _SUSPENDABLE
-            if file.startswith(roots) and not file.startswith(MODULES) and not suspendable:
+            frame = step.tb_frame
+            file = frame.f_code.co_filename
+            if file.startswith(roots) and not file.startswith(MODULES) and not _may_go_on(frame):
                 with suppress(RuntimeError):  # the frame is still executing
-                    step.tb_frame.clear()
+                    frame.clear()
             step = step.tb_next
 
 

@@ -35,6 +35,8 @@ from torch._C import _is_torch_function_mode_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tsfunc.dispatch.undoing import resets
+
 # --- queries of user code
 
 
@@ -51,7 +53,7 @@ class _QueryState(threading.local):
     implementation = False
 
 
-_query_state = _QueryState()
+_query_state = resets(_QueryState())
 
 
 def in_user_code() -> bool:

@@ -29,6 +29,7 @@ from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.naming import DescribedTensor
 from tsfunc.bridge.writing.outside import OutsideTensors, recent_tensors
+from tsfunc.dispatch.undoing import after_failure
 from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import EscapedTracerError
 
@@ -120,6 +121,15 @@ def _is_from_outside(tensor: torch.Tensor, level: TracerLevel) -> bool:
         return True
     outside = OutsideTensors(level)
     return tensor in outside or any(entry.tensor is tensor for entry in outside.entries)
+
+
+@after_failure
+def _restore_state_of_ended_calls() -> None:
+    """Restore the state of modules that calls which have ended did not restore."""
+    for each in reversed(STATE_WRITES):
+        if not each.level.alive and each.is_current:
+            each.undo()
+    STATE_WRITES[:] = [each for each in STATE_WRITES if each.level.alive]
 
 
 def restore_state(level: TracerLevel) -> _StateWrite | None:

@@ -42,6 +42,7 @@ from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.writing.storages import memory_of, memory_under
 from tsfunc.dispatch.state import active_levels
+from tsfunc.dispatch.undoing import undoing
 
 
 class OutsideTensors:
@@ -109,13 +110,11 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
         generation: the generation of the collector to look in; None for all.
     """
     with _lock:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
+        if not gc.isenabled():
             return _live_tensors(generation)
-        finally:
-            if enabled:
-                gc.enable()
+        with undoing(gc.enable):
+            gc.disable()
+            return _live_tensors(generation)
 
 
 def _live_tensors(generation: int | None = None) -> list[torch.Tensor]:

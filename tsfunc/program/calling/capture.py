@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import optree
 import torch
@@ -40,6 +40,7 @@ from tsfunc.bridge.tracers.registrations import watching_factories, watching_ran
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
+from tsfunc.dispatch.undoing import undoing
 from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
@@ -75,7 +76,7 @@ from tsfunc.types.grammar import Descriptor
 _SELDOM = (50_000, 50, 1_000)  # number of new objects, then of younger collections per older one
 
 _lock = threading.Lock()
-_traces = 0
+_traces: Final[set[object]] = set()
 _before = gc.get_threshold()
 
 
@@ -85,20 +86,23 @@ def rare_garbage_collection() -> Iterator[None]:
 
     Any number of threads may be inside it at a time.
     """
-    global _traces, _before
-    with _lock:
-        _traces += 1
-        if _traces == 1:
-            _before = gc.get_threshold()
+    global _before
+    trace = object()
+    with undoing(functools.partial(_end_rare_collection, trace)):
+        with _lock:
+            if not _traces:
+                _before = gc.get_threshold()
+            _traces.add(trace)
             if 0 < _before[0] < _SELDOM[0]:  # 0: the collector is turned off
                 gc.set_threshold(*_SELDOM)
-    try:
         yield
-    finally:
-        with _lock:
-            _traces -= 1
-            if not _traces and gc.get_threshold() == _SELDOM:
-                gc.set_threshold(*_before)
+
+
+def _end_rare_collection(trace: object) -> None:
+    with _lock:
+        _traces.discard(trace)
+        if not _traces and gc.get_threshold() == _SELDOM:
+            gc.set_threshold(*_before)
 
 
 # --- capture: run a function once on traced tensors, and record its operators
@@ -112,7 +116,7 @@ class TraceRequest:
     """A function to trace, and its arguments.
 
     Attributes:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
         name: the name of the function in the program, and in errors about its descriptors.
         func: the function; it is called with the (args, kwargs) that ``tree`` unflattens to.
         flat: the flattened arguments; all but tensors and ``scalars`` become constants.
@@ -125,7 +129,7 @@ class TraceRequest:
         assumptions: the other assumptions of the trace.
     """
 
-    what: str
+    label: str
     name: str
     func: Callable[..., Any]
     flat: Sequence[Any]
@@ -164,7 +168,8 @@ def capture(request: TraceRequest, instances: Instances | None = None) -> Progra
 def _capture(trace: _Trace) -> Program:
     """Return the program of a trace; if there is none, call the functions that wait for that."""
     try:
-        return trace.program(trace.run())
+        with undoing(trace.undo_assignments):
+            return trace.program(trace.run())
     except Retrace:
         raise
     except BaseException as error:
@@ -183,13 +188,15 @@ def outline(request: TraceRequest) -> Any:
     """
 
     def fakes(trace: _Trace) -> Any:
-        out = trace.run()
+        with undoing(trace.undo_assignments):
+            out = trace.run()
+            trace.has_assigned = False  # they are left as they are
         try:
             return pytrees.tree_map(trace.fake_value, out)
         finally:
             trace.symbols.end()
 
-    return _settled(request, request.what, fakes)
+    return _settled(request, request.label, fakes)
 
 
 def _settled(request: TraceRequest, name: str, finish: Callable[[_Trace], T]) -> T:
@@ -246,6 +253,7 @@ class _Trace:
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
+        self.has_assigned = False  # True while the function's assignments may not be undone
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -256,19 +264,22 @@ class _Trace:
             axes(),
             outside_modes(),
         ):
-            self.level = TraceLevel(self.request.what, self.symbols, self.assumptions.records)
+            self.level = TraceLevel(self.request.label, self.symbols, self.assumptions.records)
             answer = functools.partial(counter_value, self.level, self.instances.builder)
             self.symbols.computed_value = self.level.tensor_guards.answer = answer
             self.gradients = OutsideGradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
-            try:
-                with is_compiling(), self.level, watching_random(), watching_factories():
-                    return self._call(self._arguments())
-            except BaseException:
-                self.symbols.end()
-                self.instances.restore()
-                raise
+            self.has_assigned = True
+            with is_compiling(), self.level, watching_random(), watching_factories():
+                return self._call(self._arguments())
+
+    def undo_assignments(self) -> None:
+        """Undo the assignments of a function whose trace has failed."""
+        if self.has_assigned:
+            self.symbols.end()
+            self.instances.restore()
+            self.has_assigned = False
 
     def _record(self) -> NoReturn:
         """Have the function traced again, with autograd recording."""
@@ -346,7 +357,7 @@ class _Trace:
             traced, tree = pytrees.flatten((args, kwargs))
         mode = torch.set_grad_enabled(torch.is_grad_enabled())  # restores the mode
         try:
-            with mode, Lifting(self.level), self.instances, no_seeding(request.what):
+            with mode, Lifting(self.level), self.instances, no_seeding(request.label):
                 self.instances.builder.numbers.start(self._number_read)
                 out = request.func(*args, **kwargs)
             needed, held = self.gradients.passes.needed, self.assumptions
@@ -355,15 +366,15 @@ class _Trace:
             if held.recalled and not needed:
                 raise Retrace(held.moved(recalled=False, records=False))
         except Exception as error:
-            rewrite_size_error(request.what, self.symbols, error)
+            rewrite_size_error(request.label, self.symbols, error)
             if not isinstance(error, TsfuncError):  # these are recorded where they are raised
                 rage.record(
-                    "trace failed", what=request.what, at=error_location(error),
+                    "trace failed", label=request.label, at=error_location(error),
                     type=type(error).__name__, message=error,
                 )  # fmt: skip
             raise
         sync_all(out)
-        check_containers(request.what, request.func, (args, kwargs), traced, tree)
+        check_containers(request.label, request.func, (args, kwargs), traced, tree)
         return out
 
     def _alias_groups(self) -> Groups:
@@ -397,14 +408,16 @@ class _Trace:
     def program(self, out: Any) -> Program:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
-        updates = self.instances.finish(self.assumptions)
+        changes = self.instances.finish()
+        self.has_assigned = False
+        updates = self.instances.updates(changes, self.assumptions)
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_placeholders(request.what, out, self.instances.builder.placeholder_of)
+        apart = with_placeholders(request.label, out, self.instances.builder.placeholder_of)
         leaves, out_tree = pytrees.flatten(apart)
-        check_texts(request.what, leaves, out_tree, symbols)
-        check_bodies(request.what, updates, leaves, level)
+        check_texts(request.label, leaves, out_tree, symbols)
+        check_bodies(request.label, updates, leaves, level)
         values = (*leaves, *updates.tensors)
         results = [node_of_output(leaf, level) for leaf in values]
         if self.gradients.passes.records_needlessly(values):
@@ -443,7 +456,7 @@ class _Trace:
         for condition in conditions:
             if condition.dims:
                 raise DataDependentError(
-                    f"{self.request.what}: {condition.text} compares a number that the function "
+                    f"{self.request.label}: {condition.text} compares a number that the function "
                     f"reads with a size."
                 )
             self.instances.builder.read_guards.add(ReadCondition(condition.code, condition.text))

@@ -234,16 +234,16 @@ class _Scan:
         steps = list(dis.get_instructions(code))
         for i, each in enumerate(steps):
             line = lines.get(each.offset) or line
-            name, what = each.opname, each.argval
+            name, value = each.opname, each.argval
             if name in _NOT_COUNTED:
                 continue
             if name in _ATTRIBUTES:
-                self.names.add(what)
+                self.names.add(value)
                 if chain is not None:
-                    chain = replace(chain, attributes=(*chain.attributes, what), line=line)
+                    chain = replace(chain, attributes=(*chain.attributes, value), line=line)
                 continue
             if name in ("STORE_ATTR", "DELETE_ATTR") and chain is not None:
-                self.writes.append(replace(chain, attributes=(*chain.attributes, what), line=line))
+                self.writes.append(replace(chain, attributes=(*chain.attributes, value), line=line))
             if chain is not None:
                 self._end(chain, steps[i : i + 64], counted)
             if name == "IS_OP" and before != "LOAD_CONST":
@@ -251,25 +251,26 @@ class _Scan:
             elif chain is not None and chain.last in _BY_IDENTITY:
                 self.compared.add(None)
             chain = None
-            if name in _ROOTS and (_ROOTS[name] == "global" or what in free):
-                chain = Access(_ROOTS[name], what, (), line)
-            elif name in _STORES and (_STORES[name] == "global" or what in free):
+            if name in _ROOTS and (_ROOTS[name] == "global" or value in free):
+                chain = Access(_ROOTS[name], value, (), line)
+            elif name in _STORES and (_STORES[name] == "global" or value in free):
                 counts = each.offset in counted
-                self.writes.append(Access(_STORES[name], what, (), line, only_changes=counts))
+                self.writes.append(Access(_STORES[name], value, (), line, only_changes=counts))
             elif name == "LOAD_CONST":
-                level = what if isinstance(what, int) else level  # the last number before an import
-                names = what  # the last constant before it: a tuple in `from a import b`, or None
+                # The last number before an import.
+                level = value if isinstance(value, int) else level
+                names = value  # the last constant before it: a tuple in `from a import b`, or None
             elif name == "IMPORT_NAME":
-                module = Access("module", what, (), line, level)
+                module = Access("module", value, (), line, level)
                 imported = module if names else _outermost(module)
             elif name == "IMPORT_FROM" and module is not None:
                 whole = module if names else imported
-                imported = replace(whole, attributes=(*whole.attributes, what))
+                imported = replace(whole, attributes=(*whole.attributes, value))
                 self.reads.append(imported)
             elif name == "STORE_FAST" and before in ("IMPORT_NAME", "IMPORT_FROM"):
-                imports[what] = imported
-            elif name.startswith("LOAD_FAST") and what in imports:
-                chain = replace(imports[what], line=line)
+                imports[value] = imported
+            elif name.startswith("LOAD_FAST") and value in imports:
+                chain = replace(imports[value], line=line)
             before = name
 
     def _end(self, chain: Access, rest: Sequence[dis.Instruction], counted: set[int]) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.fx
@@ -25,6 +25,7 @@ import torch.fx
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
+from tsfunc.dispatch.undoing import resets, undoing
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
@@ -99,6 +100,7 @@ class Instances:
         )
         self._instances: dict[int, WatchedObject] = {}
         self._watching = WatchedAttributes(self)
+        self._undoing = undoing(self._watching.stop)
         self._paused = self._met_modules = False
 
     def add(self, value: Any, source: Source) -> None:
@@ -107,7 +109,8 @@ class Instances:
 
     def __enter__(self) -> Instances:
         self.generators.start()
-        self._watching.__enter__()
+        self._undoing.__enter__()
+        self._watching.start()
         for instance in self._instances.values():
             self._watching.add(type(instance.value))
         return self
@@ -118,7 +121,7 @@ class Instances:
                 with self.paused():
                     self.guard_unchanged()
         finally:
-            self._watching.__exit__(kind, *exc)
+            self._undoing.__exit__(kind, *exc)
 
     def _enter(self, value: Any, source: Source) -> None:
         if isinstance(value, torch.nn.Module):
@@ -191,19 +194,8 @@ class Instances:
         self.generators.restore()
         return changes
 
-    def finish(self, assumptions: Assumptions) -> Updates:
-        """End the trace: undo the assignments of the traced function.
-
-        Args:
-            assumptions: those of the trace.
-
-        Returns:
-            The assignments that the program ends with.
-
-        Raises:
-            TypeCheckError: a program can't repeat one of the assignments.
-            Retrace: the function puts tensors into an object that it only changes.
-        """
+    def finish(self) -> list[SideEffect]:
+        """End the trace: undo the assignments of the traced function, and return them."""
         # Distinct objects must stay distinct in later calls: the trace has evaluated `a is b`.
         for own in {False, self.builder.closure == "freeze"}:
             guards = self.builder.guards_of(own)
@@ -211,7 +203,19 @@ class Instances:
             guarded = tuple(each for each in known if self.builder.guards_of(each.own) is guards)
             if len(guarded) > 1:
                 guards.add(Distinct(guarded))
-        changes = self.restore()
+        return self.restore()
+
+    def updates(self, changes: Sequence[SideEffect], assumptions: Assumptions) -> Updates:
+        """Return the assignments that the program ends with.
+
+        Args:
+            changes: the assignments of the function.
+            assumptions: those of the trace.
+
+        Raises:
+            TypeCheckError: a program can't repeat one of the assignments.
+            Retrace: the function puts tensors into an object that it only changes.
+        """
         if self._counted_tensors:
             raise Retrace(assumptions.moved(guards_changed=True))
         if self.builder.closure != "freeze":
@@ -245,66 +249,93 @@ class _Here(threading.local):
     watcher: Watcher | None = None
 
 
-_here = _Here()
+class _WatchedClass(NamedTuple):
+    """A class whose attributes are watched.
+
+    Attributes:
+        own: the methods of the class under the names that are replaced.
+        ours: the functions that replace them.
+        watchers: the blocks in which it is watched.
+    """
+
+    own: dict[str, Any]
+    ours: dict[str, Any]
+    watchers: set[WatchedAttributes]
+
+
+_here = resets(_Here())
 _lock = threading.Lock()
-_watched: dict[type, tuple[int, dict[str, Any]]] = {}
-"""By class: the number of its watchers, and its own methods under these names."""
+_watched: dict[type, _WatchedClass] = {}
 
 
 class WatchedAttributes:
-    """A block in which a watcher receives the reads and assignments of attributes."""
+    """The time in which a watcher receives the reads and assignments of attributes."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._classes: set[type] = set()
         self._outer: Watcher | None = None
+        self._started = False
 
-    def __enter__(self) -> WatchedAttributes:
+    def start(self) -> None:
+        self._started = True
         self._outer, _here.watcher = _here.watcher, self._watcher
-        return self
 
-    def __exit__(self, *exc: object) -> None:
-        _here.watcher = self._outer
-        for cls in self._classes:
-            _unwatch(cls)
+    def stop(self) -> None:
+        """Stop the reports; it may be called again if it was interrupted."""
+        if _here.watcher is self._watcher:
+            _here.watcher = self._outer
+        for cls in tuple(self._classes):
+            _unwatch(cls, self)
         self._classes.clear()
+        self._started = False
 
     def add(self, cls: type) -> None:
-        """Report the attributes of a class's instances to the watcher."""
-        if cls not in self._classes:
+        """Report the attributes of a class's instances to the watcher, once it has started."""
+        if self._started and cls not in self._classes:
             self._classes.add(cls)
-            _watch(cls)
+            _watch(cls, self)
 
 
-def _watch(cls: type) -> None:
+def _watch(cls: type, watcher: WatchedAttributes) -> None:
     with _lock:
-        count, own = _watched.get(cls, (0, {}))
-        if not count:
+        known = _watched.get(cls)
+        if known is None:
             own = {name: vars(cls).get(name, _ABSENT) for name in (_GET, _SET, _DELETE)}
-            ours = (_reading(_plain(cls, _GET)), _assigning(_plain(cls, _SET)),
-                    _assigning(_plain(cls, _DELETE)))  # fmt: skip
-            for name, function in zip(own, ours, strict=True):
+            ours = {
+                _GET: _reading(_plain(cls, _GET)),
+                _SET: _assigning(_plain(cls, _SET)),
+                _DELETE: _assigning(_plain(cls, _DELETE)),
+            }
+            known = _watched[cls] = _WatchedClass(own, ours, set())
+        known.watchers.add(watcher)
+        for name, function in known.ours.items():
+            if vars(cls).get(name) is not function:
                 type.__setattr__(cls, name, function)
-        _watched[cls] = count + 1, own
 
 
-def _unwatch(cls: type) -> None:
+def _unwatch(cls: type, watcher: WatchedAttributes) -> None:
     with _lock:
-        count, own = _watched.pop(cls)
-        if count > 1:
-            _watched[cls] = count - 1, own
+        known = _watched.get(cls)
+        if known is None:
             return
-        for name, value in own.items():
+        known.watchers.discard(watcher)
+        if known.watchers:
+            return
+        for name, value in known.own.items():
+            if vars(cls).get(name) is not known.ours[name]:
+                continue
             if value is _ABSENT:
                 type.__delattr__(cls, name)
             else:
                 type.__setattr__(cls, name, value)
+        del _watched[cls]
 
 
 def _plain(cls: type, name: str) -> Any:
     """Return the class's own function, skipping ours in the class and its bases."""
     for base in cls.__mro__:
-        own = _watched[base][1].get(name, _ABSENT) if base in _watched else _ABSENT
+        own = _watched[base].own.get(name, _ABSENT) if base in _watched else _ABSENT
         function = own if base in _watched else vars(base).get(name, _ABSENT)
         if function is not _ABSENT:
             return function

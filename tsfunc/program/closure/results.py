@@ -332,23 +332,23 @@ def _base_of(kind: type) -> Any:
 optree.register_pytree_node(ConstructedObject, _parts, _built, namespace=pytrees.NAMESPACE)
 
 
-def with_placeholders(what: str, out: Any, known: Known) -> Any:
+def with_placeholders(label: str, out: Any, known: Known) -> Any:
     """Return the results of a function with stand-ins in place of objects.
 
     Args:
-        what: the name of the function in errors.
+        label: the name of the function in errors.
         out: the value that the function returned.
         known: returns the stand-in for an object from outside, or None for another object.
 
     Raises:
         TypeCheckError: a result runs code after the function has returned.
     """
-    return _Results(what, known).replace_objects(out)
+    return _Results(label, known).replace_objects(out)
 
 
 class _Results:
-    def __init__(self, what: str, known: Known) -> None:
-        self.what = what
+    def __init__(self, label: str, known: Known) -> None:
+        self.label = label
         self.known = known
         self._above: list[int] = []  # the ids of the objects that contain the value
 
@@ -391,7 +391,8 @@ class _Results:
 
     def _refuse(self, result: str, instead: str) -> None:
         raise TypeCheckError(
-            f"{self.what}: the function returns {result}. A program returns only values. {instead}."
+            f"{self.label}: the function returns {result}. A program returns only values. "
+            f"{instead}."
         )
 
 

@@ -289,11 +289,11 @@ class TracedGenerators:
     """The generators that a traced function may draw from, and their states before the trace.
 
     Args:
-        what: the name of the trace in errors.
+        label: the name of the trace in errors.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, label: str) -> None:
+        self._what = label
         self._before: dict[int, tuple[str, _State, Any]] = {}
         self._known: list[Any] = []  # keeps the objects alive, so that ids stay unique
         self._lines: dict[str, list[str]] = {}
@@ -372,7 +372,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def check_texts(
-    what: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
+    label: str, leaves: Sequence[Any], tree: optree.PyTreeSpec, symbols: Symbols
 ) -> None:
     """Refuse a string result, or a key, that contains the text of a traced value.
 
@@ -386,14 +386,14 @@ def check_texts(
         spelled = "a tensor" if _TRACER in text else symbols.spelled_in(text)
         if spelled is not None:
             raise DataDependentError(
-                f"{what}: the function returns the text {symbols.in_users_names(text)!r}, in which "
-                f"{spelled} is a symbol of the trace, not the value of a call. Return the number "
-                f"or the tensor itself, and write the text outside of the function; or make it one "
-                f"number with int(...), if the descriptors leave it open or fix it."
+                f"{label}: the function returns the text {symbols.in_users_names(text)!r}, in "
+                f"which {spelled} is a symbol of the trace, not the value of a call. Return the "
+                f"number or the tensor itself, and write the text outside of the function; or make "
+                f"it one number with int(...), if the descriptors leave it open or fix it."
             )
 
 
-def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
+def check_bodies(label: str, updates: Updates, leaves: Sequence[Any], level: TraceLevel) -> None:
     """Refuse values of control-flow bodies that leave the body other than as its results.
 
     Raises:
@@ -408,7 +408,7 @@ def check_bodies(what: str, updates: Updates, leaves: Sequence[Any], level: Trac
             location = value.node.meta.get("location")
             at = "" if location is None else f" (at {location}{source_line(location, ': ')})"
             raise TypeCheckError(
-                f"{what}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
+                f"{label}: {text} is a value of the body of a branch, a loop or a checkpoint{at}, "
                 f"and a program has only the body's results. Return it from the body, and assign "
                 f"or return the result of the call."
             )
@@ -425,7 +425,7 @@ _NO_SYMBOLS = {
 }
 
 
-def rewrite_size_error(what: str, symbols: Symbols, error: Exception) -> None:
+def rewrite_size_error(label: str, symbols: Symbols, error: Exception) -> None:
     """Rewrite torch's error about sizes in the user's names.
 
     Raises:
@@ -436,7 +436,7 @@ def rewrite_size_error(what: str, symbols: Symbols, error: Exception) -> None:
         location = error_location(error)
         condition = condition_text(location)
         raise DataDependentError(
-            f"{what}: {condition or text} depends on data, which a trace does not have, and is "
+            f"{label}: {condition or text} depends on data, which a trace does not have, and is "
             f"needed at {location}{source_line(location, ': ')}\nIf it always holds, state it "
             f"before with torch._check({condition or '...'}): the program then checks it when it "
             f"runs. {remedies()}"
@@ -445,7 +445,7 @@ def rewrite_size_error(what: str, symbols: Symbols, error: Exception) -> None:
         if theirs in text:
             location = error_location(error)
             text = (
-                f"{what}: a named dim, or a number that stays open, {ours} "
+                f"{label}: a named dim, or a number that stays open, {ours} "
                 f"(at {location}{source_line(location, ': ')})\nUse int(...) of it, which fixes "
                 f"the program to one number: describe the size as None, or the number by its value."
             )
@@ -455,7 +455,7 @@ def rewrite_size_error(what: str, symbols: Symbols, error: Exception) -> None:
 
 
 def check_containers(
-    what: str,
+    label: str,
     func: Callable[..., Any],
     given: tuple[Sequence[Any], Mapping[str, Any]],
     leaves: Sequence[Any],
@@ -480,7 +480,7 @@ def check_containers(
             at = int(name) if name.isdigit() else -1
             name = names[at] if 0 <= at < len(names) else name
             raise TypeCheckError(
-                f"{what}: the function changes the {type(after).__name__} that it gets as "
+                f"{label}: the function changes the {type(after).__name__} that it gets as "
                 f"`{name}`, or one inside of it. A program gets only its elements, and can't "
                 f"change the caller's container: return the new values, or change a copy."
             )

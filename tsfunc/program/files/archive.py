@@ -72,25 +72,25 @@ class Archive:
 
     Args:
         file: the file; its position is moved.
-        what: the name of the file in errors.
+        label: the name of the file in errors.
 
     Attributes:
         head: the manifest.
     """
 
-    def __init__(self, file: BinaryIO, what: str) -> None:
-        self.what = what
+    def __init__(self, file: BinaryIO, label: str) -> None:
+        self.label = label
         try:
             self._zip = zipfile.ZipFile(file)
             self._require_end(file)
         except _ZIP_ERRORS as error:
             raise FileFormatError(
-                f"{what}: not a file of tsfunc, or it is cut off: {error}"
+                f"{label}: not a file of tsfunc, or it is cut off: {error}"
             ) from None
         self._infos = self._checked(file, self._zip.infolist())
         if MANIFEST not in self._infos:
-            raise FileFormatError(f"{what}: not a file of tsfunc: it has no {MANIFEST}.")
-        self.head = Field.parse(self._bytes(MANIFEST), f"{what}: {MANIFEST}")
+            raise FileFormatError(f"{label}: not a file of tsfunc: it has no {MANIFEST}.")
+        self.head = Field.parse(self._bytes(MANIFEST), f"{label}: {MANIFEST}")
 
     def require_entries(self, listed: Field) -> None:
         """Check that the entries and their sizes are those that the manifest lists."""
@@ -100,7 +100,7 @@ class Archive:
             self._sums[name] = digest.text()
             info = self._infos.get(name)
             if info is None:
-                raise FileFormatError(f"{self.what}: {name}: the entry is missing.")
+                raise FileFormatError(f"{self.label}: {name}: the entry is missing.")
             if size.integer(0) != info.file_size:
                 raise self._error(name, f"has {info.file_size} bytes, not {size.value}")
         for name in self._infos:
@@ -114,7 +114,7 @@ class Archive:
     def read(self, name: str) -> bytes:
         """Return the bytes of an entry, with its checksum verified."""
         if name not in self._sums:
-            raise FileFormatError(f"{self.what}: {name}: the entry is missing.")
+            raise FileFormatError(f"{self.label}: {name}: the entry is missing.")
         data = self._bytes(name)
         if hashlib.sha256(data).hexdigest() != self._sums[name]:
             raise self._error(name, "is damaged: its checksum is another")
@@ -122,7 +122,7 @@ class Archive:
 
     def json(self, name: str) -> Field:
         """Return an entry that is JSON."""
-        return Field.parse(self.read(name), f"{self.what}: {name}")
+        return Field.parse(self.read(name), f"{self.label}: {name}")
 
     def _require_end(self, file: BinaryIO) -> None:
         """Check that the file ends where the archive does.
@@ -164,7 +164,7 @@ class Archive:
             entries[name] = info
         if end != self._zip.start_dir:
             raise FileFormatError(
-                f"{self.what}: there is something between its last entry and the directory."
+                f"{self.label}: there is something between its last entry and the directory."
             )
         return entries
 
@@ -195,9 +195,9 @@ class Archive:
             raise self._error(name, "is cut off")
         return data
 
-    def _error(self, name: str, what: str) -> FileFormatError:
+    def _error(self, name: str, problem: str) -> FileFormatError:
         shown = name if len(name) <= 80 else f"{name[:77]}..."
-        return FileFormatError(f"{self.what}: entry {shown!r} {what}.")
+        return FileFormatError(f"{self.label}: entry {shown!r} {problem}.")
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -254,26 +254,26 @@ def _encode_parameter(parameter: inspect.Parameter) -> dict[str, Any]:
 
 
 def read_function(
-    file: BinaryIO, what: str, classes: Mapping[str, type], device: torch.device | None
+    file: BinaryIO, label: str, classes: Mapping[str, type], device: torch.device | None
 ) -> SavedFunction:
     """Return the function of a file.
 
     Args:
         file: the file.
-        what: its name in errors.
+        label: its name in errors.
         classes: classes by name, in addition to those that are imported.
         device: replaces every device in the file, if it is given.
 
     Raises:
         FileFormatError: the file has another format, or it is damaged.
     """
-    archive = Archive(file, what)
+    archive = Archive(file, label)
     made_with = _read_head(archive)
     values = ValueReader(device=device)
     tensors = TensorReader(
         archive.json("tensors.json"),
         archive.read("tensors.safetensors"),
-        f"{what}: tensors.safetensors",
+        f"{label}: tensors.safetensors",
         values,
     )
     function = archive.json("function.json")
@@ -338,7 +338,7 @@ def _count_of_programs(archive: Archive) -> int:
     expected = known | {f"programs/{i}.{end}" for i in range(count) for end in ("json", "py")}
     for name in archive.names():
         if name not in expected:
-            raise FileFormatError(f"{archive.what}: entry {name!r} is none of a file of tsfunc.")
+            raise FileFormatError(f"{archive.label}: entry {name!r} is none of a file of tsfunc.")
     return count
 
 

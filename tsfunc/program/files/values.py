@@ -55,12 +55,12 @@ class NoFileForm(Exception):
     """A value that a file can't hold.
 
     Args:
-        what: a description of the value.
+        description: the value, in words.
         why: the rest of the message; if it is empty, a list of the values that files can hold.
     """
 
-    def __init__(self, what: str, why: str = "") -> None:
-        super().__init__(what)
+    def __init__(self, description: str, why: str = "") -> None:
+        super().__init__(description)
         self.why = why
 
     def within(self, where: str) -> NoFileForm:

@@ -48,17 +48,15 @@ from tsfunc.bridge.trace.compiled_derivatives import (
     without_donated_buffers,
 )
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError
 from tsfunc.program.closure.results import OutsideRef
 from tsfunc.program.graphs.codegen import generate
 from tsfunc.program.graphs.data import ProgramData
-from tsfunc.program.graphs.torch_operators import (
-    graph_module,
-    in_torch_operators,
-    left_over,
-    no_operator,
-)
+from tsfunc.program.graphs.graph_module import graph_module
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.passes.effects import Aliases, every_node, is_random, writes
 from tsfunc.types import Dim
@@ -123,6 +121,7 @@ class Compiled:
         if not any_wrapped([*self._given(values), *self._lifted]):
             self._compile(values)  # else the first plain call does it
 
+    @restoring_thread_state
     def __call__(self, values: Sequence[Any]) -> Sequence[Any]:
         given = [*self._given(values), *self._lifted]
         if not can_run_compiled(given) or (self._separate and _share_memory(given)):
@@ -157,8 +156,8 @@ class Compiled:
         lifted = {name: _copy(tensor) for name, tensor in program.lifted.items()}
         copies = [_copy(x) if isinstance(x, torch.Tensor) else x for x in values]
         _, run = generate(program.name, program.graph, program.inputs, lifted)
-        cuda = sorted({x.device.index for x in copies if _is_on_cuda(x)})
-        with torch.random.fork_rng(cuda), torch.no_grad():
+        devices = devices_of([x for x in copies if isinstance(x, torch.Tensor)])
+        with drawing_from(states_of(devices), devices), torch.no_grad():
             try:
                 run(copies)
             except Exception as error:
@@ -259,10 +258,6 @@ def _check(
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
-
-
-def _is_on_cuda(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.device.type == "cuda"
 
 
 def _outside(graph: torch.fx.Graph) -> list[torch.fx.Node]:

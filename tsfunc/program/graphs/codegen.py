@@ -25,7 +25,8 @@ from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.trace.class_members import UserCall
-from tsfunc.bridge.tracers.operators import TorchOperator, fast_function
+from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.operators import TorchOperator, fast_function, runs_in_cpp
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
@@ -230,7 +231,7 @@ def generate(
     """
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
-            _write_bodies(node.target)
+            write_bodies(node.target)
     names = names_of(name, graph, lifted)
     called = function_name(name)
     written = list(statements(graph, inputs, names, updates))
@@ -251,7 +252,28 @@ def generate(
     meshes = {
         str(node.args[4]).partition(";")[0] for node in every_node(graph) if node.target is MAP
     }
-    return source, reporting(function, sorted(meshes)) if meshes else function
+    if meshes:
+        function = reporting(function, sorted(meshes))
+    return source, function if _keeps_state(graph) else restoring_thread_state(function)
+
+
+_KEEPING = frozenset({"_operator", "builtins", "math"})  # modules of functions without state
+
+
+def _keeps_state(graph: torch.fx.Graph) -> bool:
+    """Return True if no statement changes the state of the thread for a while.
+
+    Then an interrupt can come between any two statements: NOTE [interrupts] in ``boundaries``.
+    """
+    return not any(
+        node.op == "call_function" and (node.meta.get("no_grad") or not _is_plain(node.target))
+        for node in graph.nodes
+    )
+
+
+def _is_plain(function: Any) -> bool:
+    """Return True for a function that is no Python code."""
+    return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 
 
 def _ending(
@@ -273,7 +295,7 @@ def _ending(
     yield Statement(f"return {_spell(tuple(results[:count]), names)}", output)
 
 
-def _write_bodies(op: ControlFlow) -> None:
+def write_bodies(op: ControlFlow) -> None:
     """Generate the Python of the bodies of control flow."""
     for body in op.bodies:
         if body.function is None:

@@ -26,13 +26,9 @@ from tsfunc.bridge.trace.torch_export import exported_by_torch
 from tsfunc.bridge.tracers.torch_state import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.data import ProgramData
+from tsfunc.program.graphs.graph_module import graph_module
 from tsfunc.program.graphs.lowering import sizes_for
-from tsfunc.program.graphs.torch_operators import (
-    graph_module,
-    in_torch_operators,
-    left_over,
-    no_operator,
-)
+from tsfunc.program.graphs.torch_operators import in_torch_operators, left_over, no_operator
 from tsfunc.program.guarding.call_spec import CallSpec
 from tsfunc.program.guarding.guards import WatchedPlaceholder
 from tsfunc.program.guarding.inputs import InputSpec

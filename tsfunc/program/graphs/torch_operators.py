@@ -1,4 +1,4 @@
-"""A program as a torch.fx.GraphModule with torch's own control flow.
+"""Operators of a program as torch's own: control flow, and recurrent layers of any length.
 
 torch has one operator for all layers and steps of an ``LSTM``. torch's tools decompose it into as
 many steps as the example has, which refuses every other length. A scan of one step serves all
@@ -9,8 +9,7 @@ step, and are vmapped and differentiated as the user's calls are. torch.export, 
 tools of torch support torch's operators instead: ``cond``, ``while_loop``, ``scan``, ``map_impl``,
 ``associative_scan``, whose bodies are submodules. Each kind of control flow writes itself in this
 form (``ControlFlow.in_torch``). A batch of calls is traced again into control flow of the whole
-batch (``bridge/control/retraced``). For derivatives of control flow, torch traces its own
-derivatives of these operators (``ControlFlow.torch_form``).
+batch, and a derivative into control flow that computes it (``bridge/control/retraced``).
 
 NOTE [layouts of torch's loops]
 torch's operators assume that a carry has one layout in the whole loop, that of its initial value,
@@ -27,6 +26,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -39,14 +39,12 @@ from tsfunc.bridge.sizes.expressions import number_node
 from tsfunc.bridge.sizes.symbolic_numbers import size_node
 from tsfunc.bridge.trace.torch_tracing import (
     contiguous_like,
-    data_dependent,
     is_control_flow,
     is_strided,
     name_operators,
     traced_by_torch,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
-from tsfunc.bridge.tracers.torch_state import set_grad_mode
 from tsfunc.bridge.tracers.user_queries import KINDS
 
 # --- recurrent layers over a named dim of time, as torch's scan
@@ -66,66 +64,6 @@ def as_scan(node: torch.fx.Node) -> Callable[..., Any]:
     return LAYERS[node.meta["op"].name]
 
 
-# --- conversion of a program to a ``torch.fx.GraphModule``, which torch's own tools take
-
-
-def graph_module(
-    name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor], as_inputs: bool = False
-) -> torch.fx.GraphModule:
-    """Return a module that runs a graph on its inputs and returns its results as a tuple.
-
-    Args:
-        name: the name of the module's class.
-        graph: the graph.
-        lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
-            of the module, and stay the same tensors.
-        as_inputs: whether they become inputs instead, after the others.
-    """
-    root = torch.nn.Module()
-    made = torch.fx.Graph()
-    values: dict[torch.fx.Node, torch.fx.Node] = {}
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    outside = [node for node in graph.nodes if node.op == "get_attr"]
-    for node in () if as_inputs else outside:
-        _add(root, str(node.target), lifted[str(node.target)])
-    for node in [*inputs, *(outside if as_inputs else ())]:
-        values[node] = made.placeholder(node.name)
-        values[node].meta = dict(node.meta)
-    mode = _GradMode(made)
-    for node in graph.nodes:
-        if node in values:
-            continue
-        if node.op != "get_attr":
-            mode.switch(bool(node.meta.get("no_grad")))
-        values[node] = made.node_copy(node, values.__getitem__)
-        values[node].meta = dict(node.meta)
-    return torch.fx.GraphModule(root, made, name)
-
-
-def _add(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    if isinstance(tensor, torch.nn.Parameter):
-        root.register_parameter(name, tensor)
-    else:
-        root.register_buffer(name, tensor)
-
-
-class _GradMode:
-    """Writes no_grad blocks into a graph, which has no blocks, as changes of the grad mode."""
-
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        self._graph = graph
-        self._before: torch.fx.Node | None = None
-
-    def switch(self, quiet: bool) -> None:
-        """Start a no_grad block before the next node if `quiet` is True, or end it."""
-        if quiet and self._before is None:
-            self._before = self._graph.call_function(torch.is_grad_enabled)
-            self._graph.call_function(set_grad_mode, (False,))
-        elif not quiet and self._before is not None:
-            self._graph.call_function(set_grad_mode, (self._before,))
-            self._before = None
-
-
 # --- control flow of a program as torch's own higher-order operators
 
 
@@ -136,6 +74,8 @@ _CHECKED: Final[dict[Any, Any]] = {
     torch.ops.aten.linalg_solve.default: torch.ops.aten.linalg_solve_ex.default,
     torch.ops.aten.linalg_cholesky.default: torch.ops.aten.linalg_cholesky_ex.default,
 }
+
+_NONE: Final[Mapping[str, torch.Tensor]] = MappingProxyType({})
 
 # Writes a block: takes its inputs and returns its results, or a single node for one result.
 Write = Callable[["Writer", list[torch.fx.Node]], "Sequence[torch.fx.Node] | torch.fx.Node"]
@@ -156,6 +96,7 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
     writer = Writer(module, graph, exact)
     for node in list(graph.nodes):
         if not writer.translates(node):
+            _note_shape(node, node.args)
             continue
         nodes, children = set(graph.nodes), dict(module.named_children())
         try:
@@ -178,6 +119,13 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
     _without_repeats(module)
     module.recompile()
     return module
+
+
+def _note_shape(node: torch.fx.Node, args: Sequence[Any]) -> None:
+    """Note the new type of a node that an operator like ``squeeze_`` reshapes in place."""
+    op = node.meta.get("op")
+    if isinstance(op, TorchOperator) and op.reshapes:
+        args[0].meta["val"] = node.meta["val"]
 
 
 def _drop_states(graph: torch.fx.Graph) -> None:
@@ -283,20 +231,13 @@ class Writer:
         root: the module.
         graph: its graph.
         exact: see :func:`in_torch_operators`.
-        order: how often torch's autograd differentiates the operators that are written.
         in_block: True in a body, whose nodes do not say if autograd records them.
     """
 
     in_block = False
 
-    def __init__(
-        self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True, order: int = 0
-    ) -> None:
-        self.root, self.graph, self.exact, self.order = root, graph, exact, order
-
-    def to_differentiate(self, times: int = 1) -> Writer:
-        """Return a writer of operators that torch's autograd differentiates further times."""
-        return Writer(self.root, self.graph, self.exact, self.order + times)
+    def __init__(self, root: torch.nn.Module, graph: torch.fx.Graph, exact: bool = True) -> None:
+        self.root, self.graph, self.exact = root, graph, exact
 
     def call(self, target: Any, *args: Any) -> torch.fx.Node:
         return self.graph.call_function(target, args)
@@ -362,7 +303,7 @@ class Writer:
 
     def _tracks(self, node: torch.fx.Node) -> bool:
         """True if autograd may record a tensor when the graph runs."""
-        return self.order > 0 or self.in_block or bool(node.meta.get("requires_grad"))
+        return self.in_block or bool(node.meta.get("requires_grad"))
 
     def truth(self, node: torch.fx.Node) -> torch.fx.Node:
         """Return a predicate of dtype bool, as torch requires."""
@@ -384,7 +325,7 @@ class Writer:
             inputs.append(graph.placeholder(f"x{i}"))
             if isinstance(node, torch.fx.Node) and "val" in node.meta:
                 inputs[-1].meta["val"] = node.meta["val"]
-        inner = Writer(root, graph, self.exact, self.order)
+        inner = Writer(root, graph, self.exact)
         inner.in_block = True
         results = write(inner, inputs)
         if isinstance(results, torch.fx.Node):
@@ -429,8 +370,16 @@ class Writer:
 
         return self.written(node.name, run, operands)
 
-    def inline(self, body: Body, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Write the operators of a body; return its results."""
+    def inline(
+        self, body: Body, operands: Sequence[Any], constants: Mapping[str, torch.Tensor] = _NONE
+    ) -> list[torch.fx.Node]:
+        """Write the operators of a body; return its results.
+
+        Args:
+            body: the body.
+            operands: the values that it takes.
+            constants: the tensors that its ``get_attr`` nodes name.
+        """
         values: dict[torch.fx.Node, Any] = {}
         positions = iter(body.inputs)
         for node in body.graph.nodes:
@@ -440,11 +389,16 @@ class Writer:
                     given.meta.setdefault("val", node.meta["val"])
             elif node.op == "output":
                 return [values[each] for each in node.args[0]]
+            elif node.op == "get_attr":
+                values[node] = self._part(str(node.target), constants[str(node.target)])
+                values[node].meta = dict(node.meta)
             elif self.translates(node):
                 given = torch.fx.node.map_arg(node.args, values.__getitem__)
                 values[node] = self.translated(node, given)
             elif node.target is operator.getitem and isinstance(values[node.args[0]], list):
                 values[node] = values[node.args[0]][node.args[1]]
+                if isinstance(values[node], torch.fx.Node) and "val" in node.meta:
+                    values[node].meta.setdefault("val", node.meta["val"])
             elif node.target in _CHECKED:
                 given = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = self._checked(node, *given)
@@ -454,6 +408,7 @@ class Writer:
                 values[node] = self.graph.node_copy(node, cut.__getitem__)
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
+                _note_shape(node, values[node].args)
         raise AssertionError(f"{body.name} returns nothing")
 
     def number(self, value: Any, operands: Sequence[Any]) -> Any:
@@ -509,34 +464,6 @@ class Writer:
         made.meta["op"] = operator_of(torch.ops.aten.detach.default)
         return made
 
-    def module(self, op: ControlFlow, operands: Sequence[Any]) -> torch.fx.GraphModule:
-        """Return a module that takes an operator's operands and computes the same."""
-        root, graph = torch.nn.Module(), torch.fx.Graph()
-        inputs = []
-        for i, operand in enumerate(operands):
-            inputs.append(graph.placeholder(f"x{i}"))
-            if isinstance(operand, torch.fx.Node):
-                inputs[-1].meta = dict(operand.meta)
-        writer = Writer(root, graph, self.exact, self.order)
-        graph.output(tuple(op.in_torch(writer, inputs)))
-        return torch.fx.GraphModule(root, graph, op.name)
-
-    def traced(self, op: ControlFlow, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Write torch's trace of an operator's torch form; return its results.
-
-        Raises:
-            NoTorchOperator: the operator has no such form, or torch can't trace it.
-        """
-        form = op.torch_form(self, operands)
-        try:
-            return self.written(op.name, form, operands)
-        except NoTorchOperator as error:
-            inner = op.inner_names()
-            if not inner or error.__cause__ is None:  # else the reason is torch's
-                raise
-            names = " and ".join(inner)
-            raise NoTorchOperator(f"torch can't trace it with {names} in its body") from error
-
     def written(
         self, name: str, form: Callable[..., Any], operands: Sequence[Any]
     ) -> list[torch.fx.Node]:
@@ -545,7 +472,13 @@ class Writer:
         Raises:
             NoTorchOperator: torch can't trace it.
         """
-        module = self.trace_of(name, form, operands)
+        try:
+            module = traced_by_torch(form, [value_of(operand) for operand in operands])
+        except NoTorchOperator:
+            raise
+        except Exception as error:  # torch's errors about unsupported control flow
+            raise NoTorchOperator(f"{name}: {error}") from error
+        _keep_apart(module)
         values: dict[torch.fx.Node, Any] = {}
         given = iter(self.distinct(operands))
         for node in module.graph.nodes:
@@ -559,24 +492,6 @@ class Writer:
             else:
                 values[node] = self.graph.node_copy(node, values.__getitem__)
         raise AssertionError(f"{name} returns nothing")
-
-    def trace_of(
-        self, name: str, form: Callable[..., Any], operands: Sequence[Any]
-    ) -> torch.fx.GraphModule:
-        """Return torch's trace of an operator's torch form.
-
-        Raises:
-            NoTorchOperator: torch can't trace it.
-        """
-        try:
-            module = traced_by_torch(form, [value_of(operand) for operand in operands])
-        except NoTorchOperator:
-            raise
-        except Exception as error:  # torch's errors about unsupported control flow
-            reason = data_dependent(error) or f"{name}: {error}"
-            raise NoTorchOperator(reason) from error
-        _keep_apart(module)
-        return module
 
 
 def one_of(node: Any, dim: int | None) -> Any:

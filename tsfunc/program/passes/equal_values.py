@@ -3,9 +3,9 @@
 A value has a set of axes. The result of an operator has the axes of its arguments; an exchange adds
 its axis or removes it. Choices and loops know how the axes of their results follow from those of
 their operands (``ControlFlow.flow``), so the analyses see through their bodies. There are two,
-since values from outside of a program may differ or be equal: :class:`MayDiffer` finds all axes
-along which a value may differ, and :class:`FromParts` those along which it is computed from the
-ranks' own parts.
+since values from outside of a program may vary or be equal: :class:`MayVary` finds all axes along
+which a value may vary, and :class:`ShardedAlong` those along which it is computed from the ranks'
+own parts.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class Flow:
         return [visit.axes.get(each, _NONE) for each in results]
 
 
-class MayDiffer(Flow):
-    """The axes along which a value may differ: none is left out."""
+class MayVary(Flow):
+    """The axes along which a value may vary; an upper bound."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         every = frozenset(
@@ -171,8 +171,8 @@ class MayDiffer(Flow):
         return axes
 
 
-class FromParts(Flow):
-    """The axes along which a value is computed from different values on each rank.
+class ShardedAlong(Flow):
+    """The axes along which a value is computed from different values on each rank; a lower bound.
 
     Values that the analysis can't follow have no axes: inputs of the program, and writes.
     """

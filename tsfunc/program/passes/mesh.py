@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
-from tsfunc.program.passes.equal_values import FromParts, MayDiffer
+from tsfunc.program.passes.equal_values import MayVary, ShardedAlong
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
@@ -38,13 +38,13 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
     exchanges: list[Any] = [node for node in every_node(graph) if node.target is MAP]
     if not exchanges:
         return
-    from_parts = FromParts(graph).axes
+    from_parts = ShardedAlong(graph).axes
     for node in exchanges:
         x, kind, _, axis, mesh = node.args
         checked = mesh.partition(";")[2] not in ("values", "unchecked")
         if kind == "leave" and checked and axis in from_parts.get(x, ()):
             _refuse_guarantee(x, axis)
-    varying = MayDiffer(graph).axes
+    varying = MayVary(graph).axes
     at_top = set(graph.nodes)
     for node in exchanges:
         x, kind, ints, axis, mesh = node.args

@@ -23,40 +23,40 @@ from tsfunc.errors import MalformedProgramError
 
 
 def verify(
-    graph: torch.fx.Graph, lifted: Collection[str] | None, what: str, facts: Sequence[str] = ()
+    graph: torch.fx.Graph, lifted: Collection[str] | None, label: str, facts: Sequence[str] = ()
 ) -> None:
     """Verify a graph, and the graphs of the control-flow bodies in it.
 
     Args:
         graph: a traced graph, whose nodes have fake values.
         lifted: the names that ``get_attr`` nodes may have; None: any.
-        what: the name of the graph in errors.
+        label: the name of the graph in errors.
         facts: facts about the named dims that hold in every call. The symbols of a trace have
             these facts already; those of a graph from a file do not.
 
     Raises:
         MalformedProgramError: the graph is malformed; the message names the value.
     """
-    check = _Check(graph, lifted, what)
+    check = _Check(graph, lifted, label)
     check.definitions()
     check.kinds()
     check.results(facts)
     for node in graph.nodes:
         if isinstance(node.target, ControlFlow):
             for body in node.target.bodies:
-                verify(body.graph, (), f"{what}, {node.name}, {body.name}", facts)
+                verify(body.graph, (), f"{label}, {node.name}, {body.name}", facts)
 
 
 class _Check:
-    def __init__(self, graph: torch.fx.Graph, lifted: Collection[str] | None, what: str) -> None:
+    def __init__(self, graph: torch.fx.Graph, lifted: Collection[str] | None, label: str) -> None:
         self.nodes = list(graph.nodes)
         self.lifted = lifted
-        self.what = what
+        self.label = label
 
     def _fail(self, node: torch.fx.Node, problem: str) -> NoReturn:
         location = node.meta.get("location")
         at = f" (at {location})" if location is not None else ""
-        raise MalformedProgramError(f"{self.what}: %{node.name}{at}: {problem}")
+        raise MalformedProgramError(f"{self.label}: %{node.name}{at}: {problem}")
 
     def definitions(self) -> None:
         """Check that names are unique, definitions precede uses, and one output comes last."""
@@ -78,7 +78,7 @@ class _Check:
             defined.add(node)
             names.add(node.name)
         if not self.nodes or self.nodes[-1].op != "output":
-            raise MalformedProgramError(f"{self.what}: it has no output.")
+            raise MalformedProgramError(f"{self.label}: it has no output.")
 
     def kinds(self) -> None:
         """Check that each operator gets the arguments that its schema requires."""

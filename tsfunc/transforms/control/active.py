@@ -106,12 +106,12 @@ class SubsetGroup:
     The state is a pair: a pytree of tensors, and the numbers of draws of the examples.
 
     Attributes:
-        what: the name of the control flow in errors.
+        label: the name of the control flow in errors.
         level: the level.
     """
 
-    def __init__(self, what: str, level: BatchLevel) -> None:
-        self.what, self.level = what, level
+    def __init__(self, label: str, level: BatchLevel) -> None:
+        self.label, self.level = label, level
 
     @property
     def size(self) -> int:
@@ -119,11 +119,11 @@ class SubsetGroup:
         return count
 
     def part(self, index: torch.Tensor, *, single: bool = False) -> SubsetGroup:
-        return SubsetGroup(self.what, subset_of(self.level, index, single))
+        return SubsetGroup(self.label, subset_of(self.level, index, single))
 
     def taken(self, state: Any) -> Any:
         assert isinstance(self.level, SubsetLevel)
-        return self.level.of_parent(self.what, state)
+        return self.level.of_parent(self.label, state)
 
     def merged(self, parts: Sequence[tuple[SubsetGroup, Any]]) -> Any:
         trees, counts = zip(*[state for _, state in parts], strict=True)
@@ -139,12 +139,12 @@ class SubsetGroup:
         """Return a context manager whose block runs on these examples alone; see ``in_subset``."""
         level = self.level
         if isinstance(level, SubsetLevel):
-            return in_subset(level, self.what, roots)
+            return in_subset(level, self.label, roots)
         return nullcontext()
 
     def run(self, func: Callable[..., Any], args: Any) -> Any:
         """Call a function on the examples' part of its arguments."""
         level = self.level
         if isinstance(level, SubsetLevel):
-            return run_in_subset(level, self.what, func, args)
+            return run_in_subset(level, self.label, func, args)
         return func(*args)

@@ -27,17 +27,17 @@ def also_called(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorator
 
 
-def check_callable(what: str, **functions: object) -> None:
+def check_callable(label: str, **functions: object) -> None:
     """Raise TypeError for an argument that is not callable."""
     for name, value in functions.items():
         if not callable(value):
-            raise TypeError(f"{what}: {name} must be callable, got {type(value).__name__}.")
+            raise TypeError(f"{label}: {name} must be callable, got {type(value).__name__}.")
 
 
-def check_batching(what: str, batching: str) -> None:
+def check_batching(label: str, batching: str) -> None:
     """Raise ValueError for an invalid ``batching=``."""
     if batching not in get_args(Batching):
-        raise ValueError(f'{what}: batching must be "lanes" or "select", got {batching!r}.')
+        raise ValueError(f'{label}: batching must be "lanes" or "select", got {batching!r}.')
 
 
 def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[Any, ...]:

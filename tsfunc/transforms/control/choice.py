@@ -51,7 +51,7 @@ class TracedChoice:
 Choice = bool | int | BatchedChoice | TracedChoice
 
 
-def predicate_of(value: Any, what: str) -> bool | BatchedChoice | TracedChoice:
+def predicate_of(value: Any, label: str) -> bool | BatchedChoice | TracedChoice:
     """Read a predicate: True if the value is not zero.
 
     Raises:
@@ -61,7 +61,7 @@ def predicate_of(value: Any, what: str) -> bool | BatchedChoice | TracedChoice:
     if isinstance(value, float):
         return value != 0
     inexact = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-    choice = choice_of(value != 0 if inexact else value, what)
+    choice = choice_of(value != 0 if inexact else value, label)
     if isinstance(choice, BatchedChoice):
         return BatchedChoice(choice.level, choice.values != 0, choice.known)
     return bool(choice) if isinstance(choice, int) else choice
@@ -76,7 +76,7 @@ def _without_numpy(value: Any) -> Any:
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
-def choice_of(value: Any, what: str) -> Choice:
+def choice_of(value: Any, label: str) -> Choice:
     """Read a predicate or an index.
 
     Raises:
@@ -91,17 +91,17 @@ def choice_of(value: Any, what: str) -> Choice:
         value = torch.full((), number)  # a symbolic size, known when the program runs
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{what}: expected a bool, an int or a tensor of one element to choose by, got "
+            f"{label}: expected a bool, an int or a tensor of one element to choose by, got "
             f"{'None' if value is None else type(value).__name__}."
         )
     if value.numel() != 1:
         raise TypeError(
-            f"{what}: the choice must be a tensor of one element, got one of shape "
+            f"{label}: the choice must be a tensor of one element, got one of shape "
             f"{tuple(value.shape)}. For a choice for each element use torch.where, or vmap."
         )
     if value.is_floating_point() or value.is_complex():
         raise TypeError(
-            f"{what}: the choice must be a bool or an integer, got a tensor of {value.dtype}. "
+            f"{label}: the choice must be a bool or an integer, got a tensor of {value.dtype}. "
             f"Compare it with something, as in x > 0."
         )
     inner: Any = as_seen_by_current_level(value)
@@ -119,7 +119,7 @@ def choice_of(value: Any, what: str) -> Choice:
         return TracedChoice(inner)
     if is_batched_in_functorch(inner):
         raise DataDependentError(
-            f"{what}: the choice differs from example to example of torch.func.vmap, which runs "
+            f"{label}: the choice differs from example to example of torch.func.vmap, which runs "
             f"the same operators for all of them. Use tsfunc.vmap (and tsfunc's transforms around "
             f"it), which runs each branch for its own examples; or compute both and choose by "
             f"torch.where."

@@ -47,6 +47,13 @@ from tsfunc.transforms.control.choice import (
     predicate_of,
     read,
 )
+from tsfunc.transforms.control.derived_operators import (
+    Pullback,
+    Pushforward,
+    derivative_rule,
+    pull_back,
+    push_forward,
+)
 from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together, where
@@ -147,15 +154,15 @@ def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     return (given,) if "operand" in kwargs else tuple(given)
 
 
-def _index_of(value: Any, what: str, last: int) -> Choice:
+def _index_of(value: Any, label: str, last: int) -> Choice:
     """Return the branch that a predicate (True: the second) or an index chooses."""
     choice: Choice
-    if what == "cond":
-        choice = predicate_of(value, what)
+    if label == "cond":
+        choice = predicate_of(value, label)
     else:
-        choice = choice_of(value, what)
+        choice = choice_of(value, label)
         if isinstance(choice, bool):
-            raise TypeError(f"{what}: the index must be an integer, got a bool. Use cond.")
+            raise TypeError(f"{label}: the index must be an integer, got a bool. Use cond.")
     if isinstance(choice, int):
         return min(max(int(choice), 0), last)
     if isinstance(choice, BatchedChoice):
@@ -222,18 +229,40 @@ def _run(op: Switch, index: Any, *operands: Any) -> Any:
     return call.of(_index_of(index, op.name, len(op.bodies) - 1))
 
 
+@derivative_rule(Pullback, Switch)
+def _pulled(op: Switch, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+    """Choose between the pullbacks of the branches."""
+    return _between(
+        op, [functools.partial(pull_back, body, count, by, of) for body in op.bodies], operands
+    )
+
+
+@derivative_rule(Pushforward, Switch)
+def _pushed(op: Switch, count: int, by: Sequence[int], *operands: Any) -> Any:
+    """Choose between the pushforwards of the branches."""
+    return _between(
+        op, [functools.partial(push_forward, body, count, by) for body in op.bodies], operands
+    )
+
+
+def _between(op: Switch, branches: Sequence[Branch], operands: Sequence[Any]) -> Any:
+    """Choose as a traced call does, between other branches of the same operands and more."""
+    call = _SwitchCall(op.name, tuple(branches), op.names, tuple(operands), op.batching)
+    return call.of(_index_of(operands[0], op.name, len(branches) - 1))
+
+
 class _SwitchCall:
     """A call of ``switch``, or of ``cond`` with the branches (false_fun, true_fun)."""
 
     def __init__(
         self,
-        what: str,
+        label: str,
         branches: tuple[Branch, ...],
         names: tuple[str, ...],
         operands: tuple[Any, ...],
         batching: Batching,
     ) -> None:
-        self.what, self.branches, self.names = what, branches, names
+        self.label, self.branches, self.names = label, branches, names
         self.operands, self.batching = operands, batching
 
     def of(self, choice: Choice) -> Any:
@@ -259,17 +288,17 @@ class _SwitchCall:
     def record(self, index: torch.Tensor) -> Any:
         """Record the call as one node of the trace."""
         return record_switch(
-            self.what, index, self.branches, self.names, self.operands, self.batching
+            self.label, index, self.branches, self.names, self.operands, self.batching
         )
 
     def by_user(self, value: Any) -> Any:
         """Return the result for a predicate or an index, and check the other branches."""
-        choice = _index_of(value, self.what, len(self.branches) - 1)
+        choice = _index_of(value, self.label, len(self.branches) - 1)
         out = self.of(choice)
         if not isinstance(choice, int):
             return out
         checked = check_other_branches(
-            self.what, self.names, self.branches, self.operands, choice, out
+            self.label, self.names, self.branches, self.operands, choice, out
         )
         return checked if isinstance(value, torch.Tensor) else out
 
@@ -279,7 +308,7 @@ class _SwitchCall:
         taken = numbers_in(values)
         if len(taken) == 1:
             return in_tensors(self.branches[taken[0]](*self.operands))
-        whole = SubsetGroup(self.what, choice.level)
+        whole = SubsetGroup(self.label, choice.level)
         parts = []
         for i, group in by_choice(whole, values, taken):
             branch = counted(self.branches[i], choice.level.depth)
@@ -323,7 +352,7 @@ class _SwitchCall:
         """Run a branch on a guarded subset: NOTE [unreadable choices]."""
         mask = values == i
         branch = counted(self.branches[i], level.depth)
-        out, drawn = run_guarded(level, mask, self.what, branch, self.operands)
+        out, drawn = run_guarded(level, mask, self.label, branch, self.operands)
         before = draw_counts(level.depth)
         merge_draw_counts([drawn, before], lambda pair: where(level, mask, *pair))
         return out
@@ -337,7 +366,7 @@ class _SwitchCall:
     def check(self, outs: Sequence[Any], taken: Sequence[int]) -> None:
         for i, out in zip(taken[1:], outs[1:], strict=True):
             check_branches(
-                self.what,
+                self.label,
                 (f"the result of {self.names[taken[0]]}", f"the result of {self.names[i]}"),
                 (outs[0], out),
             )

@@ -82,13 +82,13 @@ class Tracing:
         return self.name, self.callee.tensors, len(self.callee.numbers), results
 
     def part(
-        self, what: str, func: Callable[[list[Any]], Values],
+        self, label: str, func: Callable[[list[Any]], Values],
         given: Sequence[OperandType | Number], last: int = 0,
     ) -> CalleeGraph:  # fmt: skip
         """Return a function of flat values as a graph.
 
         Args:
-            what: the name of the part in error messages.
+            label: the name of the part in error messages.
             func: takes a list of values, and returns a list of tensors and Nones.
             given: the types of the values.
             last: the number of first values whose sizes define dims only if no other value does.
@@ -134,21 +134,21 @@ class Tracing:
         except (NoFileForm, UndefinedDerivativeError):
             raise
         except Exception as error:
-            raise self.refusal(what, self._words_of(error)) from None
+            raise self.refusal(label, self._words_of(error)) from None
         if program.conditions or program.raised or program.updates:
-            raise self.refusal(what, "it does not do the same for all sizes and numbers")
+            raise self.refusal(label, "it does not do the same for all sizes and numbers")
         if program.property_guards or program.attributes:
             property_guards = ", ".join(
                 [*(each.fact for each in program.property_guards), *program.attributes]
             )
             raise self.refusal(
-                what, f"it depends on more of tensors than types and sizes: {property_guards}"
+                label, f"it depends on more of tensors than types and sizes: {property_guards}"
             )
         used = _without_unused(program.graph, program.inputs)
-        return CalleeGraph(what, program.graph, used, program.lifted, names.used, program.run)
+        return CalleeGraph(label, program.graph, used, program.lifted, names.used, program.run)
 
-    def refusal(self, what: str, why: str) -> NoFileForm:
-        text = f", of which {what} can't be traced into a graph without Python: {why}"
+    def refusal(self, label: str, why: str) -> NoFileForm:
+        text = f", of which {label} can't be traced into a graph without Python: {why}"
         return NoFileForm(self.name, text)
 
     def _words_of(self, error: Exception) -> str:

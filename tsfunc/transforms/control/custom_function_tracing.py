@@ -242,7 +242,7 @@ def solution(tracing: Tracing) -> LinearSolution | RootSolution:
             "the solver of its derivative",
             closed(equation.tangent, 2 * count), [*unknown, *given],
         )  # fmt: skip
-    made.name, made.count, made.solve = call.equation.what, count, solve
+    made.name, made.count, made.solve = call.equation.label, count, solve
     return made  # type: ignore[no-any-return]
 
 

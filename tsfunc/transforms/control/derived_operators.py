@@ -1,13 +1,25 @@
-"""Control flow of a program under transforms: derivatives, batches, repetitions."""
+"""Control flow of a program under transforms: derivatives, batches, repetitions.
+
+NOTE [derivatives in other control flow]
+When a program runs as Python, a derivative of control flow is ``vjp`` or ``jvp`` of the operator.
+torch's operators have to contain it: the pullback of a choice is a choice between pullbacks, and
+the pullback of a scan is a scan that saves the carries and a reverse scan of one step's pullback. A
+loop is counted first, and is then a scan of so many steps. Such rules (:func:`derivative_rule`)
+call control flow again, in a trace (``bridge/control/retraced``). The derivative of a derivative is
+``vjp`` or ``jvp`` of its rule, and a derivative of a batch is one of the loop of the whole batch.
+Each trace has operators of a lower order, so that derivatives of any order end in the operators
+that torch has.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
+from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import (
     Axes,
     Body,
@@ -19,9 +31,11 @@ from tsfunc.bridge.control.control_flow import (
 )
 from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.control.retraced import retraced
-from tsfunc.bridge.trace.torch_tracing import draws, pulled_back, pushed_forward
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
+from tsfunc.dispatch.undoing import undoing
+from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
+from tsfunc.program.passes.effects import every_node, is_random
 from tsfunc.program.passes.simplify import simplify_part
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.choice import read
@@ -29,8 +43,87 @@ from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
 
+Derivative = Callable[..., tuple[Any, ...]]
+Rule = TypeVar("Rule", bound=Derivative)
+
+# The derivatives of an operator in other control flow, by the kind of derivative and of operator.
+_RULES: Final[dict[tuple[type, type], Derivative]] = {}
+
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _ROOM: Final = 1 << 20  # the most numbers to copy in order to merge two batches into one
+
+
+def derivative_rule(derivative: type, kind: type) -> Callable[[Rule], Rule]:
+    """Register a derivative of an operator in other control flow.
+
+    A pullback takes the operator, the arguments of ``ControlFlow.pullback`` and its operands; a
+    pushforward likewise.
+    """
+
+    def decorator(rule: Rule) -> Rule:
+        _RULES[derivative, kind] = rule
+        return rule
+
+    return decorator
+
+
+class DerivativeOperands(NamedTuple):
+    """The operands of a derivative of an operator.
+
+    Attributes:
+        inputs: the tensor operands of the operator.
+        derivatives: the cotangents of its results, or the tangents of its operands.
+        numbers: the numbers of the operator.
+    """
+
+    inputs: Sequence[Any]
+    derivatives: Sequence[Any]
+    numbers: Sequence[Any]
+
+    @classmethod
+    def of(cls, operands: Sequence[Any], count: int, derivatives: int) -> DerivativeOperands:
+        """Return the operands of a derivative of an operator with ``count`` tensor operands."""
+        stop = count + derivatives
+        return cls(operands[:count], operands[count:stop], operands[stop:])
+
+
+def pull_back(
+    run: Callable[..., Sequence[Any]], count: int, by: Sequence[int], of: Sequence[int],
+    *operands: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the cotangents of a function's operands ``by``.
+
+    Args:
+        run: takes ``count`` tensors and then numbers.
+        count: the number of tensors.
+        by: the positions of the tensors that it is differentiated by.
+        of: the positions of the results that have cotangents.
+        operands: the tensors, the cotangents, and the numbers.
+    """
+    inputs, cotangents, numbers = DerivativeOperands.of(operands, count, len(of))
+
+    def chosen(*values: Any) -> tuple[Any, ...]:
+        with muted():  # NOTE [debug effects]
+            results = run(*with_replaced(inputs, by, values), *numbers)
+        return tuple(results[j] for j in of)
+
+    _, pull = vjp(chosen, *(inputs[i] for i in by))
+    pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
+    return pulled
+
+
+def push_forward(
+    run: Callable[..., Sequence[Any]], count: int, by: Sequence[int], *operands: Any
+) -> tuple[Any, ...]:
+    """Return the tangents of a function's results; the operands have tangents for ``by``."""
+    inputs, tangents, numbers = DerivativeOperands.of(operands, count, len(by))
+
+    def chosen(*values: Any) -> tuple[Any, ...]:
+        with muted():
+            return tuple(run(*with_replaced(inputs, by, values), *numbers))
+
+    pushed: tuple[Any, ...] = jvp(chosen, tuple(inputs[i] for i in by), tuple(tangents))[1]
+    return pushed
 
 
 class ControlFlowOperator(ControlFlow):
@@ -54,20 +147,43 @@ class ControlFlowOperator(ControlFlow):
         """Return the result of :meth:`mapped` if it can be computed without tracers; else None."""
         return None
 
-    def pushed(self, count: int, by: Sequence[int]) -> Callable[..., tuple[Any, ...]] | None:
-        """Return the pushforward in other control flow; None if torch can derive it.
+    def expanded(self) -> Callable[..., Sequence[Any]] | None:
+        """Return a function of the operands that computes the same with other control flow.
+
+        A trace of it has no node of this operator. None if there is no such function.
+        """
+        return None
+
+    def pulled(self, count: int, by: Sequence[int], of: Sequence[int]) -> Derivative | None:
+        """Return the pullback in other control flow: NOTE [derivatives in other control flow].
+
+        The function takes the operands of :meth:`pullback`. None if only torch can derive it.
+        """
+        rule = _RULES.get((Pullback, type(self)))
+        if rule is not None:
+            return functools.partial(rule, self, count, by, of)
+        run = self.expanded()
+        return None if run is None else functools.partial(pull_back, run, count, by, of)
+
+    def pushed(self, count: int, by: Sequence[int]) -> Derivative | None:
+        """Return the pushforward in other control flow, as :meth:`pulled` returns the pullback.
 
         The function takes the operands of :meth:`pushforward`.
         """
-        return None
+        rule = _RULES.get((Pushforward, type(self)))
+        if rule is not None:
+            return functools.partial(rule, self, count, by)
+        run = self.expanded()
+        return None if run is None else functools.partial(push_forward, run, count, by)
 
     def replayed(self, count: int, devices: Sequence[torch.device]) -> ControlFlow:
         return Replayed(self, count, devices)
 
     def retraced(
-        self, writer: Writer, run: Callable[..., tuple[Any, ...]], operands: Sequence[Any]
+        self, writer: Writer, run: Callable[..., Sequence[Any]], operands: Sequence[Any]
     ) -> list[torch.fx.Node]:
         """Write a function of the operands that calls control flow: ``bridge/control/retraced``."""
+        write_bodies(self)
         known: dict[Any, Any] = {}
 
         def number(value: Any) -> Any:
@@ -76,12 +192,24 @@ class ControlFlowOperator(ControlFlow):
                 known[expr] = writer.number(value, operands)
             return known[expr]
 
-        body, numbers = retraced(self.name, run, operands, number)
+        body, numbers, constants = retraced(self.name, run, operands, number)
         simplify_part(body.graph)
-        return writer.inline(body, [*operands, *numbers])
+        return writer.inline(body, [*operands, *numbers], constants)
 
 
-class Pullback(ControlFlowOperator):
+class ExpandedOperator(ControlFlowOperator):
+    """An operator that is written as other control flow if it can be."""
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        run = self.expanded()
+        return (
+            super().in_torch(writer, operands)
+            if run is None
+            else self.retraced(writer, run, operands)
+        )
+
+
+class Pullback(ExpandedOperator):
     """The pullback of an operator; its arguments are those of ``ControlFlow.pullback``."""
 
     def __init__(
@@ -94,38 +222,13 @@ class Pullback(ControlFlowOperator):
         return self.op.steps(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        inputs = operands[: self.count]
-        cotangents = operands[self.count : self.count + len(self.of)]
-        numbers = operands[self.count + len(self.of) :]
+        return pull_back(self.op, self.count, self.by, self.of, *operands)
 
-        def run(*chosen: Any) -> tuple[Any, ...]:
-            with muted():  # NOTE [debug effects]
-                results = self.op(*with_replaced(inputs, self.by, chosen), *numbers)
-            return tuple(results[j] for j in self.of)
-
-        _, pull = vjp(run, *(inputs[i] for i in self.by))
-        pulled: tuple[Any, ...] = pull(cotangents, retain_graph=False)
-        return pulled
-
-    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        stop = self.count + len(self.of)
-        ones = [*operands[: self.count], *operands[stop:]]
-        inner = self.op.torch_form(writer.to_differentiate(), ones)
-
-        def run(*given: Any) -> tuple[Any, ...]:
-            inputs, numbers = given[: self.count], given[stop:]
-
-            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
-                results = inner(*with_replaced(inputs, self.by, chosen), *numbers)
-                return tuple(results[j] for j in self.of)
-
-            cotangents = given[self.count : stop]
-            return pulled_back(of_chosen, [inputs[i] for i in self.by], cotangents)
-
-        return run
+    def expanded(self) -> Derivative | None:
+        return self.op.pulled(self.count, self.by, self.of)
 
 
-class MappedOperator(ControlFlowOperator):
+class MappedOperator(ExpandedOperator):
     """A batch of calls of an operator: see ``ControlFlow.mapped``."""
 
     def __init__(self, of_op: ControlFlowOperator, batched: Sequence[bool]) -> None:
@@ -163,15 +266,9 @@ class MappedOperator(ControlFlowOperator):
         either = [a or b for a, b in zip(self.batched, inner.batched, strict=True)]
         return _flattened(MappedOperator(inner.op, either), self.batched, inner.batched)
 
-    def pushed(self, count: int, by: Sequence[int]) -> Callable[..., tuple[Any, ...]] | None:
-        run = self.op.pushed(count, by)
-        if run is None:
-            return None
-        return functools.partial(_mapped, run, [*self.batched, *(self.batched[i] for i in by)])
-
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        """Write choices and loops of the whole batch."""
-        return self.retraced(writer, self._merged or self._vmapped, operands)
+    def expanded(self) -> Callable[..., tuple[Any, ...]]:
+        """Return the choices and loops of the whole batch."""
+        return self._merged or self._vmapped
 
     def _is_cheap_as_one(self, operands: Sequence[Any]) -> bool:
         """True if merging two vmaps does not expand the operands by much."""
@@ -243,7 +340,7 @@ def _flattened(
     return run
 
 
-class Replayed(ControlFlowOperator):
+class Replayed(ExpandedOperator):
     """A repetition of an operator with earlier random numbers: see ``ControlFlow.replayed``."""
 
     def __init__(
@@ -265,23 +362,33 @@ class Replayed(ControlFlowOperator):
         return self.count + RandomStates.count(self.devices)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        trace = current_trace()
+        if trace is not None and trace.for_torch:
+            return self.expanded()(*operands)
         *states, drawn = operands[self.count : self._stop]
         now = [random_state(device) for device in self.devices]
-        try:
+        with undoing(functools.partial(self._set, now)):
             self._set(states)
             with keeping_draw_counts():
                 set_packed_draw_counts(drawn)
                 return self.op(*operands[: self.count], *operands[self._stop :])
-        finally:
-            self._set(now)
 
-    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        """Return the form of the operator itself if the operator draws no numbers."""
-        rest = [*operands[: self.count], *operands[self._stop :]]
-        form = self.op.torch_form(writer, rest)
-        if draws(writer.trace_of(self.name, form, rest)):
-            raise NoTorchOperator(self.name)
-        return lambda *given: form(*given[: self.count], *given[self._stop :])
+    def expanded(self) -> Callable[..., tuple[Any, ...]]:
+        """Return the operator itself, which must not draw numbers.
+
+        A call whose effects are unknown may turn out to draw none.
+        """
+
+        def run(*operands: Any) -> tuple[Any, ...]:
+            form = self.op.expanded() or self.op
+            results = form(*operands[: self.count], *operands[self._stop :])
+            trace = current_trace()
+            assert trace is not None
+            if any(map(is_random, every_node(trace.graph))):
+                raise NoTorchOperator("it draws the random numbers of another call again")
+            return tuple(results)
+
+        return run
 
     def _set(self, states: Sequence[Any]) -> None:
         for device, state in zip(self.devices, states, strict=True):
@@ -291,7 +398,7 @@ class Replayed(ControlFlowOperator):
                 torch.get_device_module(device).set_rng_state(read(state), device)
 
 
-class Pushforward(ControlFlowOperator):
+class Pushforward(ExpandedOperator):
     """The pushforward of an operator: see ``ControlFlow.pushforward``."""
 
     def __init__(self, of_op: ControlFlowOperator, count: int, by: Sequence[int]) -> None:
@@ -302,40 +409,7 @@ class Pushforward(ControlFlowOperator):
         return self.op.steps(operands)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        inputs = operands[: self.count]
-        tangents = operands[self.count : self.count + len(self.by)]
-        numbers = operands[self.count + len(self.by) :]
+        return push_forward(self.op, self.count, self.by, *operands)
 
-        def run(*chosen: Any) -> tuple[Any, ...]:
-            with muted():
-                return self.op(*with_replaced(inputs, self.by, chosen), *numbers)
-
-        _, pushed = jvp(run, tuple(inputs[i] for i in self.by), tuple(tangents))
-        results: tuple[Any, ...] = pushed
-        return results
-
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        run = self.op.pushed(self.count, self.by)
-        if run is None:
-            return super().in_torch(writer, operands)
-        return self.retraced(writer, run, operands)
-
-    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        if self.op.pushed(self.count, self.by) is not None:
-            module: Callable[..., Any] = writer.module(self, operands)
-            return module
-        stop = self.count + len(self.by)
-        ones = [*operands[: self.count], *operands[stop:]]
-        # A pushforward is the derivative of the pullback.
-        inner = self.op.torch_form(writer.to_differentiate(2), ones)
-
-        def run(*given: Any) -> tuple[Any, ...]:
-            inputs, numbers = given[: self.count], given[stop:]
-
-            def of_chosen(*chosen: Any) -> tuple[Any, ...]:
-                return tuple(inner(*with_replaced(inputs, self.by, chosen), *numbers))
-
-            tangents = given[self.count : stop]
-            return pushed_forward(of_chosen, [inputs[i] for i in self.by], tangents)
-
-        return run
+    def expanded(self) -> Derivative | None:
+        return self.op.pushed(self.count, self.by)

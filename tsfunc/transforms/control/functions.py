@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_replaced
-from tsfunc.transforms.control.derived_operators import ControlFlowOperator
+from tsfunc.transforms.control.derived_operators import ExpandedOperator
 from tsfunc.transforms.control.programs import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 
@@ -130,7 +130,7 @@ def _type_of(x: torch.Tensor, spell: Callable[[Any], str]) -> OperandType:
     return OperandType(dims, x.dtype, x.device, tuple(0 if n is None else int(n) for n in known))
 
 
-class FunctionCall(ControlFlowOperator):
+class FunctionCall(ExpandedOperator):
     """A call of a function with a custom derivative; its tensors come first, then its sizes.
 
     The effects of the function are unknown, so calls are neither merged nor removed.
@@ -169,12 +169,16 @@ class FunctionCall(ControlFlowOperator):
             )
         return run(*tensors)
 
-    def torch_form(self, writer: Writer, operands: Sequence[Any]) -> Callable[..., Any]:
-        """Return the call itself: torch traces its operators, without the custom derivative."""
+    def expanded(self) -> Callable[..., tuple[Any, ...]]:
+        """Return the call itself: the trace records its operators and those of its derivatives."""
+        return self
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        """Write the operators of the function, without the custom derivative."""
         nodes = [x for x in operands if isinstance(x, torch.fx.Node)]
         if writer.exact and any(node.meta.get("requires_grad") for node in nodes):
-            raise NoTorchOperator(self.name)
-        return self
+            raise NoTorchOperator(f"autograd would not see the derivative of {self.name}")
+        return super().in_torch(writer, operands)
 
 
 def record_function(function: Any, trace: TraceLevel, args: Sequence[Any]) -> Any:

@@ -12,6 +12,8 @@ from tsfunc.bridge.control.attempts import Attempt, CannotUnbatch, NeedsWholeBat
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.control.control_flow import Body
 from tsfunc.bridge.control.subsets import run_guarded
+from tsfunc.bridge.grad.mapped_function import differentiable
+from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
 from tsfunc.bridge.tracers.draw_keys import (
     DrawCounts,
@@ -37,7 +39,12 @@ from tsfunc.transforms.control.choice import (
     truth_of,
     values_at,
 )
-from tsfunc.transforms.control.derived_operators import Pushforward
+from tsfunc.transforms.control.derived_operators import (
+    DerivativeOperands,
+    Pullback,
+    Pushforward,
+    derivative_rule,
+)
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
     as_tensor,
@@ -48,6 +55,7 @@ from tsfunc.transforms.control.outputs import (
     where,
 )
 from tsfunc.transforms.control.programs import record_while
+from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 from tsfunc.transforms.forward import jvp
 
@@ -62,12 +70,12 @@ class Loop:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         cond_fun: Callable[[Any], Any],
         body_fun: Callable[[Any], Any],
         checkpoint: Checkpoint = None,
     ) -> None:
-        self.what, self.cond_fun, self.body_fun = what, cond_fun, body_fun
+        self.label, self.cond_fun, self.body_fun = label, cond_fun, body_fun
         self.checkpoint = checkpoint
         self.written: Callable[..., Any] = body_fun  # the user's function that body_fun calls
         self.checked = False
@@ -107,7 +115,7 @@ class Loop:
                 self.draws = any(map(is_random, list(trace.graph.nodes)[known:]))
             choice: Choice | None = None if traced else truth_of(value)
             if choice is None:
-                choice = choice_of(value, self.what)
+                choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice):
                 left = None if limit is None else limit - steps
                 return self.run_differing(carry, value, choice, left)
@@ -167,7 +175,7 @@ class Loop:
         """Run the body once; only the first result's type is checked."""
         new = self.body_fun(carry)
         if not self.checked:
-            check_carried(self.what, ("the carry", "the result of the body"), (carry, new), ADVICE)
+            check_carried(self.label, ("the carry", "the result of the body"), (carry, new), ADVICE)
             self.checked = True
         return new
 
@@ -175,7 +183,7 @@ class Loop:
         """Return the last carry; without a step, check the body's type now."""
         if not self.checked:
             self.checked = True
-            check_zero_steps(self.what, self.written, self.body_fun, carry, ADVICE)
+            check_zero_steps(self.label, self.written, self.body_fun, carry, ADVICE)
         return carry
 
     def run_on_subsets(
@@ -186,7 +194,7 @@ class Loop:
         if not self.checked and not bool(active.any()):
             self.check_end(carry)
         state = carry, draw_counts(choice.level.depth)
-        return repeat(SubsetGroup(self.what, choice.level), state, active, self.on_group, limit)
+        return repeat(SubsetGroup(self.label, choice.level), state, active, self.on_group, limit)
 
     def on_group(
         self, group: SubsetGroup, state: tuple[Any, DrawCounts], limit: int | None
@@ -217,7 +225,7 @@ class Loop:
             value = self.cond_fun(carry)
             choice: Choice | None = None if traced else truth_of(value, subset)
             if choice is None:
-                choice = choice_of(value, self.what)
+                choice = choice_of(value, self.label)
             if isinstance(choice, BatchedChoice) and choice.level is subset and choice.known:
                 return carry, made, read(choice.values).bool()
             if isinstance(choice, BatchedChoice | TracedChoice):
@@ -241,13 +249,13 @@ class Loop:
             carry, active = state
             step = counted(self.and_condition, level.depth)
             if guarded:
-                stepped, drawn = run_guarded(level, active, self.what, step, (carry,))
+                stepped, drawn = run_guarded(level, active, self.label, step, (carry,))
             else:
                 stepped, drawn = step(carry)
             return self.keep_finished(level, active, stepped, drawn, carry)
 
         # This loop runs as long as any example continues; its body checks the steps.
-        every = Loop(self.what, lambda state: state[1].any(), body, self.checkpoint)
+        every = Loop(self.label, lambda state: state[1].any(), body, self.checkpoint)
         every.checked = True
         return every.whole((carry, values_at(value, level)))[0]
 
@@ -280,7 +288,14 @@ class Loop:
         if self.draws or draws_are_counted():
             return self.recorded_with_draws(carry, value, unhidden)
         return record_while(
-            self.what, self.cond_fun, self.body_fun, carry, value, unhidden, self.checkpoint, ADVICE
+            self.label,
+            self.cond_fun,
+            self.body_fun,
+            carry,
+            value,
+            unhidden,
+            self.checkpoint,
+            ADVICE,
         )
 
     def recorded_with_draws(self, carry: Any, value: Any, unhidden: Callable[..., Any]) -> Any:
@@ -307,7 +322,7 @@ class Loop:
 
         state = carry, draw_counts(), flag(value if isinstance(value, torch.Tensor) else True)
         last, drawn, _ = record_while(
-            self.what, lambda state: state[2], body, state, value, unseen, self.checkpoint,
+            self.label, lambda state: state[2], body, state, value, unseen, self.checkpoint,
             ADVICE, lambda state: state[0],
         )  # fmt: skip
         set_draw_counts(drawn)
@@ -360,7 +375,7 @@ class CountedLoop(Loop):
         left = carry[1] - carry[0]
         if isinstance(left, float) or (isinstance(left, torch.Tensor) and left.is_floating_point()):
             return None
-        return choice_of(left, self.what)
+        return choice_of(left, self.label)
 
     def certain_steps(self, carry: Any) -> int:
         left = self.remaining_steps(carry)
@@ -399,32 +414,58 @@ def _run(op: While, *operands: Any) -> Any:
     return loop.whole(operands[: op.carried])
 
 
-@run_by(Pushforward)
-def _run_pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
-    """Run a loop over a traced loop's carry and its tangents; return the tangents.
+@derivative_rule(Pullback, While)
+def _pulled(op: While, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+    """Count the steps, and pull back through a scan of so many steps.
 
-    Args:
-        op: the traced loop.
-        count: the number of its tensor operands.
-        by: the positions of the operands that have tangents.
-        operands: the tensor operands, the tangents, and the numbers of the loop.
+    A scan has at least one step, whose pullback is not used if the loop makes none.
     """
+    given = DerivativeOperands.of(operands, count, len(of))
     condition, body = op.bodies
-    stop = count + len(by)
-    inputs, tangents = operands[:count], dict(zip(by, operands[count:stop], strict=True))
-    carry, rest = inputs[: op.carried], (*inputs[op.carried :], *operands[stop:])
-    moved = [i for i, x in enumerate(carry) if x.is_floating_point() or x.is_complex()]
-    outer = {i: tangents[i] for i in by if i >= op.carried}
+    carry, outer = given.inputs[: op.carried], given.inputs[op.carried :]
+    rest = (*outer, *given.numbers)
+    device = given.derivatives[0].device
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    loop = Loop(
+        f"{op.name}_pullback",
+        lambda state: condition(*state[1:], *rest)[0],
+        lambda state: (state[0] + 1, *body(*state[1:], *rest)),
+        None,
+    )
+    made = loop.whole((none, *carry))[0]
+    steps: Any = made.clamp(min=1).item()
+    check_size(steps >= 1, f"{op.name} makes at least one step")
+    numbers = torch.arange(steps, device=device)
+    cotangents = dict(zip(of, given.derivatives, strict=True))
+
+    def step(*values: Any) -> Sequence[Any]:
+        return body(*values[: op.carried], *values[op.carried + 1 :])
+
+    after = [i if i < op.carried else i + 1 for i in by]
+    pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
+    first = [cotangents.get(i, torch.zeros_like(given.inputs[i])) for i in by]
+    return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
+
+
+@derivative_rule(Pushforward, While)
+def _pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[Any, ...]:
+    """Run a loop over the carry and its tangents."""
+    condition, body = op.bodies
+    given = DerivativeOperands.of(operands, count, len(by))
+    tangents = dict(zip(by, given.derivatives, strict=True))
+    carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
+    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    outer = [i for i in by if i >= op.carried]
+    chosen = [*moved, *outer]
 
     def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given = (*state[: op.carried], *rest)
-        chosen = [*moved, *outer]
+        values = (*state[: op.carried], *rest)
 
-        def run(*values: torch.Tensor) -> tuple[Any, ...]:
-            return body(*with_replaced(given, chosen, values))
+        def run(*xs: torch.Tensor) -> tuple[Any, ...]:
+            return body(*with_replaced(values, chosen, xs))
 
-        primals = tuple(given[i] for i in chosen)
-        new, pushed = jvp(run, primals, (*state[op.carried :], *outer.values()))
+        primals = tuple(values[i] for i in chosen)
+        new, pushed = jvp(run, primals, (*state[op.carried :], *(tangents[i] for i in outer)))
         return (*new, *(pushed[i] for i in moved))
 
     loop = Loop(

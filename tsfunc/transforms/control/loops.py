@@ -175,17 +175,17 @@ def fori_loop(
 
 
 def _loop(
-    what: str,
+    label: str,
     cond_fun: Callable[[Any], Any],
     body_fun: Callable[[Any], Any],
     checkpoint: Checkpoint,
     carry: Any,
 ) -> Loop:
     """Return a loop; if it exchanges values along mesh axes, it ends on all ranks at once."""
-    axes = exchanging(what, (cond_fun, body_fun), (carry,))
+    axes = exchanging(label, (cond_fun, body_fun), (carry,))
     if not axes:
-        return Loop(what, cond_fun, body_fun, checkpoint)
-    loop = Loop(what, *agreed_loop(axes, cond_fun, body_fun), checkpoint)
+        return Loop(label, cond_fun, body_fun, checkpoint)
+    loop = Loop(label, *agreed_loop(axes, cond_fun, body_fun), checkpoint)
     loop.written = body_fun
     return loop
 

@@ -6,14 +6,13 @@ rewritten and saved. When the program runs, the operators behave like the user's
 NOTE [derivatives of torch's while_loop]
 torch's derivative of a ``while_loop`` that makes no step is that of one step. The result is
 therefore chosen from the loop's and the first carry, by the condition on the first carry. Carries
-that do not require grad are constants in torch's derivative, so that all of them do. torch's second
-derivative is wrong, so it is refused. A pushforward is a loop over the carry and its
-tangents, which torch can differentiate once.
+that do not require grad are constants in torch's derivative, so that all of them do. These are the
+derivatives of a compiled program by ``backward()``. Those that the function takes are in the
+program: NOTE [derivatives in other control flow] in ``derived_operators``.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, Literal, TypeVar
@@ -21,14 +20,14 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed, NoTorchOperator
+from tsfunc.bridge.control.control_flow import Axes, Body, Narrowed
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.program.passes.simplify import live_inputs, narrowed_body
 from tsfunc.transforms.abstract_eval import abstract_results
 from tsfunc.transforms.control.arguments import Batching
 from tsfunc.transforms.control.batched import batch_here, run_batched_choice, run_batched_loop
-from tsfunc.transforms.control.derived_operators import ControlFlowOperator, Pushforward
+from tsfunc.transforms.control.derived_operators import ControlFlowOperator
 from tsfunc.transforms.control.outputs import slice_like, stack_of_no_steps
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.vmap import vmap
@@ -164,8 +163,6 @@ class While(ControlFlowOperator):
 
     def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
         """Write torch's ``while_loop``: NOTE [derivatives of torch's while_loop]."""
-        if writer.order > 1:
-            raise NoTorchOperator(f"torch differentiates {self.name} once, in reverse mode")
         condition, body = self.bodies
         given = list(operands)
         carry = writer.recorded([writer.owned(x) for x in operands[: self.carried]], operands)
@@ -185,9 +182,6 @@ class While(ControlFlowOperator):
         where = torch.ops.aten.where.self
         return [writer.call(where, steps, x, first) for x, first in zip(items, given, strict=False)]
 
-    def pushed(self, count: int, by: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
-        return functools.partial(_RUNS[Pushforward], self, count, by)
-
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
         asked = live_inputs(condition, {0})
@@ -203,10 +197,7 @@ _RUNS: Final[dict[type, Callable[..., Any]]] = {}
 
 
 def run_by(kind: type) -> Callable[[F], F]:
-    """Register the function that runs an operator, from the file of the user's call.
-
-    That of a pushforward runs the pushforward of a loop as a loop.
-    """
+    """Register the function that runs an operator, from the file of the user's call."""
 
     def decorator(func: F) -> F:
         _RUNS[kind] = func

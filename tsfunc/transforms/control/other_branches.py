@@ -33,7 +33,7 @@ _MOST: Final = 64  # the most operand types per branch; further calls are not ch
 
 
 def check_other_branches(
-    what: str,
+    label: str,
     names: Sequence[str],
     branches: Sequence[Callable[..., Any]],
     operands: Sequence[Any],
@@ -45,7 +45,7 @@ def check_other_branches(
     Inside of transforms the branches are not checked: they may close over values of a transform.
 
     Args:
-        what: the operator.
+        label: the operator.
         names: the names of the branches in error messages.
         branches: all branches.
         operands: the arguments of the branches.
@@ -58,7 +58,7 @@ def check_other_branches(
     Raises:
         TypeCheckError: a branch returns another type; the message has both.
     """
-    dtypes = () if current_levels() else _looked_at(what, names, branches, operands, taken, out)
+    dtypes = () if current_levels() else _looked_at(label, names, branches, operands, taken, out)
     leaves, spec = pytrees.flatten(out)
     if not any(map(is_number, leaves)):
         return out
@@ -70,7 +70,7 @@ def check_other_branches(
 
 
 def _looked_at(
-    what: str,
+    label: str,
     names: Sequence[str],
     branches: Sequence[Callable[..., Any]],
     operands: Sequence[Any],
@@ -92,13 +92,13 @@ def _looked_at(
     for i, branch in enumerate(branches):
         if i != taken:
             try:
-                other = without_data(what, branch, operands)
+                other = without_data(label, branch, operands)
             except Exception:
                 continue
             if _depends_on_data(other):
                 continue
             called = (f"the result of {names[taken]}", f"the result of {names[i]}")
-            check_branches(what, called, (out, other))
+            check_branches(label, called, (out, other))
             every.append(pytrees.flatten(other)[0])
     seen[key] = [common_dtype(column) for column in zip(*every, strict=True)]
     return seen[key]

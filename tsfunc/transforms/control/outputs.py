@@ -115,11 +115,11 @@ def as_tensor(number: Any, dtype: torch.dtype | None = None, device: Any = None)
     return torch.full((), number, dtype=dtype or common_dtype((number,)), device=device)
 
 
-def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
+def check_branches(label: str, names: tuple[str, str], results: tuple[Any, Any]) -> None:
     """Check that two branches return values of one type: `tsfunc.types.join_branches`, exactly.
 
     Args:
-        what: the operator.
+        label: the operator.
         names: the names of the two branches.
         results: the results of the two branches.
 
@@ -127,14 +127,16 @@ def check_branches(what: str, names: tuple[str, str], results: tuple[Any, Any]) 
         TypeCheckError: the types differ; the message has both types and each path at which they
             differ.
     """
-    _check(what, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
+    _check(label, names, results, functools.partial(branch_faults, exact=True), BRANCH_ADVICE)
 
 
-def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str) -> None:
+def check_carried(
+    label: str, names: tuple[str, str], carries: tuple[Any, Any], advice: str
+) -> None:
     """Check that a body's result can replace its carry: `check_carry` of types.
 
     Args:
-        what: the operator.
+        label: the operator.
         names: the names of the carry and of the result.
         carries: the carry and the result.
         advice: the advice in the error message.
@@ -142,10 +144,10 @@ def check_carried(what: str, names: tuple[str, str], carries: tuple[Any, Any], a
     Raises:
         TypeCheckError: the result has another type; the message is as for :func:`check_branches`.
     """
-    _check(what, names, carries, carry_faults, advice)
+    _check(label, names, carries, carry_faults, advice)
 
 
-def check_pair(what: str, pair: Any) -> None:
+def check_pair(label: str, pair: Any) -> None:
     """Check that a step of a scan returns a carry and a result.
 
     Raises:
@@ -153,7 +155,7 @@ def check_pair(what: str, pair: Any) -> None:
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
-            f"{what}: the function must return a pair, the next carry and a result (None for no "
+            f"{label}: the function must return a pair, the next carry and a result (None for no "
             f"result), got {show(pair)}."
         )
 
@@ -162,7 +164,7 @@ _Faults = Callable[[TSType, TSType, str], list[str]]
 
 
 def _check(
-    what: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
+    label: str, names: tuple[str, str], trees: tuple[Any, Any], faults: _Faults, advice: str
 ) -> None:
     (left, left_spec), (right, right_spec) = pytrees.flatten(trees[0]), pytrees.flatten(trees[1])
     differing = ""
@@ -178,7 +180,7 @@ def _check(
         ]
         differing = "\n" + "\n".join(lines)
     raise TypeCheckError(
-        f"{what}: expected {names[0]} and {names[1]} to have one type, got\n"
+        f"{label}: expected {names[0]} and {names[1]} to have one type, got\n"
         f"  {names[0]}: {show(trees[0])}\n  {names[1]}: {show(trees[1])}{differing}\n{advice}"
     )
 

@@ -46,7 +46,7 @@ from tsfunc.transforms.control.traced_vmap import call_of, vmaps_of
 
 
 def record_switch(
-    what: str, index: Any, branches: Sequence[Callable[..., Any]], names: Sequence[str],
+    label: str, index: Any, branches: Sequence[Callable[..., Any]], names: Sequence[str],
     operands: Any, batching: Batching,
 ) -> Any:  # fmt: skip
     """Record a choice between branches, and return the result of the branch that is taken.
@@ -68,7 +68,9 @@ def record_switch(
     first, _ = bodies[0].out
     for name, body in zip(names[1:], bodies[1:], strict=True):
         other, _ = body.out
-        check_branches(what, (f"the result of {names[0]}", f"the result of {name}"), (first, other))
+        check_branches(
+            label, (f"the result of {names[0]}", f"the result of {name}"), (first, other)
+        )
     dtypes = [common_dtype(column) for column in zip(*(b.leaves for b in bodies), strict=True)]
     for body in bodies:
         body.settle(dtypes)
@@ -84,7 +86,7 @@ def record_switch(
         Body(name.replace(" ", "_"), body.level.graph, tuple(1 + at for at in own))
         for name, body, own in zip(names, bodies, places, strict=True)
     ]
-    op = Switch(what, made, batching)
+    op = Switch(label, made, batching)
     known = [r for r in results if r is not None]
     outputs = call_of(op, hidden, trace, [chosen, *tensors], numbers, known)
     out, drawn = filled(bodies[0], outputs)
@@ -227,7 +229,7 @@ def stacked_result(one: TracedResult, size: Any, trace: TraceLevel) -> TracedRes
 
 
 def record_scan(
-    what: str, f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None,
+    label: str, f: Callable[[Any, Any], tuple[Any, Any]], init: Any, xs: Any, length: int | None,
     reverse: bool, dim: int, advice: str,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Record a scan as one node, for any length."""
@@ -247,7 +249,7 @@ def record_scan(
         carried, drawn = carry.tree(values[: len(values) - len(along)])
         set_draw_counts(drawn)
         pair = f(carried, optree.tree_unflatten(xs_spec, x))
-        check_pair(what, pair)
+        check_pair(label, pair)
         return (pair[0], draw_counts()), pair[1]
 
     while True:
@@ -256,7 +258,7 @@ def record_scan(
         (new, _), ys = body.out
         given, _ = carry.given(inputs)
         names = ("the carry", "the carry that the function returns")
-        check_carried(what, names, (given, new), advice)
+        check_carried(label, names, (given, new), advice)
         if not carry.settled(body):
             continue
         needed = body.batched()
@@ -277,7 +279,7 @@ def record_scan(
     tensors, numbers, places = operands_of([body], count)
     made = Body("body", body.level.graph, places[0])
     steps = size if isinstance(size, int) else None
-    op = Scan(what, [made], len(inputs), len(along), steps, reverse)
+    op = Scan(label, [made], len(inputs), len(along), steps, reverse)
     outputs = call(op, trace, [*inputs, *along, *tensors], numbers, [*kept, *stacked])
     rest = iter(outputs[len(kept) :])
     ys_found = [
@@ -290,14 +292,14 @@ def record_scan(
 
 
 def record_while(
-    what: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
+    label: str, cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], init: Any,
     choice: Any, unseen: Callable[[Any, Any, Any], Any], checkpoint: Checkpoint, advice: str,
     shown: Callable[[Any], Any] = lambda carry: carry,
 ) -> Any:  # fmt: skip
     """Record a loop as one node, for any number of steps.
 
     Args:
-        what: the name of the operator in error messages.
+        label: the name of the operator in error messages.
         cond_fun: takes the carry, and returns the condition of a step.
         body_fun: takes the carry, and returns the next carry.
         init: the first carry.
@@ -318,7 +320,7 @@ def record_while(
         inputs = carry.inputs()
         hidden = carry.hidden
         body = TracedBody(trace, lambda *values: body_fun(carry.tree(values)), inputs, hidden)
-        check_carried(what, names, (shown(carry.given(inputs)), shown(body.out)), advice)
+        check_carried(label, names, (shown(carry.given(inputs)), shown(body.out)), advice)
         if not carry.settled(body):
             continue
         condition = TracedBody(trace, lambda *values: cond_fun(carry.tree(values)), inputs, hidden)
@@ -339,7 +341,7 @@ def record_while(
         Body(name, traced.level.graph, own)
         for name, traced, own in zip(("condition", "body"), (condition, body), places, strict=True)
     ]
-    op = While(what, made, len(inputs), checkpoint)
+    op = While(label, made, len(inputs), checkpoint)
     return carry.tree(call_of(op, carry.hidden, trace, [*inputs, *tensors], numbers, results))
 
 
@@ -381,7 +383,7 @@ def record_associative_scan(
         DataDependentError: the function draws random numbers for each example, and the length is
             not fixed.
     """
-    what = "associative_scan"
+    label = "associative_scan"
     trace = _trace()
     leaves, spec = pytrees.flatten(elems)
     moved = [as_traced(x, trace).movedim(at, 0) for x, at in zip(leaves, axes, strict=True)]
@@ -401,7 +403,7 @@ def record_associative_scan(
     while True:
         slices = one.inputs()
         body = TracedBody(trace, run, [*slices, *slices])
-        check_carried(what, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
+        check_carried(label, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
         if counted or any(_draws(node) for node in body.level.graph.nodes):
             if isinstance(moved[0].shape[0], int):
                 return None
@@ -415,7 +417,7 @@ def record_associative_scan(
     size = moved[0].shape[0]
     along = [rewrap_as(x, w.behind(1)) for x, w in zip(moved, stacks, strict=True)]
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
-    op = AssociativeScan(what, [Body("combine", body.level.graph, places[0])], len(leaves))
+    op = AssociativeScan(label, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]
     outputs = call(op, trace, [*along, *tensors], numbers, stacked)
     done = [x.flip(0) for x in outputs] if reverse else outputs

@@ -38,7 +38,7 @@ from tsfunc.transforms.consts import consts_of
 Branch = Callable[..., Any]
 
 
-def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) -> list[MeshLevel]:
+def exchanging(label: str, functions: Sequence[Branch], operands: Sequence[Any]) -> list[MeshLevel]:
     """Return the active mesh axes over which the functions exchange values, the outermost first.
 
     The functions are run once on tensors without data. If that fails, all active mesh axes are
@@ -62,7 +62,7 @@ def exchanging(what: str, functions: Sequence[Branch], operands: Sequence[Any]) 
     with observing() as seen:
         for function in functions:
             try:
-                abstract_results(what, outlined(function), operands, {})
+                abstract_results(label, outlined(function), operands, {})
             except (Exception, NeedsWholeBatch):
                 return levels
     return [level for level in levels if level.axis_name in seen]

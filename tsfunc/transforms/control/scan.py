@@ -7,7 +7,7 @@ derivatives, the operators are therefore plain loops on batched values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import optree
@@ -15,11 +15,22 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
+from tsfunc.bridge.control.effects import muted
+from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results
+from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
+from tsfunc.transforms.control.derived_operators import (
+    DerivativeOperands,
+    Pullback,
+    Pushforward,
+    derivative_rule,
+    pull_back,
+    push_forward,
+)
 from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
     check_carried,
@@ -30,6 +41,7 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
+from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types.values import array_advice
 
@@ -133,25 +145,128 @@ def _scan_again(
     return (*last, *ys)
 
 
+@derivative_rule(Pullback, Scan)
+def _pulled(op: Scan, count: int, by: Sequence[int], of: Sequence[int], *operands: Any) -> Any:
+    """Scan for the carries, and scan back with the pullback of a step."""
+    given = DerivativeOperands.of(operands, count, len(of))
+    stop = op.carried + op.along
+    carry, along = given.inputs[: op.carried], given.inputs[op.carried : stop]
+    (body,) = op.bodies
+    return pull_back_through(
+        body, (carry, along, (*given.inputs[stop:], *given.numbers)), by,
+        dict(zip(of, given.derivatives, strict=True)), op.length, op.reverse,
+    )  # fmt: skip
+
+
+def pull_back_through(
+    step: Callable[..., Sequence[Any]],
+    operands: tuple[Sequence[Any], Sequence[Any], Sequence[Any]],
+    by: Sequence[int],
+    cotangents: Mapping[int, Any],
+    length: int | None,
+    reverse: bool,
+) -> tuple[Any, ...]:
+    """Return the cotangents of a scan's operands ``by``.
+
+    Args:
+        step: takes a carry, slices, and the other operands; returns the next carry and more.
+        operands: the first carry, the scanned tensors, and the other operands.
+        by: the positions of the operands that it is differentiated by.
+        cotangents: the cotangents of the last carry and of the stacked results, by position.
+        length: the number of steps, if nothing is scanned.
+        reverse: True if the scan begins with the last slice.
+    """
+    carry, along, rest = operands
+    carried, stop = len(carry), len(carry) + len(along)
+
+    def save(before: Sequence[Any], x: Any) -> tuple[Any, Any]:
+        after = step(*before, *(x if along else ()), *rest)
+        return tuple(after[:carried]), tuple(before)
+
+    xs = tuple(along) or None
+    _, saved = scan(save, tuple(carry), xs, length, reverse)
+    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    others = [i for i in by if i >= carried]
+    outer = [i for i in others if i >= stop]
+    stacked = {j: ct for j, ct in cotangents.items() if j >= carried}
+    count = stop + len(rest)
+
+    def back(state: Any, x: Any) -> tuple[Any, Any]:
+        pulled, sums = state
+        before, slices, given = x
+        cts = pull_back(
+            step, count, [*moved, *others], [*moved, *stacked],
+            *before, *slices, *rest, *pulled, *given,
+        )  # fmt: skip
+        found = dict(zip(others, cts[len(moved) :], strict=True))
+        more = tuple(total + found[i] for total, i in zip(sums, outer, strict=True))
+        return (cts[: len(moved)], more), tuple(found[i] for i in others if i < stop)
+
+    last = tuple(cotangents.get(i, torch.zeros_like(carry[i])) for i in moved)
+    none = tuple(torch.zeros_like(rest[i - stop]) for i in outer)
+    state, slices = scan(
+        back, (last, none), (saved, tuple(along), tuple(stacked.values())), None, not reverse
+    )
+    results = dict(zip([*moved, *outer], [*state[0], *state[1]], strict=True))
+    results |= dict(zip([i for i in others if i < stop], slices, strict=True))
+    return tuple(results[i] for i in by)
+
+
+@derivative_rule(Pushforward, Scan)
+def _pushed(op: Scan, count: int, by: Sequence[int], *operands: Any) -> Any:
+    """Scan with a carry of values and tangents."""
+    given = DerivativeOperands.of(operands, count, len(by))
+    carried, stop = op.carried, op.carried + op.along
+    carry, along, rest = given.inputs[:carried], given.inputs[carried:stop], given.inputs[stop:]
+    tangents = dict(zip(by, given.derivatives, strict=True))
+    moved = [i for i, x in enumerate(carry) if differentiable(x)]
+    scanned = [i for i in by if carried <= i < stop]
+    outer = [i for i in by if i >= stop]
+    (body,) = op.bodies
+
+    def step(state: Any, x: Any) -> tuple[Any, Any]:
+        before, pushed = state
+        slices, more = x if along else ((), ())
+        values = (*before, *slices, *rest)
+        chosen = [*moved, *scanned, *outer]
+
+        def run(*xs: Any) -> tuple[Any, ...]:
+            with muted():
+                return tuple(body(*with_replaced(values, chosen, xs), *given.numbers))
+
+        primals = tuple(values[i] for i in chosen)
+        given_tangents = (*pushed, *more, *(tangents[i] for i in outer))
+        after, tangents_after = jvp(run, primals, given_tangents)
+        kept = tuple(tangents_after[i] for i in moved)
+        return (tuple(after[:carried]), kept), tuple(tangents_after[carried:])
+
+    first = tuple(tangents[i] if i in tangents else torch.zeros_like(carry[i]) for i in moved)
+    xs = (tuple(along), tuple(tangents[i] for i in scanned)) if along else None
+    (_, last), ys = scan(step, (tuple(carry), first), xs, op.length, op.reverse)
+    known = dict(zip(moved, last, strict=True))
+    carries = tuple(known[i] if i in known else torch.zeros_like(x) for i, x in enumerate(carry))
+    return (*carries, *ys)
+
+
 class ScanStep:
     """One step of a scan; the type of the first result is checked."""
 
-    def __init__(self, what: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
-        self.what, self.f = what, f
+    def __init__(self, label: str, f: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+        self.label, self.f = label, f
         self.checked = False
 
     def __call__(self, carry: Any, x: Any) -> tuple[Any, Any]:
         pair: Any = self.f(carry, x)
         if not self.checked:
-            check_pair(self.what, pair)
+            check_pair(self.label, pair)
             names = ("the carry", "the carry that the function returns")
-            check_carried(self.what, names, (carry, pair[0]), _ADVICE)
+            check_carried(self.label, names, (carry, pair[0]), _ADVICE)
             self.checked = True
         new, y = pair
         return new, y
 
 
-def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
+def _length(label: str, leaves: Sequence[Any], length: int | None, dim: int) -> int:
     """Return the number of steps."""
     sizes = []
     for leaf in leaves:
@@ -160,21 +275,21 @@ def _length(what: str, leaves: Sequence[Any], length: int | None, dim: int) -> i
                 " Give what is the same for all steps by closing over it."
             )
             raise TypeError(
-                f"{what}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
+                f"{label}: expected tensors to go along, got {type(leaf).__name__}.{advice}"
             )
         if not -leaf.dim() <= dim < leaf.dim():
             raise ValueError(
-                f"{what}: a tensor of shape {tuple(leaf.shape)} has no dim {dim} to go along."
+                f"{label}: a tensor of shape {tuple(leaf.shape)} has no dim {dim} to go along."
             )
         sizes.append(leaf.shape[dim])
     if length is not None:
         sizes.append(length)
     if not sizes:
-        also = "; give length=" if what == "scan" else ""
-        raise ValueError(f"{what}: there is no tensor to go along{also}.")
+        also = "; give length=" if label == "scan" else ""
+        raise ValueError(f"{label}: there is no tensor to go along{also}.")
     if any(size != sizes[0] for size in sizes):
         raise ValueError(
-            f"{what}: expected one size in dim {dim}, got {sizes}"
+            f"{label}: expected one size in dim {dim}, got {sizes}"
             + (" (the last is length=)." if length is not None else ".")
         )
     return sizes[0]
@@ -348,6 +463,33 @@ def _associative_scan_again(
         return body(*left, *right, *rest)
 
     return associative_scan(combine, tuple(along), dim=0)
+
+
+@derivative_rule(Pullback, AssociativeScan)
+def _pulled_prefixes(
+    op: AssociativeScan, count: int, by: Sequence[int], of: Sequence[int], *operands: Any
+) -> Any:
+    """Pull back through a scan that combines the slices one after the other."""
+    return pull_back(functools.partial(_in_order, op), count, by, of, *operands)
+
+
+@derivative_rule(Pushforward, AssociativeScan)
+def _pushed_prefixes(op: AssociativeScan, count: int, by: Sequence[int], *operands: Any) -> Any:
+    """Push forward through a scan that combines the slices one after the other."""
+    return push_forward(functools.partial(_in_order, op), count, by, *operands)
+
+
+def _in_order(op: AssociativeScan, *operands: Any) -> tuple[Any, ...]:
+    """Compute an associative scan by combining the slices one after the other."""
+    along, rest = operands[: op.along], operands[op.along :]
+    (body,) = op.bodies
+
+    def step(left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, Any]:
+        combined = body(*left, *right, *rest)
+        return combined, combined
+
+    _, ys = scan(step, tuple(x[0] for x in along), tuple(x[1:] for x in along))
+    return tuple(torch.cat([x[:1], y]) for x, y in zip(along, ys, strict=True))
 
 
 def _of_slices(fn: Callable[[Any, Any], Any], axis: int) -> Callable[[Any, Any], Any]:

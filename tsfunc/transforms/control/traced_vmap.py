@@ -33,7 +33,7 @@ def vmaps_of(value: Any) -> list[BatchLevel]:
             one choice for all examples.
     """
     trace = current_trace()
-    masks = trace is not None and trace.masks_choices
+    masks = trace is not None and trace.for_torch
     levels = []
     for frame in needed_frames(value).values():
         level = frame.level

@@ -29,12 +29,12 @@ _MOST = 64  # the most types per function
 
 
 def check_zero_steps(
-    what: str, written: Any, body: Callable[[Any], Any], carry: Any, advice: str
+    label: str, written: Any, body: Callable[[Any], Any], carry: Any, advice: str
 ) -> None:
     """Check that a body that was not called keeps the type of its carry.
 
     Args:
-        what: the operator.
+        label: the operator.
         written: the user's function.
         body: calls ``written``: takes the carry and returns the next carry.
         carry: the first carry.
@@ -54,7 +54,7 @@ def check_zero_steps(
     def step(carry: Any) -> None:
         new = body(carry)
         try:
-            check_carried(what, ("the carry", "the result of the body"), (carry, new), advice)
+            check_carried(label, ("the carry", "the result of the body"), (carry, new), advice)
         except TypeCheckError as error:
             faults.append(error)
 

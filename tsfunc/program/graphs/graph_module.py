@@ -1,0 +1,67 @@
+"""The graph of a program as a ``torch.fx.GraphModule``, which torch's own tools take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.fx
+
+from tsfunc.bridge.tracers.torch_state import set_grad_mode
+
+
+def graph_module(
+    name: str, graph: torch.fx.Graph, lifted: Mapping[str, torch.Tensor], as_inputs: bool = False
+) -> torch.fx.GraphModule:
+    """Return a module that runs a graph on its inputs and returns its results as a tuple.
+
+    Args:
+        name: the name of the module's class.
+        graph: the graph.
+        lifted: the tensors of the graph's ``get_attr`` nodes. They become parameters and buffers
+            of the module, and stay the same tensors.
+        as_inputs: whether they become inputs instead, after the others.
+    """
+    root = torch.nn.Module()
+    made = torch.fx.Graph()
+    values: dict[torch.fx.Node, torch.fx.Node] = {}
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    outside = [node for node in graph.nodes if node.op == "get_attr"]
+    for node in () if as_inputs else outside:
+        _add(root, str(node.target), lifted[str(node.target)])
+    for node in [*inputs, *(outside if as_inputs else ())]:
+        values[node] = made.placeholder(node.name)
+        values[node].meta = dict(node.meta)
+    mode = _GradMode(made)
+    for node in graph.nodes:
+        if node in values:
+            continue
+        if node.op != "get_attr":
+            mode.switch(bool(node.meta.get("no_grad")))
+        values[node] = made.node_copy(node, values.__getitem__)
+        values[node].meta = dict(node.meta)
+    return torch.fx.GraphModule(root, made, name)
+
+
+def _add(root: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, torch.nn.Parameter):
+        root.register_parameter(name, tensor)
+    else:
+        root.register_buffer(name, tensor)
+
+
+class _GradMode:
+    """Writes no_grad blocks into a graph, which has no blocks, as changes of the grad mode."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._graph = graph
+        self._before: torch.fx.Node | None = None
+
+    def switch(self, quiet: bool) -> None:
+        """Start a no_grad block before the next node if `quiet` is True, or end it."""
+        if quiet and self._before is None:
+            self._before = self._graph.call_function(torch.is_grad_enabled)
+            self._graph.call_function(set_grad_mode, (False,))
+        elif not quiet and self._before is not None:
+            self._graph.call_function(set_grad_mode, (self._before,))
+            self._before = None
