@@ -44,6 +44,72 @@ CALLS: dict[str, Function] = {
 }
 
 
+def written(*steps: Callable[[Any, Any, Any, Any, float], Any]) -> Function:
+    """Return a function that makes a tensor z [3, 4], writes into it, and returns it."""
+
+    def function(x: Any, y: Any, v: Any, n: float) -> Any:
+        z = x.clone() if n % 2 else torch.zeros(3, 4, dtype=torch.float64)
+        for step in steps:
+            step(z, x, y, v, n)
+        return z
+
+    return function
+
+
+def setting(index: Any) -> Callable[[Any, Any, Any, Any, float], Any]:
+    def write(z: Any, x: Any, y: Any, v: Any, n: float) -> None:
+        z[index] = y[index] + z[index]
+        z[index] = n
+
+    return write
+
+
+def adding(z: Any, x: Any, y: Any, v: Any, n: float) -> None:
+    z += y
+    z[:, 1:] *= n
+    z[0] -= v
+
+
+ROWS, MASK = torch.tensor([2, 0]), torch.tensor([[True, False, True, True]] * 3)
+
+CALLS |= {
+    "a write": written(
+        lambda z, x, y, v, n: z.add_(x).mul_(n),
+        lambda z, x, y, v, n: z.sub_(y, alpha=n),
+        lambda z, x, y, v, n: z.sin_().clamp_(-0.5, n),
+    ),
+    "a write of other ranks": written(
+        lambda z, x, y, v, n: z.add_(v), lambda z, x, y, v, n: z.addcmul_(x, v, value=n)
+    ),
+    "operators of Python that write": written(adding),
+    "an assigned row": written(setting(1), setting((0, slice(None)))),
+    "an assigned part": written(setting((slice(1, None), 2)), setting((..., -1))),
+    "assigned positions": written(setting(ROWS), setting([0, 2]), setting((slice(None), ROWS))),
+    "an assigned mask": written(setting(MASK)),
+    "index_put_": written(
+        lambda z, x, y, v, n: z.index_put_((ROWS,), y[:2]),
+        lambda z, x, y, v, n: z.T.index_put_((ROWS,), y.T[1:3], accumulate=True),
+    ),
+    "scatter_": written(
+        lambda z, x, y, v, n: z.scatter_(0, ROWS[None].expand(2, 2), y),
+        lambda z, x, y, v, n: z.index_add_(0, ROWS, x[1:], alpha=int(n)),
+    ),
+    "a fill": written(
+        lambda z, x, y, v, n: z.copy_(v),
+        lambda z, x, y, v, n: z.masked_fill_(MASK, n),
+        lambda z, x, y, v, n: z[0].fill_(n),
+        lambda z, x, y, v, n: z.T[1].zero_(),
+        lambda z, x, y, v, n: z.masked_fill_(x > 0, n),
+    ),
+    "a view": written(
+        lambda z, x, y, v, n: z[1].add_(v),
+        lambda z, x, y, v, n: z.T[2:].mul_(n),
+        lambda z, x, y, v, n: z.view(-1)[3:].cos_(),
+    ),
+    "a read by positions": lambda x, y, v, n: x[ROWS] + y[[0, 2]] * x[:, None, ROWS[:1]].sum(),
+}
+
+
 def batches(draw: random.Random) -> tuple[list[torch.Tensor], list[int | None]]:
     """Draw batches of x, y and v of five examples, and their in_dims."""
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
@@ -121,6 +187,63 @@ def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
             )
     made = plans(torch.add).plans
     assert set(made) == {(dim, kind) for dim in (0, 1) for kind in (int, float, torch.Tensor)}
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "step"),
+    [
+        (torch.Tensor.add_, lambda z, x: z.add_(x), PlanStep.ALIKE),
+        (torch.Tensor.mul_, lambda z, x: z.mul_(2.0), PlanStep.DIRECT),
+        (torch.Tensor.copy_, lambda z, x: z.copy_(x), PlanStep.BELOW),
+        (torch.Tensor.__setitem__, lambda z, x: z.__setitem__(0, x[1]), PlanStep.BELOW),
+        (torch.Tensor.index_put_, lambda z, x: z.index_put_((ROWS,), x[:2]), PlanStep.BELOW),
+        (torch.Tensor.squeeze_, lambda z, x: z.squeeze_(0), PlanStep.TABLE),
+        (torch.Tensor.bernoulli_, lambda z, x: z.copy_(x).bernoulli_(), PlanStep.TABLE),
+    ],
+    ids=["tensors", "a number", "copy", "item", "positions", "shape", "random"],
+)
+def test_plans_of_writes(function: Any, call: Any, step: PlanStep) -> None:
+    """A write into a batched tensor has a plan; the first write into a plain tensor has none."""
+    batch = torch.rand(4, 3, 4, dtype=torch.float64).round()
+    for made in (torch.clone, lambda x: torch.zeros(3, 4, dtype=torch.float64)):
+        FUNCTION_PLANS.clear()
+
+        def f(x: Any, made: Any = made) -> Any:
+            z = made(x)
+            z[:] = x
+            call(z, x)
+            return z
+
+        for _ in range(3):
+            found = vmap(f, randomness="different")(batch)
+        if function is not torch.Tensor.bernoulli_:
+            assert found.equal(torch.stack([f(x) for x in batch]))
+        steps = {plan.step for key, plan in plans(function).plans.items() if key[0] == 0}
+        assert steps == {step}
+
+
+@pytest.mark.parametrize("level_grad", [False, True])
+def test_a_write_that_torch_refuses_is_refused_by_each_call(level_grad: bool) -> None:
+    """The written tensor keeps its rank, and its value if the write is refused."""
+    x, rows = torch.randn(2, 5, 3, dtype=torch.float64), torch.randn(5, 1, 3, dtype=torch.float64)
+    refused: list[tuple[Function, Any]] = [
+        (lambda z, y: z.add_(y), rows),
+        (lambda z, y: z.copy_(y), rows[0].expand(2, 3)),
+        (lambda z, y: z.mul_(y), torch.randn(5, 2, 3)),
+        (lambda z, y: z[:2].add_(y), rows),
+        (lambda z, y: z.expand(2, 3).add_(1), rows),
+    ]
+    for write, y in refused:
+        for _ in range(4):
+
+            def f(x: Any, y: Any, write: Any = write) -> Any:
+                z = x * 1
+                with pytest.raises(RuntimeError):
+                    write(z, y)
+                return z.sum() if level_grad else z
+
+            out = vmap(grad(f) if level_grad else f, (0, 0 if y.dim() == 3 else None))(x[0], y)
+            assert out.equal(torch.ones_like(x[0]) if level_grad else x[0])
 
 
 def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,13 @@ def test_repeated_calls_agree_with_the_loop(name: str, order: str) -> None:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def set_items(z: Tensor, index: Any, x: Tensor, y: Any) -> Tensor:
+    z[1] = x
+    z[index] = y
+    z[:, 1:] += x[0]
+    return z
+
+
 STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "sin": lambda x, w, n: x.sin(),
     "number": lambda x, w, n: x * 0.5 + n,
@@ -196,6 +203,13 @@ STEPS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "where": lambda x, w, n: torch.where(x > 0, x, w[0]),
     "fill": lambda x, w, n: x.masked_fill(w[0] > 0, 0.5),
     "write": lambda x, w, n: x.clone().mul_(2.0).add_(w[0]),
+    "copy": lambda x, w, n: torch.zeros_like(w).copy_(x).clamp_(-1.0, n / 2),
+    "item": lambda x, w, n: set_items(x.sin(), n, x[n], w[0]),
+    "item of a plain tensor": lambda x, w, n: set_items(torch.zeros_like(w), n, x[n], 0.5),
+    "positions": lambda x, w, n: x.clone().index_put_((torch.tensor([n, 3]),), x[1:3] * n),
+    "assigned positions": lambda x, w, n: set_items(x * 1, torch.tensor([3, n]), x[n], w[:2]),
+    "assigned mask": lambda x, w, n: set_items(x * 1, torch.arange(4) > n, x[n], 0.5),
+    "scatter": lambda x, w, n: x.clone().scatter_(0, torch.tensor([[n, 1, 0, 2]]), w),
     "fill in place": lambda x, w, n: x.sin().index_fill_(0, x[:, 0].argmax(), 0.5),
     "gather": lambda x, w, n: x.gather(1, x.argsort(1)),
     "einsum": lambda x, w, n: torch.einsum("ij,jk->ik", x, w),

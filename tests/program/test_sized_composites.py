@@ -14,6 +14,13 @@ from torch.nn import functional as F
 
 from tsfunc import MetaTensorType, grad, jacfwd, specialize, vmap
 
+
+def _theta(x: Tensor, rank: int) -> Tensor:
+    """Return three affine transforms that depend on all elements."""
+    entries = torch.arange(rank * (rank + 1), dtype=x.dtype).view(rank, rank + 1)
+    return x.sum() * entries.sin() + x.sin().sum() * torch.arange(3, dtype=x.dtype).view(3, 1, 1)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "cov": torch.cov,
     "cov of a vector": lambda x: torch.cov(x[0]),
@@ -28,6 +35,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "linear": lambda x: F.interpolate(x[None], scale_factor=2, mode="linear", align_corners=True),
     "bilinear": lambda x: F.interpolate(x[None, None], scale_factor=1.5, mode="bilinear"),
     "bicubic": lambda x: F.interpolate(x[None, None], scale_factor=(2, 1.5), mode="bicubic"),
+    "affine_grid": lambda x: F.affine_grid(_theta(x, 2), [3, 1, *x.shape], align_corners=False),
+    "affine_grid, aligned": lambda x: F.affine_grid(
+        _theta(x, 2), [3, 2, *x.shape], align_corners=True
+    ),
+    "affine_grid of volumes": lambda x: F.affine_grid(
+        _theta(x, 3), [3, 1, 2, *x.shape], align_corners=False
+    ),
 }
 DESCRIPTORS: dict[str, Any] = {"rows": ["n", 6], "columns": [4, "m"], "both": ["n", "m"]}
 
@@ -40,6 +54,14 @@ def slope(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     leaf = x.clone().requires_grad_()
     (found,) = torch.autograd.grad(loss(f)(leaf), leaf)
     return found
+
+
+def test_affine_grid_names_wrong_sizes() -> None:
+    def f(x: Tensor) -> Tensor:
+        return F.affine_grid(x[None, :, :2], [1, 1, *x.shape], align_corners=False)
+
+    with pytest.raises(ValueError, match=r"theta of shape \(1, 2, 3\).*got \(1, 2, 2\)"):
+        specialize(f, {"x": MetaTensorType([2, "m"])})(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize("named", DESCRIPTORS)

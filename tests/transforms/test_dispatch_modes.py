@@ -125,6 +125,28 @@ def test_the_gradient_of_a_captured_tensor_under_a_mode(name: str, mode: Any) ->
         same(got, want)
 
 
+COMPOSITE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a device": lambda x: x.sin().to(x.device),
+    "a copy": lambda x: x.to(torch.float64, copy=True),
+    "a norm": lambda x: torch.linalg.norm(x, dtype=torch.float64),
+    "a dtype": lambda x: x.softmax(0, dtype=torch.float64),
+    "an overload": lambda x: torch.ops.aten.to.dtype_layout(x, dtype=torch.float64),
+    "a mean": lambda x: torch.nanmean(x, 0, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("mode", [InPython, lambda: FlopCounterMode(display=False)])
+@pytest.mark.parametrize("name", COMPOSITE)
+def test_composite_operators_with_keyword_arguments_under_a_mode(name: str, mode: Any) -> None:
+    """The mode asks the operator for its parts, and does not get it again."""
+    f = COMPOSITE[name]
+    for _ in range(4):
+        x = torch.randn(3, 4)
+        with mode():
+            out = vmap(f)(x)
+        same(out, torch.stack([f(each) for each in x]))
+
+
 class TenTimes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -306,7 +306,7 @@ class _Passing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["program", "call of a program", "backward of checkpoint"])
+@pytest.mark.parametrize("name", ["program", "call of a program", "vmap of grad"])
 def test_inside_of_modes_and_hooks_that_stay(name: str) -> None:
     """A trace leaves the modes of its caller and enters them again."""
     f = FUNCTIONS[name]

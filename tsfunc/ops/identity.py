@@ -19,6 +19,7 @@ from tsfunc.ops.dims import (
     refuse_inplace,
 )
 from tsfunc.ops.registry import Dims, Family, RuleLevel
+from tsfunc.ops.shifts import Shift, shifted
 
 COPIES: Final = Family()
 """Operators that copy a tensor or compare tensors by their metadata."""
@@ -26,6 +27,7 @@ COPIES: Final = Family()
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
+@shifted(Shift.SAME)
 def same_shape(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -33,6 +35,7 @@ def same_shape(
     return op(*args, **kwargs), dims[0]
 
 
+@shifted(Shift.SAME)
 def same_layout(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -73,6 +76,7 @@ def to_dtype(
 
 
 @COPIES.row("aten::copy_")
+@shifted(Shift.SAME, Shift.SAME)
 def copy_inplace(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

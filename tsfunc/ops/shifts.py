@@ -28,6 +28,7 @@ class Shift(enum.IntEnum):
     ALL_SIZES = 5  # the same, for a result of the same rank only
     ORDER = 6  # all dims in a new order
     FEW = 7  # a tensor with at most three logical dims: others may have the channels last
+    INDEX = 8  # all arguments of a Python call ``x[index]`` or ``x[index] = value``
 
 
 def shifted(*changes: Shift) -> Callable[[R], R]:

@@ -27,7 +27,7 @@ from tsfunc.dispatch import DispatchKey, Operator
 from tsfunc.dispatch.table import on_register
 from tsfunc.ops import all_rows, find
 from tsfunc.ops.registry import Row, Rule, on_declare
-from tsfunc.ops.tensor_iterator import pointwise
+from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 # Names whose operator depends on the arguments (where(condition) is nonzero).
 _AMBIGUOUS = frozenset({"where", "max", "min", "to", "copy_", "fill_"})
@@ -51,15 +51,18 @@ _OTHERS: tuple[tuple[Any, str], ...] = (
 )
 
 
-def _pointwise() -> Iterator[Any]:
-    """Yield each callable whose overloads all have the pointwise rule."""
+def _pointwise() -> Iterator[tuple[Any, Rule]]:
+    """Yield each callable whose overloads all have the pointwise rule, with that rule."""
     names: dict[str, Rule | None] = {}
     for name, row in all_rows().items():
         base = _base(name)
         names[base] = row.rule if names.get(base, row.rule) is row.rule else None
     for base, rule in names.items():
-        if rule is pointwise and base not in _AMBIGUOUS and not base.endswith("_"):
-            yield from _callables(base)
+        if base in _AMBIGUOUS or base.endswith("__"):
+            continue
+        if rule is pointwise or rule is pointwise_inplace:
+            for function in _callables(base):
+                yield function, rule
 
 
 def _callables(base: str) -> Iterator[Any]:
@@ -104,8 +107,8 @@ function_rules: Final = FunctionRules()
 
 
 def _declare() -> None:
-    for function in _pointwise():
-        function_rules.add(Stage.BATCHING, pointwise, function, options=True)
+    for function, rule in _pointwise():
+        function_rules.add(Stage.BATCHING, rule, function, options=True)
     for function, name in _OTHERS:
         _declare_one(name, function, _rule_of(name))
     for name, function, rule, view in forms(_rule_of):

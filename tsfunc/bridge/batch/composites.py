@@ -33,7 +33,9 @@ function_rules: Final = FunctionRules()
 
 
 def _instead(
-    *functions: Callable[..., Any], numbers: bool = False
+    *functions: Callable[..., Any],
+    numbers: bool = False,
+    leaves: Callable[[Sequence[Any]], bool] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare a replacement of ``functions`` on tracers.
 
@@ -42,6 +44,7 @@ def _instead(
     Args:
         functions: the functions of torch.
         numbers: True if it serves only calls in which a tensor stands for a number.
+        leaves: True for kinds of arguments for which it always returns NotImplemented.
     """
 
     def declare(mine: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,7 +52,7 @@ def _instead(
         def method(func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             return mine(*args, **kwargs)
 
-        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers)
+        function_rules.add(Stage.METHOD, method, *functions, numbers=numbers, leaves=leaves)
         return mine
 
     return declare
@@ -74,15 +77,33 @@ def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
     return gather(x, dim, positions)
 
 
-@_instead(F.affine_grid)
+@_instead(F.affine_grid, torch.affine_grid_generator)
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Any:
-    """Check traced sizes one by one; torch takes their ``min``, which compares them all."""
+    """Compute the grid for traced sizes: the derivative of torch's operator takes numbers only."""
     if not any(isinstance(each, torch.SymInt) for each in size):
         return NotImplemented
-    for each in size:
+    for each in size:  # one by one: torch takes their ``min``, which compares them all
         if each <= 0:
             raise ValueError(f"affine_grid: expected sizes that are not 0, got {[*size]}")
-    return torch.affine_grid_generator(theta, [*size], bool(align_corners))
+    batch, _, *shape = size
+    rank = len(shape)
+    if rank not in (2, 3) or theta.dim() != 3 or theta.shape[1:] != (rank, rank + 1):
+        raise ValueError(
+            f"affine_grid: expected theta of shape ({batch}, {rank}, {rank + 1}) for a size of "
+            f"{len(size)} numbers (4 or 5), got {tuple(theta.shape)} and {[*size]}"
+        )
+    points = [_grid_points(each, bool(align_corners), theta) for each in shape]
+    axes = torch.meshgrid(*points, indexing="ij")
+    base = torch.stack(axes[::-1], -1).flatten(0, -2)
+    moved = base @ theta[..., :-1].mT + theta[..., -1].unsqueeze(1)
+    return moved.view(batch, *shape, rank)
+
+
+def _grid_points(size: Any, align_corners: bool, like: Tensor) -> Tensor:
+    """Return the positions of pixels from -1 to 1; one pixel is at 0."""
+    steps = 2 * torch.arange(size, dtype=like.dtype, device=like.device) - (size - 1)
+    out: Tensor = steps / (torch.sym_max(size - 1, 1) if align_corners else size)
+    return out
 
 
 @_instead(torch.vander)
@@ -298,7 +319,11 @@ def _gaussian_nll_loss(
     return loss.mean() if reduction == "mean" else loss.sum()
 
 
-@_instead(F.scaled_dot_product_attention)
+def _has_no_numbers(kinds: Sequence[Any]) -> bool:
+    return not any(kind is int or kind is float for kind in kinds)
+
+
+@_instead(F.scaled_dot_product_attention, leaves=_has_no_numbers)  # without dropout
 def _attention(
     query: Tensor,
     key: Tensor,

@@ -30,6 +30,7 @@ from tsfunc.dispatch.messages import SPLIT
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import wrap_dim as wrap_dim
+from tsfunc.ops.shifts import Shift
 
 _T = torch.Tensor
 _ALL = slice(None)
@@ -308,19 +309,22 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
     view.movedim(dims, list(range(len(dims)))).index_put_(tuple(positions), value)
 
 
-def _has_basic_index(kinds: Sequence[Any]) -> bool:
-    """True for an index of ints, slices, None and an ellipsis."""
+def _has_plain_index(kinds: Sequence[Any]) -> bool:
+    """True for an index of ints, slices, None, an ellipsis, plain tensors and lists of ints."""
     kind = kinds[1]
     if type(kind) is tuple:
-        return kind[0] is tuple and type(kind[1]) is frozenset and kind[1] <= _BASIC
-    return kind in _BASIC or kind is tuple
+        items = kind[1] if type(kind[1]) is frozenset else kind[1:]
+        return kind[0] is tuple and _PLAIN.issuperset(items)
+    return kind in _PLAIN or kind is tuple
 
 
-_BASIC: Final = frozenset({int, slice, type(None), type(Ellipsis)})
+_PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor, list})
 
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _get, _T.__getitem__, leaves=_has_basic_index)
-function_rules.add(Stage.METHOD, _set, _T.__setitem__)
+for _rule, _function in ((_get, _T.__getitem__), (_set, _T.__setitem__)):
+    function_rules.add(
+        Stage.METHOD, _rule, _function, leaves=_has_plain_index, shifts=(int(Shift.INDEX),)
+    )
 function_rules.add(Stage.METHOD, _masked_select, _T.masked_select, torch.masked_select)
 function_rules.add(Stage.METHOD, _select, _T.select, torch.select, numbers=True)
 function_rules.add(Stage.METHOD, _tensor_split, _T.tensor_split, torch.tensor_split, numbers=True)

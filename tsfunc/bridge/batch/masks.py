@@ -109,6 +109,19 @@ def _put(args: Sequence[Any], kwargs: Mapping[str, Any], *, inplace: bool) -> An
     return target
 
 
+def _has_plain_indices(kinds: Sequence[Any]) -> bool:
+    """True if the indices are plain tensors and None."""
+    kind = kinds[1] if len(kinds) > 1 else None
+    return type(kind) is tuple and _PLAIN.issuperset(kind[1:])
+
+
+_PLAIN: Final = frozenset({torch.Tensor, type(None)})
+
 function_rules: Final = FunctionRules()
-function_rules.add(Stage.METHOD, _index_put, torch.index_put, torch.Tensor.index_put)
-function_rules.add(Stage.METHOD, _index_put_inplace, torch.index_put_, torch.Tensor.index_put_)
+function_rules.add(
+    Stage.METHOD, _index_put, torch.index_put, torch.Tensor.index_put, leaves=_has_plain_indices
+)
+function_rules.add(
+    Stage.METHOD, _index_put_inplace, torch.index_put_, torch.Tensor.index_put_,
+    leaves=_has_plain_indices,
+)  # fmt: skip

@@ -26,7 +26,7 @@ bool may_need_replacement(const Stack& arguments, bool first_order) {
       Owned object(THPVariable_Wrap(tensor));
       PyObject* inner = object.get();
       while (is_tracer(inner)) {
-        inner = slot(inner, slots.value);
+        inner = value_of(inner);
         may |= inner == nullptr || THPVariable_Unpack(inner).requires_grad();
       }
       may |= !THPVariable_CheckExact(inner);
@@ -61,6 +61,20 @@ class Replacement : public c10::OperatorKernel {
   PyObject* kernel_;  // held for the life of the process
   bool first_order_;
 };
+
+// lazy_conjugates.py: autograd sees the copy of a lazy conjugate that C++ makes below it.
+void copy_conjugate(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const at::Tensor& x = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  if ((x.is_conj() || x.is_neg()) && below_autograd()) {
+    c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+    local.excluded_ = local.excluded_ - c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+    c10::impl::ForceDispatchKeyGuard guard(local);
+    return op.callBoxed(stack);
+  }
+  op.redispatchBoxed(
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::VmapMode),
+      stack);
+}
 
 torch::Library* mode_library() {
   static auto* library = new torch::Library(
@@ -110,6 +124,13 @@ PyObject* install_zero_tangent(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   mode_library()->impl(
       "_efficientzerotensor", torch::CppFunction::makeFromBoxedFunction<&zero_tangent>());
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* install_copy_of_conjugates(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  mode_library()->impl("clone", torch::CppFunction::makeFromBoxedFunction<&copy_conjugate>());
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -18,18 +18,18 @@ constexpr int64_t kSmall = 4096;
 
 // True if a value is a plain tensor, or a batched one to the innermost value.
 bool is_batched_throughout(PyObject* value) {
-  while (is_tracer(value)) value = slot(value, slots.value);
+  while (is_tracer(value)) value = value_of(value);
   return value != nullptr && THPVariable_CheckExact(value);
 }
 
 // The alias of a tracer at its level, or null.
 Owned alias_of(PyObject* tracer) {
-  PyObject* level = slot(tracer, slots.level);
+  PyObject* level = level_of(tracer);
   Owned state = current_state();
   if (level == nullptr || slot(state.get(), slots.plain) != Py_True || !is_ready(level) ||
       !reaches(state.get(), level))
     return Owned();
-  return wrap(slot(tracer, slots.value), slot(tracer, slots.bdim), level);
+  return wrap(value_of(tracer), bdim_of(tracer), level);
 }
 
 // The dispatch handler of one operator.
@@ -113,7 +113,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!at::GradMode::is_enabled() && c10::InferenceMode::is_enabled()) return false;
     if (slot(slot(level, slots.torch_state), slots.in_modes) == Py_True) return false;
     PyObject* found = find_plan(slot(op_, slots.operator_plans), slots.plans, call);
-    if (found == nullptr) return false;
+    if (found == nullptr || !may_write(found, level)) return false;
     Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
     Owned below = kernel_state(level);
     Captured captured(level);
@@ -128,7 +128,8 @@ class DispatchHandler : public c10::OperatorKernel {
   }
 
   // Run the steps of a plan: the operator itself on the values, or with its arguments shifted, or the
-  // recipe of its rule. Return the wrapped results, or nothing where Python is to take the call.
+  // recipe of its rule. Return the wrapped results, or the tracer that the operator wrote, or nothing
+  // where Python is to take the call.
   std::optional<Stack> run_steps(
       const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
     PyObject* step = slot(plan, slots.step);
@@ -153,6 +154,7 @@ class DispatchHandler : public c10::OperatorKernel {
       if (is_users_error(call)) raise();
       return std::nullopt;
     }
+    if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
     Owned zero = checked(PyLong_FromLong(0));
     PyObject* bdim = direct ? slot(plan, slots.dim) : once ? Py_None : zero.get();
     for (c10::IValue& value : values)
@@ -190,6 +192,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!recipe->usable || !recipe->fits(seen)) return std::nullopt;
     std::vector<at::Tensor> values = std::move(seen.tensors);
     replay(*recipe, values, call, state);
+    if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
     auto wrapped = [&](const Result& part) {
       bool defined = part.value >= 0 && values[part.value].defined();
       return defined ? wrap_tensor(values[part.value], part.bdim.get(), call.level) : at::Tensor();
@@ -232,9 +235,10 @@ class DispatchHandler : public c10::OperatorKernel {
     auto recipe = std::make_shared<Recipe>(seen);
     std::vector<at::Tensor> given;
     Stack shown;
+    bool writes = is_true(slot(plan, slots.writes));
     for (const c10::IValue& value : call.values)
       shown.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
-        at::Tensor made = like(tensor);
+        at::Tensor made = like(tensor, writes && given.empty());
         if (!tensor.unsafeGetTensorImpl()->is_wrapped_number()) given.push_back(made);
         return made;
       }));
@@ -258,8 +262,7 @@ class DispatchHandler : public c10::OperatorKernel {
       return false;
     PyObject* plans = slot(op_, slots.operator_plans);
     bool records = is_true(slot(call.level, slots.autograd));
-    if (!is_set(plans) || (!records && !is_set(slot(op_, slots.direct_rule))) ||
-        PyTuple_GET_SIZE(slot(op_, slots.written)) != 0)
+    if (!is_set(plans) || (!records && !is_set(slot(op_, slots.direct_rule))) || writes_other(op_))
       return false;
     Owned plan = Owned::copy(find_plan(plans, records ? slots.recorded : slots.plans, call));
     if (!plan) {
@@ -273,14 +276,14 @@ class DispatchHandler : public c10::OperatorKernel {
                         names.no_kwargs, call.key.get(), call.key.get()));
     }
     if (records) {
-      auto tensor_at = [&](long i) { return call.values[i].toTensor(); };
-      if (slot(plan.get(), slots.innermost) == Py_True ||
-          !can_record(plan.get(), call.level, tensor_at))
+      auto visit = [&](long i, auto see) { each_tensor(call.values[i], see); };
+      if (slot(plan.get(), slots.innermost) == Py_True || !can_record(plan.get(), call.level, visit))
         return false;
       op.callBoxed(&stack);
       return true;
     }
-    if (slot(state, slots.plain) != Py_True || slot(plan.get(), slots.step) == names.step_once)
+    if (slot(state, slots.plain) != Py_True || slot(plan.get(), slots.step) == names.step_once ||
+        !may_write(plan.get(), call.level))
       return false;
     PyObject* outer = slot(call.level, slots.outer);
     UnderState under(state, outer);

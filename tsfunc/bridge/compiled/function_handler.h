@@ -12,6 +12,15 @@ Owned call_below(PyObject* func, PyObject* types, PyObject* args, PyObject* kwar
       names.call_below, passed + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
+// Show the tensors of an argument of a Python call, and of its items.
+template <class F>
+void each_tensor_of(PyObject* arg, F see) {
+  if (THPVariable_Check(arg)) see(THPVariable_Unpack(arg));
+  if (is_sequence(arg))
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
+      each_tensor_of(PySequence_Fast_ITEMS(arg)[i], see);
+}
+
 // NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
 // the call.
 Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
@@ -40,6 +49,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (slot(state.get(), slots.remap) != Py_None || (op != nullptr && !reaches(state.get(), level)))
     return Owned();
   bool records = is_true(slot(level, slots.autograd));
+  auto visit = [&](long i, auto see) { each_tensor_of(call.values()[i], see); };
   if (!records && slot(state.get(), slots.plain) != Py_True) return Owned();
   PyObject* found = find_plan(plans, records ? slots.recorded : slots.plans, call);
   if (found == nullptr) return Owned();
@@ -47,48 +57,55 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     return Owned();
   if (records || slot(found, slots.step) == names.step_parts) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
-    auto tensor_at = [&](long i) { return THPVariable_Unpack(call.values()[i]); };
-    if (!can_record(found, level, tensor_at)) return Owned();
+    if (!can_record(found, level, visit)) return Owned();
     return call_below(func, types, args, kwargs);
   }
-  if (!is_direct(found, call)) {
-    // torch calls the operator, whose plan the dispatch handler runs. A dispatch mode would get the
-    // call on tracers, below autograd; it gets the calls of the rule on values from Python.
-    if (slot(found, slots.below) != Py_True || any_autocast() ||  // NOTE [autocast and rules]
-        c10::impl::dispatch_mode_enabled())
-      return Owned();
-    bool has_method = slot(found, slots.innermost) == Py_True;
-    c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
-        {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-    if (!has_method) return call_below(func, types, args, kwargs);
-    try {
-      return call_below(func, types, args, kwargs);
-    } catch (python_error& error) {
-      // The function's own method in Python may have a result: a copy where a batch has no view.
-      if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
-      return Owned();
-    }
-  }
+  if (!may_write(found, level)) return Owned();
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
-  Owned out;
-  {
-    std::optional<UnderState> under;
-    if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
-      under.emplace(state.get(), slot(level, slots.outer));
-    for (size_t i = 0; !call.has_one_rank() && i < 2; ++i) {
-      at::Tensor value = padded(THPVariable_Unpack(call.values()[i]), call.rank);
-      Py_SETREF(call.values()[i], checked(THPVariable_Wrap(value)).release());
+  bool direct = is_direct(plan.get(), call);
+  // A dispatch mode would get a call of torch on tracers, below autograd; it gets the calls of the
+  // rule on values from Python.
+  bool below = !direct && slot(plan.get(), slots.below) == Py_True &&
+      !any_autocast() &&  // NOTE [autocast and rules]
+      !c10::impl::dispatch_mode_enabled();
+  if (direct || (below && shift_call(plan.get(), call))) {
+    Owned out;
+    {
+      std::optional<UnderState> under;
+      if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+        under.emplace(state.get(), slot(level, slots.outer));
+      for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
+        call.set(i, checked(THPVariable_Wrap(padded(THPVariable_Unpack(call.values()[i]), call.rank))));
+      size_t count = kwnames ? positional : call.count();
+      out = Owned(PyObject_Vectorcall(
+          direct ? slot(plan.get(), slots.function) : func, call.values(), count | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
     }
-    out = Owned(PyObject_Vectorcall(
-        slot(plan.get(), slots.function), call.values(), positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
+    if (out.get() == Py_None) return out;  // of an assignment to an item
+    if (out && THPVariable_Check(out.get())) {
+      if (slot(plan.get(), slots.writes) == Py_True)
+        return Owned::copy(PyTuple_GET_ITEM(args, 0));
+      Owned zero = checked(PyLong_FromLong(0));
+      return wrap(out.get(), direct ? slot(plan.get(), slots.dim) : zero.get(), level);
+    }
+    // The rule raises the error of one example.
+    if (!out && (direct || !PyErr_ExceptionMatches(PyExc_Exception)) && is_users_error(call))
+      raise();
+    PyErr_Clear();
   }
-  if (!out) {
-    if (is_users_error(call)) raise();
+  // torch calls the operator, whose plan the dispatch handler runs.
+  bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+  if (!below || are_lifted(plan.get(), tangents, visit)) return Owned();
+  bool has_method = slot(plan.get(), slots.innermost) == Py_True;
+  c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
+      {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
+  if (!has_method) return call_below(func, types, args, kwargs);
+  try {
+    return call_below(func, types, args, kwargs);
+  } catch (python_error& error) {
+    // The function's own method in Python may have a result: a copy where a batch has no view.
+    if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
     return Owned();
   }
-  PyObject* bdim = slot(plan.get(), slots.dim);
-  if (THPVariable_Check(out.get())) return wrap(out.get(), bdim, level);
-  return Owned();
 }
 
 PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {

@@ -43,26 +43,33 @@ PyObject* enable(PyObject*, PyObject* on) {
   Py_RETURN_NONE;
 }
 
-// setup(options): look up what the handlers use; return the class methods __torch_function__ and
-// __torch_dispatch__.
+// setup(options): look up what the handlers use.
 PyObject* setup(PyObject*, PyObject* options) {
   HANDLE_TH_ERRORS
   look_up(options);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// methods(cls): the class methods of a class of tracers, by name.
+PyObject* methods(PyObject*, PyObject* cls) {
+  HANDLE_TH_ERRORS
   static PyMethodDef functions = {
       "__torch_function__", reinterpret_cast<PyCFunction>(function_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
   static PyMethodDef dispatch = {
       "__torch_dispatch__", reinterpret_cast<PyCFunction>(dispatch_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
-  auto* tracer = reinterpret_cast<PyTypeObject*>(names.tracer);
+  auto* tracer = reinterpret_cast<PyTypeObject*>(cls);
   Owned one = checked(PyDescr_NewClassMethod(tracer, &functions));
   Owned other = checked(PyDescr_NewClassMethod(tracer, &dispatch));
-  return PyTuple_Pack(2, one.get(), other.get());
+  return Py_BuildValue("{sOsO}", functions.ml_name, one.get(), dispatch.ml_name, other.get());
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef definitions[] = {
-    {"setup", setup, METH_O, "Look up what the handlers use; return the class methods."},
+    {"setup", setup, METH_O, "Look up what the handlers use."},
+    {"methods", methods, METH_O, "Return the class methods of a class of tracers."},
     {"enable", enable, METH_O, "Let the handlers take calls, or leave every call to Python."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},
@@ -70,6 +77,8 @@ PyMethodDef definitions[] = {
      "Register the kernel of an operator with a replacement."},
     {"install_zero_tangent", install_zero_tangent, METH_NOARGS,
      "Register the kernel of lazy zeros."},
+    {"install_copy_of_conjugates", install_copy_of_conjugates, METH_NOARGS,
+     "Register the kernel of copies of lazy conjugates."},
     {"leaves", leaves, METH_O, "Return the leaves of the graphs of tensors."},
     {"wrap", reinterpret_cast<PyCFunction>(python_wrap), METH_FASTCALL,
      "Wrap a value as a tracer of a level."},

@@ -38,8 +38,24 @@ int64_t batch_size(PyObject* level) {
   return is_int(size) ? PyLong_AsLongLong(size) : 0;
 }
 
+// The attributes that `tls`, a threading.local, has on this thread (borrowed from the thread).
+PyObject* thread_attributes() {
+  static thread_local uint64_t thread = UINT64_MAX;
+  static thread_local PyObject* attributes = nullptr;
+  uint64_t now = PyThreadState_GetID(PyThreadState_Get());
+  if (thread != now) {
+    attributes = checked(PyObject_GetAttrString(names.tls, "__dict__")).get();
+    thread = now;
+  }
+  return attributes;
+}
+
 // The thread's dispatch state.
-Owned current_state() { return checked(PyObject_GetAttr(names.tls, names.state)); }
+Owned current_state() {
+  PyObject* known = PyDict_GetItemWithError(thread_attributes(), names.state);
+  if (known != nullptr) return Owned::copy(known);
+  return checked(PyObject_GetAttr(names.tls, names.state));
+}
 
 // True if no key is included or excluded by hand, and no kernel is recorded.
 bool is_plain(const Owned& state) { return slot(state.get(), slots.plain) == Py_True; }
@@ -67,7 +83,7 @@ class UnderState {
  public:
   UnderState(PyObject* previous, PyObject* state) : previous_(previous) {
     Py_INCREF(previous);
-    if (PyObject_SetAttr(names.tls, names.state, state) < 0) {
+    if (PyDict_SetItem(thread_attributes(), names.state, state) < 0) {
       Py_DECREF(previous);
       raise();
     }
@@ -76,7 +92,8 @@ class UnderState {
   ~UnderState() {
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);
-    if (PyObject_SetAttr(names.tls, names.state, previous_) < 0) PyErr_WriteUnraisable(previous_);
+    if (PyDict_SetItem(thread_attributes(), names.state, previous_) < 0)
+      PyErr_WriteUnraisable(previous_);
     Py_DECREF(previous_);
     PyErr_Restore(type, error, trace);
   }

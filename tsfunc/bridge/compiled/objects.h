@@ -58,7 +58,7 @@ Owned checked(PyObject* object) {
   X(tracer) X(promoted) X(size) X(tls) X(function_handler) X(dispatch_handler)         \
   X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)  \
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(record) X(tracer_level)       \
-  X(step_direct) X(step_alike) X(step_beside) X(step_rule) X(step_once) X(step_recorded) \
+  X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_alike) X(step_beside) X(step_rule) X(step_once) X(step_recorded) \
   X(step_parts)
 struct Names {
 #define X(name) PyObject* name = nullptr;
@@ -77,7 +77,7 @@ struct Names {
   X("level", forward, "forward") X("level", outer, "outer") X("level", bits, "bits")            \
   X("level", bit, "bit") X("level", depth, "depth") X("level", torch_state, "torch_state")      \
   X("level", batch_size, "batch_size") X("level", kind, "kind")                                 \
-  X("level", kernel_states, "_kernel_states")                                                   \
+  X("level", kernel_states, "_kernel_states") X("level", splitter, "splitter")                  \
   X("state", plain, "plain") X("state", remap, "remap_args") X("state", mask, "mask")           \
   X("state", levels, "levels")                                                                  \
   X("torch_state", key_sets, "key_sets") X("torch_state", grad_mode, "grad_mode")               \
@@ -85,12 +85,14 @@ struct Names {
   X("torch_state", rerun_by, "rerun_by")                                                        \
   X("operator", direct_rule, "direct_rule") X("operator", by_tracers, "by_tracers")             \
   X("operator", overload, "overload") X("operator", composite, "composite")                     \
-  X("operator", written, "written") X("operator", keywords, "keywords")                         \
+  X("operator", written, "written") X("operator", inplace, "inplace")                           \
+  X("operator", keywords, "keywords")                                                           \
   X("operator", operator_plans, "plans")                                                        \
   X("plans", plans, "plans") X("plans", recorded, "recorded")                                   \
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
   X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", below, "below")           \
-  X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")
+  X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")   \
+  X("plan", writes, "writes") X("plan", packed, "packed")
 struct Slots {
 #define X(cls, name, text) Py_ssize_t name;
   SLOTS(X)
@@ -107,7 +109,27 @@ PyObject* as_object(PyTypeObject& type) { return reinterpret_cast<PyObject*>(&ty
 
 PyObject* type_of(PyObject* object) { return as_object(*Py_TYPE(object)); }
 
-bool is_tracer(PyObject* object) { return type_of(object) == names.tracer; }
+bool is_tracer(PyObject* object) {
+  return type_of(object) == names.tracer || type_of(object) == names.promoted;
+}
+
+// An attribute of a tracer (borrowed), or null: a slot, or of a tensor that became a tracer, in its
+// dict, which holds it.
+PyObject* attribute(PyObject* tracer, Py_ssize_t offset, PyObject* name) {
+  if (type_of(tracer) == names.tracer) return slot(tracer, offset);
+  PyObject* value = PyObject_GetAttr(tracer, name);
+  if (value == nullptr) PyErr_Clear();
+  Py_XDECREF(value);
+  return value;
+}
+
+PyObject* value_of(PyObject* tracer) { return attribute(tracer, slots.value, names.value); }
+
+PyObject* bdim_of(PyObject* tracer) { return attribute(tracer, slots.bdim, names.bdim); }
+
+PyObject* level_of(PyObject* tracer) {
+  return attribute(tracer, slots.level, names.dispatch_level);
+}
 
 bool is_int(PyObject* object) { return PyLong_CheckExact(object); }
 

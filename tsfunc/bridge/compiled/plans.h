@@ -13,6 +13,16 @@ PyObject* operator_of(PyObject* overload) {
   return PyDict_GetItemWithError(names.operators, id.get());
 }
 
+// True if an operator writes, and not to its first argument alone, which it returns.
+bool writes_other(PyObject* op) {
+  return PyTuple_GET_SIZE(slot(op, slots.written)) != 0 && slot(op, slots.inplace) != Py_True;
+}
+
+// True unless a plan writes at a level that prepares writes: NOTE [memory of finished examples].
+bool may_write(PyObject* plan, PyObject* level) {
+  return slot(plan, slots.writes) != Py_True || !is_set(slot(level, slots.splitter));
+}
+
 // The plans of a callable (borrowed), or nullptr if Python is to take the call.
 PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
   if (type_of(func) != names.overload_type) {
@@ -21,8 +31,7 @@ PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
     return plans;
   }
   *op = operator_of(func);
-  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) ||
-      PyTuple_GET_SIZE(slot(*op, slots.written)) != 0 ||
+  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) || writes_other(*op) ||
       c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
     return nullptr;
   for (Py_ssize_t i = 0; kwnames != nullptr && i < PyTuple_GET_SIZE(kwnames); ++i)
@@ -53,29 +62,36 @@ bool is_innermost(PyObject* const* items, Py_ssize_t count) {
         !is_innermost(PySequence_Fast_ITEMS(item), PySequence_Fast_GET_SIZE(item)))
       return false;
     while (is_tracer(item)) {
-      PyObject* bdim = slot(item, slots.bdim);
-      if (!is_int(bdim) || Py_SIZE(bdim) != 0) return false;
-      item = slot(item, slots.value);
+      PyObject* bdim = bdim_of(item);
+      if (bdim == nullptr || !is_int(bdim) || Py_SIZE(bdim) != 0) return false;
+      item = value_of(item);
     }
     if (THPVariable_Check(item) && !THPVariable_CheckExact(item)) return false;
   }
   return true;
 }
 
+// call_plans.are_lifted, where visit(i, see) shows the tensors of the argument at a position.
+template <class F>
+bool are_lifted(PyObject* plan, bool forward, F visit) {
+  bool lifted = false;
+  PyObject* places = slot(plan, slots.unrecorded);
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i)
+    visit(PyLong_AsLong(PyTuple_GET_ITEM(places, i)), [&](const at::Tensor& value) {
+      lifted |= value.requires_grad() ||
+          (forward && (at::isFloatingType(value.scalar_type()) || value.is_complex()));
+    });
+  return lifted;
+}
+
 // True if C++ can record a call at its level.
 template <class F>
-bool can_record(PyObject* plan, PyObject* level, F tensor_at) {
+bool can_record(PyObject* plan, PyObject* level, F visit) {
   PyObject* step = slot(plan, slots.step);
   if (c10::InferenceMode::is_enabled()) return false;
   if (step == names.step_parts) return !any_autocast();  // NOTE [autocast and rules]
-  if (step != names.step_recorded) return false;
-  PyObject* places = slot(plan, slots.unrecorded);
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(places); ++i) {
-    const at::Tensor& value = tensor_at(PyLong_AsLong(PyTuple_GET_ITEM(places, i)));
-    if (is_true(slot(level, slots.forward)) || value.requires_grad())
-      return false;  // NOTE [operands of outer levels]: Python lifts it
-  }
-  return true;
+  return step == names.step_recorded &&
+      !are_lifted(plan, is_true(slot(level, slots.forward)), visit);
 }
 
 // True if the Python error that is set is the user's, and is to be raised at once. Otherwise it is
@@ -114,14 +130,14 @@ bool is_direct(PyObject* plan, const Call& call) {
   if (step == names.step_alike)
     return call.has_one_rank() ||
         (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
-         !call.outer_tracers);
+         !call.outer_tracers && slot(plan, slots.writes) != Py_True);
   return step == names.step_beside && call.rank > 1 &&
       call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank;
 }
 
 // How a rule changes an argument if the batch dim of all tensors is the first: the codes of
 // ops/shifts.py.
-enum Shift : long { kSame = 0, kDim, kNewDim, kDims, kSizes, kAllSizes, kOrder, kFew };
+enum Shift : long { kSame = 0, kDim, kNewDim, kDims, kSizes, kAllSizes, kOrder, kFew, kIndex };
 
 // Shift numbers past a batch dim that is first. False if the rule of the call is to decide.
 bool shift(long how, c10::SmallVectorImpl<int64_t>& numbers, int64_t rank, int64_t batch) {
@@ -139,14 +155,19 @@ bool shift(long how, c10::SmallVectorImpl<int64_t>& numbers, int64_t rank, int64
   return !numbers.empty();
 }
 
+// True if the arguments of a call can be shifted past a batch dim that is first.
+bool can_shift(PyObject* plan, const Call& call, size_t count) {
+  PyObject* shifts = slot(plan, slots.shifts);
+  return is_set(shifts) && call.plain_rank < 0 && call.has_one_rank() && call.rank > 1 &&
+      call.strided && batch_size(call.level) > 0 &&
+      PyTuple_GET_SIZE(shifts) <= static_cast<Py_ssize_t>(count);
+}
+
 // Shift the arguments of an operator past a batch dim that is first. False if the rule is to decide.
 bool shift_arguments(PyObject* plan, const Call& call, Stack& stack) {
   PyObject* shifts = slot(plan, slots.shifts);
   int64_t batch = batch_size(call.level);
-  if (!is_set(shifts) || call.plain_rank >= 0 || !call.has_one_rank() || call.rank < 2 ||
-      !call.strided || batch <= 0 ||
-      PyTuple_GET_SIZE(shifts) > static_cast<Py_ssize_t>(stack.size()))
-    return false;
+  if (!can_shift(plan, call, stack.size())) return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
     long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
     if (how == kFew && call.rank > 4) return false;
@@ -162,6 +183,78 @@ bool shift_arguments(PyObject* plan, const Call& call, Stack& stack) {
     }
     if (!shift(how, numbers, call.rank - 1, batch)) return false;
     stack[i] = single ? c10::IValue(numbers[0]) : c10::IValue(at::IntArrayRef(numbers).vec());
+  }
+  return true;
+}
+
+// The numbers of an argument of a Python call, shifted. Null if the rule is to decide.
+Owned shifted(long how, PyObject* const* items, size_t count, bool single, const Call& call) {
+  c10::SmallVector<int64_t, 8> numbers;
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_int(items[i])) return Owned();
+    numbers.push_back(PyLong_AsLongLong(items[i]));
+    if (PyErr_Occurred()) raise();
+  }
+  if (!shift(how, numbers, call.rank - 1, batch_size(call.level))) return Owned();
+  if (single) return checked(PyLong_FromLongLong(numbers[0]));
+  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (size_t i = 0; i < numbers.size(); ++i)
+    PyTuple_SET_ITEM(made.get(), i, checked(PyLong_FromLongLong(numbers[i])).release());
+  return made;
+}
+
+// Shift `x[index]` and `x[index] = value`: a full slice comes first. A batched value gets the rank of
+// the part that is written. False for indices that may put the batch dim elsewhere.
+bool shift_index(FunctionCall& call) {
+  PyObject** values = call.values();
+  const size_t count = call.count();
+  int64_t rank = THPVariable_Unpack(values[0]).dim();
+  PyObject* index = values[1];
+  bool several = PyTuple_CheckExact(index), advanced = false;
+  Py_ssize_t size = several ? PyTuple_GET_SIZE(index) : 1;
+  Owned made = checked(PyTuple_New(size + 1));
+  PyTuple_SET_ITEM(made.get(), 0, checked(PySlice_New(nullptr, nullptr, nullptr)).release());
+  for (Py_ssize_t i = 0; i < size; ++i) {
+    PyObject* item = several ? PyTuple_GET_ITEM(index, i) : index;
+    rank += item == Py_None ? 1 : is_int(item) ? -1 : 0;
+    if (THPVariable_Check(item) || PyList_Check(item)) {
+      if (advanced) return false;
+      advanced = true;
+    }
+    PyTuple_SET_ITEM(made.get(), i + 1, Py_NewRef(item));
+  }
+  if (count > 2 && THPVariable_Check(values[2])) {
+    PyObject* kind = PyTuple_GET_ITEM(call.key.get(), 2);
+    const at::Tensor& value = THPVariable_Unpack(values[2]);
+    if (advanced || value.dim() > (is_int(kind) ? rank : rank - 1)) return false;
+    if (is_int(kind)) call.set(2, checked(THPVariable_Wrap(padded(value, rank))));
+  }
+  call.set(1, std::move(made));
+  return true;
+}
+
+// Shift the arguments of a Python call past a batch dim that is first. False if the rule is to decide.
+bool shift_call(PyObject* plan, FunctionCall& call) {
+  PyObject* shifts = slot(plan, slots.shifts);
+  if (!is_set(shifts) || !call.strided || batch_size(call.level) <= 0) return false;
+  long packed = PyLong_AsLong(slot(plan, slots.packed));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
+    long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
+    if (how == kIndex) return shift_index(call);
+    if (i == 0 && !can_shift(plan, call, call.count())) return false;
+    if (how == kFew && call.rank > 4) return false;
+    if (how == kSame || how == kFew) continue;
+    PyObject** value = call.values() + i;
+    Owned made;
+    if (i == packed)
+      made = shifted(how, value, call.count() - i, false, call);
+    else if (is_sequence(*value))
+      made = shifted(how, PySequence_Fast_ITEMS(*value), PySequence_Fast_GET_SIZE(*value), false, call);
+    else
+      made = shifted(how, value, 1, true, call);
+    if (!made) return false;
+    if (i == packed) call.keep(i + 1);
+    call.set(i, std::move(made));
   }
   return true;
 }

@@ -231,12 +231,13 @@ Recipes& recipes_of(PyObject* plan) {
   return *static_cast<Recipes*>(PyCapsule_GetPointer(capsule, kRecipes));
 }
 
-// A tensor with the same metadata: the same data, or zeros in place of a tracer.
-at::Tensor like(const at::Tensor& value) {
+// A tensor with the same metadata: the same data, or zeros in place of a tracer, and of a tensor
+// that the rule writes.
+at::Tensor like(const at::Tensor& value, bool written) {
   auto* impl = value.unsafeGetTensorImpl();
   if (impl->is_wrapped_number()) return value;
   at::Tensor made;
-  if (value.key_set().has(c10::DispatchKey::Python)) {
+  if (written || value.key_set().has(c10::DispatchKey::Python)) {
     c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
         {c10::DispatchKey::TESTING_ONLY_GenericMode, c10::DispatchKey::VmapMode}));
     made = at::empty_strided(value.sizes(), value.strides(), value.options()).zero_();

@@ -78,10 +78,9 @@ at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level
 // False where Python has to look: tracers of other classes, and a level that replaces another one.
 bool find_level(PyObject* arg, PyObject*& level) {
   if (is_tracer(arg)) {
-    PyObject* own = slot(arg, slots.level);
-    if (own == level) return true;
-    if (own == nullptr || slot(arg, slots.value) == nullptr || slot(arg, slots.bdim) == nullptr)
-      return false;
+    PyObject* own = level_of(arg);
+    if (own == level && own != nullptr) return true;
+    if (own == nullptr || value_of(arg) == nullptr || bdim_of(arg) == nullptr) return false;
     if (level == nullptr) {
       level = own;
       return true;
@@ -91,7 +90,6 @@ bool find_level(PyObject* arg, PyObject*& level) {
     if (mine > other) level = own;
     return mine != other;
   }
-  if (type_of(arg) == names.promoted) return false;
   if (is_sequence(arg)) {
     PyObject** items = PySequence_Fast_ITEMS(arg);
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(arg); ++i)
@@ -141,9 +139,9 @@ class Call {
  protected:
   // The value of a tensor among the arguments (borrowed), and its kind.
   PyObject* unwrap_tensor(PyObject* arg, Owned& kind) {
-    bool own = is_tracer(arg) && slot(arg, slots.level) == level;
-    PyObject* value = own ? slot(arg, slots.value) : arg;
-    kind = Owned::copy(own ? slot(arg, slots.bdim) : type_of(arg));
+    bool own = is_tracer(arg) && level_of(arg) == level;
+    PyObject* value = own ? value_of(arg) : arg;
+    kind = Owned::copy(own ? bdim_of(arg) : type_of(arg));
     const at::Tensor& tensor = THPVariable_Unpack(value);
     bool handled = tensor.key_set().has(c10::DispatchKey::Python);
     outer_tracers |= handled;
@@ -178,6 +176,12 @@ class FunctionCall : public Call {
   // The values; vector calls may write to the place before the first.
   PyObject** values() { return values_.data() + 1; }
   size_t count() const { return values_.size() - 1; }
+  void set(size_t i, Owned value) { Py_SETREF(values()[i], value.release()); }
+
+  // Forget the values after the first ones.
+  void keep(size_t count) {
+    while (this->count() > count) Py_DECREF(values_.pop_back_val());
+  }
 
   // Names are those of keyword arguments, whose values follow the others; null for none.
   bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {
@@ -201,7 +205,7 @@ class FunctionCall : public Call {
   // The value of an argument, and its kind; own is set if it has tracers of the level.
   Owned unwrap_one(PyObject* arg, Owned& kind, bool& own) {
     if (THPVariable_Check(arg)) {
-      own |= is_tracer(arg) && slot(arg, slots.level) == level;
+      own |= is_tracer(arg) && level_of(arg) == level;
       return Owned::copy(unwrap_tensor(arg, kind));
     }
     if (is_sequence(arg)) return unwrap_items(arg, kind, own);
@@ -245,6 +249,9 @@ class OperatorCall : public Call {
   Stack values;           // all arguments of the schema
   size_t positional = 0;  // without trailing arguments that equal the defaults
   bool named = false;     // keyword arguments are among them
+
+  // The tensor that is the first argument.
+  const at::Tensor& first() const { return THPVariable_Unpack(held_[0].get()); }
 
   // False where Python has to look: symbolic numbers, tensors among keyword arguments, and arguments
   // of types that plans do not take.

@@ -22,6 +22,7 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.registrations import on_first_level, register_kernels
 from tsfunc.bridge.tracers.torch_state import AUTOGRAD, RANDOM_KEY_NAME, below_autograd
 from tsfunc.bridge.tracers.tracer import Tracer
@@ -44,4 +45,8 @@ def _cloned(overload: Any, rest: Any, keys: Any, x: torch.Tensor, **kwargs: Any)
         return overload(x, **kwargs)
 
 
-on_first_level(register_kernels, RANDOM_KEY_NAME, {"aten::clone": _cloned})
+_handlers = compiled.load()
+if _handlers is None:
+    on_first_level(register_kernels, RANDOM_KEY_NAME, {"aten::clone": _cloned})
+else:  # the same kernel, which every copy in a level passes
+    on_first_level(_handlers.install_copy_of_conjugates)

@@ -4,7 +4,8 @@ C++ can't handle these calls: it would use the wrapper tensor, or would not disp
 
 Private names used here (torch 2.13 and 2.14): ``DisableTorchFunctionSubclass`` reads a tracer's own
 attributes; ``torch._VF._make_dual`` is called by ``forward_ad.make_dual``;
-``_functorch.maybe_current_level`` is the depth of torch.func's stack.
+``_functorch.maybe_current_level`` is the depth of torch.func's stack; ``Tensor._backward_hooks`` is
+set to None by C++ after a write.
 """
 
 from __future__ import annotations
@@ -144,6 +145,9 @@ function_rules.add(Stage.METHOD, metadata, *_existing(
     "_base is_mkldnn retains_grad name volatile is_mtia is_ipu is_xla is_maia is_vulkan",
     attributes=True,
 ))  # fmt: skip
+# C++ resets the hooks of a tensor that it writes in place.
+_hooks: Any = _T._backward_hooks
+function_rules.add(Stage.METHOD, metadata, _hooks.__set__, leaves=lambda kinds: True)
 function_rules.add(Stage.METHOD, _make_dual, torch._VF._make_dual)
 function_rules.add(
     Stage.METHOD, _detach, _T.detach, torch.detach, *_existing("data", attributes=True)

@@ -13,6 +13,7 @@ inlines; ``_functorch.maybe_current_level`` tells whether torch.func is active.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch._C import (
     _ForceDispatchKeyGuard,
     _functorch,
     _set_grad_enabled,
+    _skip_one_hop_torch_function,
 )
 from torch._ops import OpOverload
 
@@ -43,6 +45,7 @@ from tsfunc.bridge.tracers.call_plans import (
     Plan,
     Plans,
     PlanStep,
+    are_lifted,
     arguments_of,
     dims_at_call,
     fits,
@@ -63,6 +66,7 @@ from tsfunc.bridge.tracers.torch_state import (
     any_autocast,
     below_autograd,
     is_casting,
+    without_autograd,
 )
 from tsfunc.bridge.tracers.tracer import (
     NO_KWARGS,
@@ -85,9 +89,9 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
-_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED, _PARTS = (
+_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED, _PARTS, _BELOW = (
     PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
-    PlanStep.DECOMPOSED, PlanStep.PARTS,
+    PlanStep.DECOMPOSED, PlanStep.PARTS, PlanStep.BELOW,
 )  # fmt: skip
 
 
@@ -105,7 +109,9 @@ def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
 def _plans_of_overload(overload: Any, kwargs: Mapping[str, Any]) -> Plans | None:
     """Return the plans of an overload that a rule of an inner level, or a mode, calls."""
     op = operator_of(overload)
-    if op.direct_rule is None or op.written:
+    if op.direct_rule is None:
+        return None
+    if op.written and not op.inplace:
         return None  # a written tensor becomes a tracer first (``writes``)
     return plans_of_operator(op) if not kwargs or op.keywords.issuperset(kwargs) else None
 
@@ -147,12 +153,21 @@ def call_by_plan(
         if remapped is not None:
             out = call_by_plan(func, types, *remapped)
             return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
+    if plan.writes and level.splitter is not None:
+        return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
     direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
     if not direct:
         if step is _TABLE or step is _ONCE or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
         if step is _PARTS:
             return call_below_function(func, types, args, kwargs)
+        if step is _BELOW:
+            if plan.innermost and not is_innermost(values):
+                return NotImplemented
+            if plan.unrecorded and are_lifted(plan, values, level):
+                return NotImplemented
+            with without_autograd():
+                return call_below_function(func, types, args, kwargs)
         if step is _DECOMPOSED:
             return _decomposed(plan, level, args, kwargs)
         dims = plan.dims
@@ -178,6 +193,8 @@ def call_by_plan(
         return NotImplemented
     finally:
         tls.state = state
+    if direct and plan.writes:
+        return args[0] if isinstance(out, _Tensor) else NotImplemented
     if direct:
         return wrap(out, plan.dim, level)
     return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
@@ -191,10 +208,7 @@ def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool
         return False
     if plan.step is _PARTS and any_autocast():
         return False  # NOTE [autocast and rules]
-    if not plan.unrecorded:
-        return True
-    # NOTE [operands of outer levels]
-    return not level.forward and not any(values[i].requires_grad for i in plan.unrecorded)
+    return not (plan.unrecorded and are_lifted(plan, values, level))
 
 
 def _wrapped(
@@ -202,7 +216,9 @@ def _wrapped(
 ) -> Any:
     """Wrap the results of a batching rule."""
     found, dims = out
-    if plan.operator is None or type(found) is _Tensor:  # no plan writes
+    if plan.writes:
+        return args[0]
+    if plan.operator is None or type(found) is _Tensor:
         return wrap(found, dims, level, found.storage_offset() if plan.view else None)
     made = rewrap(plan.operator, level, args, kwargs, found, dims)
     return made if plan.form is None else plan.form.result_of(made)
@@ -251,7 +267,7 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
     known = op.plans or plans_of_operator(op)
     plan = known.plans.get(key) or known.make(op.overload, args, kwargs, kinds, key)
     step = plan.step
-    if step is _TABLE:
+    if step is _TABLE or (plan.writes and level.splitter is not None):
         return NotImplemented
     dims = plan.dims
     if dims is None:
@@ -288,8 +304,10 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
         guards.append(guard)
-    if direct:
+    if direct and not plan.writes:
         return wrap(out, plan.dim, level)
+    if direct:
+        return args[0]
     return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
 
 
@@ -400,22 +418,25 @@ def _use_compiled() -> None:
     handlers = compiled.load()
     if handlers is None:
         return
-    # C class methods that replace those SlottedBatchTracer inherits.
-    functions, dispatch = handlers.setup({
+    handlers.setup({
         "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
         "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
         "plan": Plan, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
-        "function_plans": FUNCTION_PLANS, "call_below": call_below_function,
+        "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
         "same_size": _is_same_size, "same_numel": _has_same_storage_numel,
         "batch_changed": BatchChanged, "record": record, "tracer_level": TracerLevel,
+        "value": sys.intern("value"), "bdim": sys.intern("bdim"),
+        "dispatch_level": sys.intern("dispatch_level"),
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
-    SlottedBatchTracer.__torch_function__ = functions  # type: ignore[method-assign]
-    SlottedBatchTracer.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
+    for kind in (SlottedBatchTracer, PromotedBatchTracer):
+        # C class methods replace those that the classes inherit.
+        for name, method in handlers.methods(kind).items():
+            setattr(kind, name, method)
     add_rule_listener(handlers.install)
 
 

@@ -28,16 +28,16 @@ from typing import Any, Final
 
 import torch
 
-from tsfunc.bridge.tracers.batch_tracer import TRACERS, dims_of
+from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, dims_of
 from tsfunc.bridge.tracers.decompositions import required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
-from tsfunc.bridge.tracers.operators import TorchOperator
+from tsfunc.bridge.tracers.operators import TorchOperator, tensors_in
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
-from tsfunc.bridge.tracers.tracer import C_TYPES
+from tsfunc.bridge.tracers.tracer import C_TYPES, NO_KWARGS, is_recorded_outside, needs_lift
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.shifts import shifts_of
-from tsfunc.ops.tensor_iterator import pointwise
+from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 # Classes of arguments that a plan passes on as they are. A call with any other class has no plan.
 PLAIN: Final = frozenset({
@@ -62,6 +62,7 @@ class PlanStep(enum.Enum):
     ONCE = "once"  # call the function on the values, which are the same for all examples
     DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
     RECORDED = "recorded"  # call torch, which records the call at the level
+    BELOW = "below"  # call torch below autograd; its operators have plans of their own
     PARTS = "parts"  # call a function in Python, whose parts are calls of their own
 
 
@@ -80,18 +81,22 @@ class Plan:
         first: for a ``BESIDE`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
+        packed: the position of the first of several ints of a Python call that form one argument,
+            or -1.
         recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
-        unrecorded: the positions of plain tensors that must not require gradients.
+        unrecorded: the positions of plain tensors, and of lists with plain tensors, none of which
+            autograd may record: the call would need them lifted (``needs_lift``).
         innermost: True if :func:`is_innermost` must hold for the values, if torch is called.
         below: True if compiled handlers may leave a call of a rule to torch, whose operators have
             plans of their own.
         form: the conversion of the arguments to an operator's schema, or None.
         view: True if a result may have a storage offset, as a view has.
+        writes: True if the call writes to its first argument, a batched tracer, and returns it.
     """
 
     __slots__ = (
-        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "recipes",
-        "rule", "shifts", "step", "target", "unrecorded", "view",
+        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "packed",
+        "recipes", "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
     )  # fmt: skip
 
     def __init__(
@@ -112,10 +117,12 @@ class Plan:
         self.form: Form | None = None
         self.first = True
         self.shifts: tuple[int, ...] | None = None
+        self.packed = -1
         self.recipes: Any = None
         self.innermost = False
         self.below = False
         self.view = operator is not None
+        self.writes = operator is not None and operator.inplace
 
     def __repr__(self) -> str:
         return f"Plan({self.step.value}, {self.function!r})"
@@ -210,7 +217,11 @@ def plans_of_function(function: Any) -> Plans | None:
         and rule is None
         and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
     )
-    made = Plans(None, rule, parsed, parts) if rule is not None or parsed or parts else None
+    method = registry.find(Stage.METHOD, function)
+    below = method is not None and method.leaves is not None
+    below = below or (isinstance(function, C_TYPES) and function in WRITERS)
+    planned = rule is not None or parsed or parts or below
+    made = Plans(None, rule, parsed, parts) if planned else None
     FUNCTION_PLANS[function] = made
     return made
 
@@ -246,18 +257,31 @@ def _function_plan(
 ) -> Plan:
     if not all(map(is_plain, kinds)) or not _has_batched(kinds):
         return TABLE
+    writes = function in WRITERS
     rule = known.rule
+    if writes and (type(kinds[0]) is not int or not _leaves(Stage.WRITE, function, kinds)):
+        rule = None  # the written tensor becomes a batched tracer first (``writes``)
     if rule is not None and known.takes(kwargs, kinds[len(args) :]):
-        direct = _direct_plan(function, kinds, len(args)) if rule.rule is pointwise else None
+        direct = None
+        if rule.rule in (pointwise, pointwise_inplace):
+            direct = _direct_plan(function, rule.rule, kinds, len(args))
         if direct is not None:
-            direct.below = isinstance(function, C_TYPES)
+            direct.below, direct.writes = isinstance(function, C_TYPES), writes
             return direct
         plan = Plan(PlanStep.RULE, function, rule.rule)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
         plan.below = isinstance(function, C_TYPES) and (
-            function not in METHODS or _leaves(function, kinds)
+            function not in METHODS or _leaves(Stage.METHOD, function, kinds)
         )
-        plan.innermost = function in METHODS
+        plan.innermost, plan.writes = function in METHODS, writes
+        if plan.below and not kwargs:
+            _shift_function(plan, function, args, kinds)
+        return plan
+    if writes or (function in METHODS and not known.parsed):
+        plan = _below_plan(function, kwargs, kinds)
+        plan.writes = plan.below and writes and type(kinds[0]) is int
+        if plan.writes and not kwargs:
+            _shift_function(plan, function, args, kinds)
         return plan
     if not known.parsed:
         return TABLE
@@ -279,6 +303,23 @@ def _function_plan(
     dims = _dims_of_kinds(kinds)
     plan.form, plan.dims = form, None if dims is None else form.dims_in_order(dims, len(args))
     return plan
+
+
+def _shift_function(plan: Plan, function: Any, args: Sequence[Any], kinds: Sequence[Any]) -> None:
+    """Note in a plan how a Python call's arguments change if the batch dims are the first.
+
+    A call whose arguments are those of its operator, in this order, changes as the operator's does.
+    """
+    if any(map(_is_moved, kinds)):
+        return
+    method = registry.find(Stage.METHOD, function)
+    if method is not None and method.shifts is not None:
+        plan.shifts = method.shifts if type(kinds[0]) is int else None
+    elif has_forms(function) and not in_dispatch_modes():  # a mode would see the probes
+        form = find_form(function, args, NO_KWARGS)
+        if form is not None and form.op.direct_rule is not None and form.keeps_positions():
+            plan.shifts = shifts_of(form.op.direct_rule)
+            plan.packed = -1 if form.packed is None else form.packed
 
 
 def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
@@ -304,34 +345,48 @@ def dims_at_call(
 
 
 def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
-    """Return the plan of a function's call that autograd records at the level.
+    """Return the plan of a function's call that autograd records at the level."""
+    return _plan_of_torch(PlanStep.RECORDED, function, kwargs, kinds)
+
+
+def _below_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
+    """Return the plan of a function's call that torch makes operators of, below autograd."""
+    plan = _plan_of_torch(PlanStep.BELOW, function, kwargs, kinds)
+    plan.below = plan is not TABLE
+    return plan
+
+
+def _plan_of_torch(
+    step: PlanStep, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
+) -> Plan:
+    """Return the plan of a call that torch gets on the tracers.
 
     Operands of outer levels are left to the function handler, which lifts them
     (NOTE [operands of outer levels]).
     """
     count = len(kinds) - len(kwargs)
-    leaves = _leaves(function, kinds) if function in METHODS else True
-    if not leaves or not _no_tensors(kinds[count:]):
+    for stage, rules in ((Stage.METHOD, METHODS), (Stage.WRITE, WRITERS)):
+        if function in rules and not _leaves(stage, function, kinds):
+            return TABLE
+    if not _no_tensors(kinds[count:]):
         return TABLE
     plain: list[int] = []
     for position, kind in enumerate(kinds[:count]):
-        if not is_plain(kind) or kind in TRACERS:
+        if not is_plain(kind) or _has_outer_tracers(kind):
             return TABLE
-        if type(kind) is tuple and not _has_own_tensors_only(kind):
-            return TABLE
-        if kind in _TENSORS:
+        if _has_plain_tensors(kind):
             plain.append(position)
-    if not plain and function not in METHODS:
+    if step is PlanStep.RECORDED and not plain and function not in METHODS:
         return RECORDED
-    plan = Plan(PlanStep.RECORDED)
+    plan = Plan(step)
     plan.innermost = function in METHODS
     plan.unrecorded = tuple(plain)
     return plan
 
 
-def _leaves(function: Any, kinds: Sequence[Any]) -> bool:
-    """True if the function's method leaves calls with arguments of these kinds to torch."""
-    rule = registry.find(Stage.METHOD, function)
+def _leaves(stage: Stage, function: Any, kinds: Sequence[Any]) -> bool:
+    """True if the function's rule leaves calls with arguments of these kinds to torch."""
+    rule = registry.find(stage, function)
     if rule is None:
         return False
     return (
@@ -358,11 +413,28 @@ def is_innermost(values: Sequence[Any]) -> bool:
     return True
 
 
-def _has_own_tensors_only(kind: tuple[Any, ...]) -> bool:
-    """True for a list of tracers of the level, or a list without tensors."""
-    if type(kind[1]) is frozenset:
-        return True
-    return all(item is None or type(item) is int for item in kind[1:])
+def _has_outer_tracers(kind: Any) -> bool:
+    """True for a tracer of an outer level, and for a list with one."""
+    if type(kind) is tuple:
+        return type(kind[1]) is not frozenset and any(map(_has_outer_tracers, kind[1:]))
+    return kind in TRACERS
+
+
+def _has_plain_tensors(kind: Any) -> bool:
+    """True for a plain tensor, and for a list with one."""
+    if type(kind) is tuple:
+        return type(kind[1]) is not frozenset and any(map(_has_plain_tensors, kind[1:]))
+    return kind in _TENSORS
+
+
+def are_lifted(plan: Plan, values: Sequence[Any], level: BatchLevel) -> bool:
+    """True if a plan's call needs plain tensors lifted (NOTE [operands of outer levels])."""
+    needs = is_recorded_outside if plan.step is PlanStep.BELOW else needs_lift
+    return any(
+        needs(value, level)
+        for position in plan.unrecorded
+        for value in tensors_in(values[position])
+    )
 
 
 def _no_tensors(kinds: Sequence[Any]) -> bool:
@@ -378,7 +450,11 @@ def _no_tensors(kinds: Sequence[Any]) -> bool:
 
 
 def _direct_plan(
-    function: Any, kinds: Sequence[Any], count: int, operator: TorchOperator | None = None
+    function: Any,
+    rule: Rule,
+    kinds: Sequence[Any],
+    count: int,
+    operator: TorchOperator | None = None,
 ) -> Plan | None:
     """Return the plan of a pointwise call whose operands need no alignment, or None.
 
@@ -387,6 +463,7 @@ def _direct_plan(
 
     Args:
         function: the callable.
+        rule: the pointwise rule that takes other operands.
         kinds: the kinds of the arguments and keyword arguments.
         count: the number of the arguments.
         operator: the operator of an overload's call. ``function`` is torch's Python function of
@@ -410,7 +487,7 @@ def _direct_plan(
         ):
             return None
         step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.ALIKE
-    plan = Plan(step, function, pointwise, operator)
+    plan = Plan(step, function, rule, operator)
     plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
     plan.dims = _dims_of_kinds(kinds[:count])
     return plan
@@ -429,12 +506,14 @@ def _operator_plan(
         plan = Plan(PlanStep.ONCE, op.overload, None, op)
         plan.dims = []
         return plan
+    if op.inplace and (not args or type(kinds[0]) is not int):
+        return TABLE  # the written tensor becomes a batched tracer first
     if op.function is not None and not kwargs:
-        direct = _direct_plan(op.function, kinds, len(args), op)
+        direct = _direct_plan(op.function, op.direct_rule, kinds, len(args), op)
         if direct is not None:
             return direct
     plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
-    plan.shifts = _shifts(op.direct_rule, kinds)
+    plan.shifts = None if "memory_format" in kwargs else _shifts(op.direct_rule, kinds)
     plan.dims = _dims_of_kinds(kinds[: len(args)])
     return plan
 

@@ -64,7 +64,10 @@ class FunctionRule:
             a number.
         leaves: called with the kinds of the arguments (NOTE [call plans] in ``call_plans``); True
             if a rule of the stage METHOD leaves such calls to torch, as long as the batch dims of
-            outer levels are the first and the bounds of slices are not tensors. None: False.
+            outer levels are the first and the bounds of slices are not tensors, or if a rule of
+            the stage WRITE has nothing to prepare. None: False.
+        shifts: the changes of the arguments of calls that a rule of the stage METHOD leaves to
+            torch, if their batch dims are the first (``ops/shifts``).
     """
 
     function: Any
@@ -74,6 +77,7 @@ class FunctionRule:
     options: bool = False
     numbers: bool = False
     leaves: Callable[[Sequence[Any]], bool] | None = None
+    shifts: tuple[int, ...] | None = None
 
     @property
     def name(self) -> str:
@@ -103,6 +107,7 @@ class FunctionRules:
         options: bool = False,
         numbers: bool = False,
         leaves: Callable[[Sequence[Any]], bool] | None = None,
+        shifts: tuple[int, ...] | None = None,
     ) -> None:
         """Declare one rule for several callables.
 
@@ -110,7 +115,7 @@ class FunctionRules:
             DispatchError: a callable has a rule of that stage already.
         """
         for function in functions:
-            made = FunctionRule(function, stage, rule, view, options, numbers, leaves)
+            made = FunctionRule(function, stage, rule, view, options, numbers, leaves, shifts)
             _refuse_second(self.declared, made)
             self.declared[stage, function] = made
 
@@ -212,6 +217,12 @@ PYTHON_OPERATORS: Final = {
     "bitwise_or": ("__or__",),
     "bitwise_xor": ("__xor__",),
     "bitwise_not": ("__invert__",),
+    "add_": ("__iadd__",),
+    "sub_": ("__isub__",),
+    "mul_": ("__imul__",),
+    "div_": ("__itruediv__",),
+    "floor_divide_": ("__ifloordiv__",),
+    "remainder_": ("__imod__",),
 }
 _DUNDERS: Final = PYTHON_OPERATORS | {
     "matmul": ("__matmul__",),

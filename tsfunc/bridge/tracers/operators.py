@@ -33,7 +33,7 @@ from tsfunc.dispatch.table import find_operator, on_resolve
 from tsfunc.errors import DispatchError
 from tsfunc.ops import Row, find
 from tsfunc.ops.registry import Rule, on_declare
-from tsfunc.ops.tensor_iterator import pointwise
+from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
 
 # The fourth and fifth arguments of these operators are running statistics, which they write to in
 # training; most of their schemas do not declare this.
@@ -43,6 +43,8 @@ STATISTICS = frozenset({
     "aten::_batch_norm_with_update",
 })  # fmt: skip
 
+
+_FUNCTIONS = (type(torch.sin), type(torch.Tensor.add))
 
 # C++ needs the lazy conjugation of a value, which its tracer does not have.
 _RULED = frozenset({"aten::view_as_real"})
@@ -147,10 +149,10 @@ class TorchOperator(Operator):
         # True if it returns its first argument.
         self.inplace = not self.out_names and self.returned == (0,)
 
+        self.special = self.writes or self.random or self.name == "aten::detach"
         # The rule that the dispatch handler runs directly: None for special calls, and once a
         # kernel is registered.
-        self.special = self.writes or self.random or self.name == "aten::detach"
-        self.direct_rule = self.row.rule if self.row is not None and not self.special else None
+        self.direct_rule = self._direct_rule()
         # Handles calls on batched tensors directly (NOTE [queries of autograd]), or None.
         self.by_tracers: Callable[[Sequence[Any]], Any] | None = None
         # Its call plans (``call_plans``), made at its first call on a batched tensor.
@@ -166,13 +168,18 @@ class TorchOperator(Operator):
         """True if a registered kernel exists that vmap must call."""
         return self._catch_all is not None or DispatchKey.Batch in self._cells
 
+    def _direct_rule(self) -> Rule | None:
+        """Return the rule of a call that is not special, or that writes its first argument only."""
+        inplace = self.inplace and self.written == (0,) and not (self.random or self.reshapes)
+        return self.row.rule if self.row is not None and (inplace or not self.special) else None
+
     def _function(self) -> Any:
         """Return the fast function of a pointwise operator, or None for other operators."""
-        if self.direct_rule is not pointwise:
+        if self.direct_rule is not pointwise and self.direct_rule is not pointwise_inplace:
             return None
         name = self.name.removeprefix("aten::").partition(".")[0]
-        function = getattr(torch, name, None)
-        return function if isinstance(function, type(torch.sin)) else self.overload._op
+        function = getattr(torch.Tensor if self.inplace else torch, name, None)
+        return function if isinstance(function, _FUNCTIONS) else self.overload._op
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator as user code does, through autograd if a level records on its values.
@@ -224,7 +231,7 @@ def _update_row(row: Row) -> None:
     op = find_operator(row.name)
     if isinstance(op, TorchOperator):
         op.row = row
-        op.direct_rule = None if op.special else row.rule
+        op.direct_rule = op._direct_rule()
         op.plans = None
         op.function = op._function()
 

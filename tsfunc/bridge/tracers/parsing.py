@@ -88,6 +88,12 @@ class Form:
         self.packed: int | None = None
         self.as_it_is = False
 
+    def keeps_positions(self) -> bool:
+        """True if each argument has its position in the schema, and the result is one tensor."""
+        returns = self.op.overload._schema.returns
+        single = len(returns) == 1 and str(returns[0].type) == "Tensor"
+        return single and all(i == place for i, (place, _) in enumerate(self.positions))
+
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:

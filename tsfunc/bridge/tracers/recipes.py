@@ -16,7 +16,8 @@ as it is then. A recording is discarded, and the rule runs at each call, if
 - the rule reads a property of a tensor that is not part of its metadata (``_UNSEEN``), such as the
   storage offset;
 - the rule uses a tensor that is neither an argument nor a result, or writes to an argument or to a
-  view of one;
+  view of one; an operator that writes its first argument is recorded on a tensor of zeros in the
+  place of that argument;
 - the rule writes, and a value is a tracer of an outer level. The recorder has plain tensors in the
   place of tracers, but a write of a tracer into a plain tensor makes that a tracer (``writes``).
 """
@@ -82,15 +83,16 @@ class _Recorder(TorchDispatchMode):
     Attributes:
         nested: True if values are tracers of outer levels.
         steps: the calls.
-        given: the storages of the tensors among the arguments.
+        given: the storages of the tensors among the arguments, without the first one if the rule
+            may write to it.
         known: the identities of all tensors that a recorded call may take.
     """
 
-    def __init__(self, args: Sequence[Any], nested: bool) -> None:
+    def __init__(self, args: Sequence[Any], nested: bool, *, writable: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nested = nested
         self.steps: list[Step] = []
-        self.given = frozenset(map(_storage_of, tensors_in(args)))
+        self.given = frozenset(map(_storage_of, tensors_in(args[1:] if writable else args)))
         self.known = set(map(id, tensors_in(args)))
 
     def __torch_dispatch__(
@@ -164,9 +166,9 @@ def record(
     """
     assert plan.rule is not None
     assert plan.operator is not None
-    if plan.operator.written:  # running statistics
+    if plan.operator.written and not plan.writes:  # running statistics
         return None
-    recorder = _Recorder((*args, *kwargs.values()), nested)
+    recorder = _Recorder((*args, *kwargs.values()), nested, writable=plan.writes)
     level = cast(RuleLevel, _BatchSize(batch_size))
     dims = plan.dims if plan.dims is not None else dims_at_call(plan, kinds, args, len(args))
     try:

@@ -538,21 +538,23 @@ def _call_torch(
                 return call_below_function(func, types, args, kwargs)
             _prepare_write(func, args, kwargs)
             if not level.autograd or torch.is_inference_mode_enabled():
-                if isinstance(func, OpOverload) and not kwargs and not any_autocast():
+                below = below_autograd()
+                if isinstance(func, OpOverload) and (below or not kwargs) and not any_autocast():
                     # A dispatch mode's handler is below autograd; values inside the tracers are
-                    # not. A random operator must reach active levels without arguments too.
+                    # not. The mode may be decomposing the operator, and must not get it again.
+                    # A random operator must reach active levels without arguments too.
                     op = operator_of(func)
                     if not op.random:
-                        return op.call(args, kwargs, below_autograd())
+                        return op.call(args, kwargs, below)
                 if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-                    args = tuple([lift_where(x, level, _is_recorded_outside) for x in args])
+                    args = tuple([lift_where(x, level, is_recorded_outside) for x in args])
                     kwargs = {
-                        k: lift_where(v, level, _is_recorded_outside) for k, v in kwargs.items()
+                        k: lift_where(v, level, is_recorded_outside) for k, v in kwargs.items()
                     }
                 with without_autograd():
                     return call_below_function(func, types, args, kwargs)
             args = lift_operands(args, level)
-            kwargs = {k: lift_where(v, level, _needs_lift) for k, v in kwargs.items()}
+            kwargs = {k: lift_where(v, level, needs_lift) for k, v in kwargs.items()}
     elif isinstance(func, OpOverloadPacket):
         WRITERS[OpOverloadPacket](func, args, kwargs)
     return call_below_function(func, types, args, kwargs)
@@ -588,7 +590,7 @@ def lift_where(value: Any, level: L, needs: Callable[[torch.Tensor, L], bool]) -
     return value
 
 
-def _needs_lift(value: torch.Tensor, level: TracerLevel) -> bool:
+def needs_lift(value: torch.Tensor, level: TracerLevel) -> bool:
     """True for an operand of an outer level while autograd is recorded at this level."""
     if isinstance(value, Tracer):
         return value.dispatch_level.depth < level.depth
@@ -599,7 +601,7 @@ def _needs_lift(value: torch.Tensor, level: TracerLevel) -> bool:
 # function may have only operands of outer levels (the 0 in ``w[i, 0]``). Operands that are
 # differentiated at outer levels are lifted too, so that every part reaches the level, which
 # records in the autograd state that it captured.
-def _is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
+def is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
     """True for an operand that an outer level differentiates."""
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return False
@@ -611,7 +613,7 @@ def _is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
 
 def lift_operands(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:
     """Lift operands of outer levels for a call that autograd records at the level."""
-    return tuple([lift_where(arg, level, _needs_lift) for arg in args])
+    return tuple([lift_where(arg, level, needs_lift) for arg in args])
 
 
 def refuse_escaped(func: Any, level: Level) -> None:

@@ -328,10 +328,16 @@ def _writers() -> set[Callable[..., Any]]:
     return found
 
 
+def _is_of_the_level(kinds: Sequence[Any]) -> bool:
+    """True if the written tensor is a tracer of the level."""
+    return kinds[0] is None or type(kinds[0]) is int
+
+
 function_rules: Final = FunctionRules()
 function_rules.add(
-    Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_})
-)
+    Stage.WRITE, _first, torch.Tensor.__setitem__, *(_writers() - {torch.Tensor.bernoulli_}),
+    leaves=_is_of_the_level,
+)  # fmt: skip
 function_rules.add(Stage.WRITE, _drawn, torch.Tensor.bernoulli_)
 function_rules.add(Stage.WRITE, _statistics, torch.batch_norm, torch.instance_norm)
 function_rules.add(Stage.WRITE, _out, "out")

@@ -81,7 +81,8 @@ def resolve(backend: object) -> Backend:
     if not callable(backend):
         raise TypeError(
             f"specialize(backend=...): expected a name, or a function of a torch.fx module and "
-            f"example inputs, got {type(backend).__name__}."
+            f"example inputs, got {type(backend).__name__}. Names are 'python' (the default), "
+            f"'inductor', and those of torch.compiler.list_backends()."
         )
     named: Backend = backend
     return named
