@@ -352,6 +352,7 @@ def logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
 
 
 DECOMPOSED: dict[str, Callable[..., Any]] = {
+    **differentiable_linalg.PERTURBED,
     "aten::native_layer_norm": layer_norm,
     "aten::native_batch_norm": native_batch_norm,
     "aten::_native_batch_norm_legit": native_batch_norm,

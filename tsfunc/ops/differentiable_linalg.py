@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def _signs(pivots: Tensor) -> Tensor:
@@ -109,10 +110,57 @@ def cholesky_inverse(factor: Tensor, upper: bool = False) -> Tensor:
     return inverse
 
 
+def _first_order(a: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor without its tangent, and zeros with this tangent."""
+    primal: Tensor = forward_ad.unpack_dual(a).primal
+    return primal, a - primal
+
+
+def _between_eigenvectors(values: Tensor, change: Tensor) -> Tensor:
+    """Return a change of a matrix, in the basis of its eigenvectors, divided by their gaps.
+
+    The result has a diagonal of zeros.
+    """
+    eye = torch.eye(values.shape[-1], dtype=values.dtype, device=values.device)
+    gaps = values.unsqueeze(-2) - values.unsqueeze(-1) + eye
+    return change / gaps * (1 - eye)
+
+
+def linalg_eig(a: Tensor) -> tuple[Tensor, Tensor]:
+    """``aten::linalg_eig``, with torch's choice of the eigenvectors' lengths and phases.
+
+    Values and vectors are those of the matrix without its tangent, plus a perturbation of first
+    order. The same vectors are in both, so that a derivative of the two together does not depend on
+    phases.
+    """
+    primal, change = _first_order(a)
+    values, vectors = torch.linalg.eig(primal)
+    moved = torch.linalg.solve(vectors, change.to(vectors.dtype) @ vectors)
+    turned = vectors @ _between_eigenvectors(values, moved)
+    lengths = (vectors.conj() * turned).sum(-2, keepdim=True).real
+    return values + _diagonal(moved), vectors + turned - vectors * lengths
+
+
+def linalg_eigh(a: Tensor, UPLO: str = "L", compute_v: bool = True) -> Any:
+    """``aten::_linalg_eigh``, as :func:`linalg_eig`."""
+    if not compute_v:
+        return NotImplemented
+    primal, change = _first_order(a)
+    values, vectors = torch.linalg.eigh(primal, UPLO=UPLO)
+    moved = vectors.mH @ change @ vectors
+    turned = vectors @ _between_eigenvectors(values, moved)
+    return values + _diagonal(moved).real, vectors + turned
+
+
 # torch's formulas take the factors as constants.
 FACTORED: dict[str, Callable[..., Any]] = {
     "aten::_linalg_slogdet": linalg_slogdet,
     "aten::_linalg_solve_ex": linalg_solve,
+}
+# torch's tangents can't be differentiated.
+PERTURBED: dict[str, Callable[..., Any]] = {
+    "aten::linalg_eig": linalg_eig,
+    "aten::_linalg_eigh": linalg_eigh,
 }
 # torch's tangents are wrong.
 PUSHED: dict[str, Callable[..., Any]] = {

@@ -97,11 +97,11 @@ def sparse_jacobian(
 
         def block(row: int, column: int, out: Outline, x: torch.Tensor) -> torch.Tensor:
             own, positions = blocks.within(pairs, row, column, out, x)
-            found = values[own.to(values.device)].to(out.dtype)
-            return _laid_out(positions, found, out.shape, x.shape, layout)
+            entries = values[own.to(values.device)].to(out.dtype)
+            return _laid_out(positions, entries, out.shape, x.shape, layout)
 
-        found = blocks.of_each(block)
-        return (found, func(*args, **kwargs)[1]) if has_aux else found
+        jacobian = blocks.of_each(block)
+        return (jacobian, func(*args, **kwargs)[1]) if has_aux else jacobian
 
     def entries(blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the positions and values of the entries that may be nonzero."""

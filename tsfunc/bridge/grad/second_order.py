@@ -58,7 +58,7 @@ from tsfunc.ops.differentiable_decompositions import (
 )
 
 # Operators whose pullbacks can be differentiated any number of times.
-PULLED_BACK = "_linalg_eigh linalg_eig linalg_householder_product".split()
+PULLED_BACK = ("linalg_householder_product",)
 
 _Decomposition = Callable[..., Any]
 _Condition = Callable[[Sequence[Any]], bool]

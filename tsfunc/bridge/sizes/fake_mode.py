@@ -462,9 +462,9 @@ def scaled_down(call: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
             # The arguments are made here too: under a mode they would have no memory.
             small = [scale.argument(name, x) for name, x in zip(names, args, strict=False)]
             named = {name: scale.argument(name, x) for name, x in kwargs.items()}
-            found = call(*small, **named)
-            sums = _sum_of_sizes(found, *args, **kwargs) if call.name() == _CAT else {}
-            results = scale.result(found, sums)
+            out = call(*small, **named)
+            sums = _sum_of_sizes(out, *args, **kwargs) if call.name() == _CAT else {}
+            results = scale.result(out, sums)
         if call._schema.is_mutable:
             count_write(args[0])
         return results
@@ -520,9 +520,9 @@ def _all_sizes(
                 yield from each.shape
 
 
-def _sum_of_sizes(found: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+def _sum_of_sizes(result: torch.Tensor, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     """Return the size of concatenated tensors by its dim; empty vectors count as nothing."""
-    dim %= found.dim()
+    dim %= result.dim()
     return {dim: sum(x.shape[dim] for x in tensors if x.shape != (0,))}
 
 
@@ -530,9 +530,9 @@ class _Scale:
     """A map of the sizes of a call to small sizes in the same order, 0 to 0 and 1 to 1."""
 
     def __init__(self, sizes: Iterator[int]) -> None:
-        found = sorted({0, 1, *sizes})
-        self._small = {size: i for i, size in enumerate(found)}
-        self._large = found
+        large = sorted({0, 1, *sizes})
+        self._small = {size: i for i, size in enumerate(large)}
+        self._large = large
         # By identity: an argument that occurs twice is one tensor.
         self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

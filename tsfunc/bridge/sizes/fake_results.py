@@ -143,13 +143,13 @@ def results_of(
         raise
     except Exception:
         probe = ShapeProbe(env, call, args, kwargs)
-        found = fit_shapes(probe, fake)
-        if found is None and probe.fix_unaccepted():
-            found = fit_shapes(probe, fake)
-        if found is None:
+        results = fit_shapes(probe, fake)
+        if results is None and probe.fix_unaccepted():
+            results = fit_shapes(probe, fake)
+        if results is None:
             raise
         probe.guard_fixed()
-        return found
+        return results
     if not conditions:
         return results
     probe = ShapeProbe(env, call, args, kwargs)
@@ -283,15 +283,15 @@ class TraceMetadata:
             IncompleteMetadataError: the metadata would not describe the tensor fully.
         """
         attributes = value.__dict__
-        found: KnownMetadata | None = attributes.get(_KNOWN)
-        if found is None:
+        metadata: KnownMetadata | None = attributes.get(_KNOWN)
+        if metadata is None:
             with DisableTorchFunction():
                 key = self.of(value)
             if type(key.offset) is int:
                 shape, strides, _, dtype, device, is_conj, is_neg = key
                 key = MetadataKey(shape, strides, None, dtype, device, is_conj, is_neg)
-            found = attributes[_KNOWN] = self._known.setdefault(key, KnownMetadata(key))
-        return found
+            metadata = attributes[_KNOWN] = self._known.setdefault(key, KnownMetadata(key))
+        return metadata
 
     def of(self, value: Any) -> MetadataKey:
         """Return the metadata of a fake tensor.
@@ -467,12 +467,12 @@ class FakeCache:
         memories = {storage_address(value): i for i, value in reversed([*enumerate(tensors)])}
         if type(results) not in (list, tuple):
             return CachedResults(None, (self._result(results, tensors, memories),))
-        found = []
+        described = []
         for result in results:
-            found.append(None if result is None else self._result(result, tensors, memories))
+            described.append(None if result is None else self._result(result, tensors, memories))
             if result is not None:
                 memories.setdefault(storage_address(result), _ANOTHER_RESULT)
-        return CachedResults(type(results), tuple(found))
+        return CachedResults(type(results), tuple(described))
 
     def _result(self, value: Any, tensors: Sequence[Any], memories: Mapping[int, int]) -> _Result:
         """Describe a result.

@@ -145,15 +145,15 @@ def select_of(x: torch.Tensor, dim: int, index: Any) -> Any:
 
 def _part_at_data(select: Callable[..., Any], x: Any, dim: int, *bounds: Any) -> Any:
     """Return a part of a fake tensor at bounds that are found in data: NOTE [parts at data]."""
-    found = select(x, dim, *bounds)
+    part = select(x, dim, *bounds)
     env = x.fake_mode.shape_env
     call = (select, env.symbols.innermost_graph, *map(_expression, (x.shape[dim], *bounds)))
     at = tuple(map(_expression, (x.storage_offset(), x.stride(dim))))
-    shape, offset = list(found.shape), found.storage_offset()
+    shape, offset = list(part.shape), part.storage_offset()
     if select is torch.ops.aten.slice.Tensor:
         shape[dim] = _same_symbol(env, call, shape[dim])
     offset = _same_symbol(env, (*call, at), offset)
-    return view_like(x, shape, found.stride(), offset)
+    return view_like(x, shape, part.stride(), offset)
 
 
 def _same_symbol(env: Any, key: tuple[Any, ...], size: Any) -> Any:
@@ -211,8 +211,8 @@ def _copied(rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return the rule of the operator that copies a view, given the rule of the view."""
 
     def copy(*args: Any, **kwargs: Any) -> Any:
-        found = rule(*args, **kwargs)
-        return found if found is NotImplemented else new_like(found, found.shape)
+        view = rule(*args, **kwargs)
+        return view if view is NotImplemented else new_like(view, view.shape)
 
     return copy
 

@@ -241,9 +241,9 @@ class Symbols:
         """Return the symbols that were made since the last call."""
         if self._env is None:
             return []
-        found = list(self._env.pending_fresh_unbacked_symbols)
+        fresh = list(self._env.pending_fresh_unbacked_symbols)
         self._env.pending_fresh_unbacked_symbols.clear()
-        return found
+        return fresh
 
     def register(self, symbol: Any, node: torch.fx.Node, text: str, number: Any = None) -> None:
         """Register the node that computes a fresh symbol, and the symbol's text for people."""
@@ -343,7 +343,7 @@ class Symbols:
             if name is not None
         }
         stored, named = self._as_dims_or_numbers(), self._as_names()
-        found = [
+        conditions = [
             Condition(
                 code_text(guard.expr.xreplace(known)),
                 self.spell(guard.expr),
@@ -356,7 +356,7 @@ class Symbols:
             for guard, (*_, check) in zip(self._env.guards, self._env.guard_origins, strict=True)
             if check or self._is_of_scalars(guard.expr)
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(conditions))
 
     def _fixed_by(self, expr: Any) -> str | None:
         """Return the name of the number whose value an equality fixes, or None."""
@@ -529,12 +529,12 @@ class Symbols:
         def value(sizes: Mapping[str, Any]) -> Any:
             known = {each: sizes[names[each]] for each in expr.free_symbols}
             known = {each: x if steps[each] == 1 else x // steps[each] for each, x in known.items()}
-            found = expr.subs(known)
-            if found.free_symbols:
-                return found
-            if found.is_Boolean:
-                return bool(found)
-            return int(found) if found.is_integer else float(found)
+            value = expr.subs(known)
+            if value.free_symbols:
+                return value
+            if value.is_Boolean:
+                return bool(value)
+            return int(value) if value.is_integer else float(value)
 
         return value
 

@@ -106,8 +106,8 @@ def _hooks(guards: TensorGuards, value: Any) -> None:
 
 def _argument_property(name: str, fact: str) -> Callable[[TensorGuards, Any], Any]:
     """Return a reader: a guarded fact for arguments, the tracer's own value for others."""
-    found = getattr(_T, name)
-    func = found if callable(found) else found.__get__
+    member = getattr(_T, name)
+    func = member if callable(member) else member.__get__
 
     def read(guards: TensorGuards, value: Any) -> Any:
         argument = guards.argument(value)

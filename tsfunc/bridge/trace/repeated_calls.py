@@ -125,11 +125,11 @@ class RepeatedCalls:
 
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of a function call that repeats an earlier one, or NotImplemented."""
-        found = self._key(func, args, kwargs, False)
-        known = None if found is None else self._known.get(found[0])
-        if found is None or known is None:
+        keyed = self._key(func, args, kwargs, False)
+        known = None if keyed is None else self._known.get(keyed[0])
+        if keyed is None or known is None:
             return NotImplemented
-        return self._repeat(known, found[1], False)
+        return self._repeat(known, keyed[1], False)
 
     def record_or_repeat(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any],
@@ -142,10 +142,10 @@ class RepeatedCalls:
             call: makes it, if it repeats no earlier one.
             dispatched: True in the dispatch handler, which is below autograd and autocast.
         """
-        found = self._key(func, args, kwargs, dispatched)
-        if found is None:
+        keyed = self._key(func, args, kwargs, dispatched)
+        if keyed is None:
             return call()
-        key, operands = found
+        key, operands = keyed
         if key in self._known:
             known = self._known[key]
             return call() if known is None else self._repeat(known, operands, dispatched)
@@ -290,10 +290,10 @@ def _with_operands(arg: Any, positions: Mapping[int, _Operand]) -> Any:
         IncompleteMetadataError: it is a tensor that the call does not have, or a symbolic number.
     """
     if isinstance(arg, torch.Tensor):
-        found = positions.get(id(arg))
-        if found is None:
+        position = positions.get(id(arg))
+        if position is None:
             raise IncompleteMetadataError
-        return found
+        return position
     if type(arg) is list or type(arg) is tuple:
         return type(arg)([_with_operands(item, positions) for item in arg])
     if type(arg) not in PLAIN:

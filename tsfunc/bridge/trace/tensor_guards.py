@@ -254,8 +254,8 @@ class TensorGuards:
             if not isinstance(outer, Tracer):
                 return None
             tracer, level = outer, outer.dispatch_level
-        found = self._arguments.get(id(tracer))
-        return None if found is None else found[1]
+        entry = self._arguments.get(id(tracer))
+        return None if entry is None else entry[1]
 
     def guard(self, argument: TracedArgument, fact: str) -> Any:
         """Return a property of an argument, and guard it."""
@@ -345,8 +345,8 @@ def guards_for_user_query(value: Any) -> TensorGuards | None:
     "package."""
     if not isinstance(value, Tracer):
         return None
-    found: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
-    return found if found is not None and value.dispatch_level.alive and is_user_query() else None
+    guards: TensorGuards | None = getattr(value.dispatch_level, "tensor_guards", None)
+    return guards if guards is not None and value.dispatch_level.alive and is_user_query() else None
 
 
 # Frames between a query and its handler, besides every ``__torch_function__``.

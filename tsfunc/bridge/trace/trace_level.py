@@ -258,11 +258,11 @@ def _name_of(target: Callable[..., Any]) -> str | None:
     """Return the name that torch.fx would give the first call of an overload; else None."""
     if not isinstance(target, OpOverload):
         return None
-    found = _names.get(id(target))
-    if found is None:
+    name = _names.get(id(target))
+    if name is None:
         operator_of(target)  # keeps the overload alive
-        found = _names[id(target)] = torch.fx.Graph().call_function(target).name
-    return found
+        name = _names[id(target)] = torch.fx.Graph().call_function(target).name
+    return name
 
 
 # Operators whose results share memory with an argument and are not views of it to autograd.
@@ -446,14 +446,14 @@ def record_call(
 def _register_symbols(results: Any, node: torch.fx.Node, level: TraceLevel, fresh: Any) -> None:
     """Register the nodes of data-dependent numbers in results: NOTE [sizes of data]."""
     node.meta["reads_data"] = True
-    found = results if isinstance(results, list | tuple) else [results]
-    values = [x.value if isinstance(x, TraceTracer) else x for x in found]
+    items = results if isinstance(results, list | tuple) else [results]
+    values = [x.value if isinstance(x, TraceTracer) else x for x in items]
     for symbol, i, dim in symbols_in(values, fresh):
         if dim is None:
             at = _item(node, i, level) if isinstance(results, list | tuple) else node
             level.symbols.register(symbol, at, at.name, values[i])
         else:
-            at = found[i].node
+            at = items[i].node
             level.symbols.register(
                 symbol, size_node(level.graph, at, dim), f"{at.name}.shape[{dim}]"
             )
@@ -491,14 +491,14 @@ def _items_traced(results: Any, node: torch.fx.Node, level: TraceLevel, tracks: 
     """Return several results, including nested lists, each traced as an item of the node."""
     if not isinstance(results, list | tuple):
         return results
-    found = []
+    recorded = []
     for i, item in enumerate(results):
         if isinstance(item, torch.Tensor):
             item = traced_as(item, _item(node, i, level), level, tracks)
         elif isinstance(item, list | tuple) and any(isinstance(x, torch.Tensor) for x in item):
             item = _items_traced(item, _item(node, i, level), level, tracks)
-        found.append(item)
-    return type(results)(found)
+        recorded.append(item)
+    return type(results)(recorded)
 
 
 def _item(node: torch.fx.Node, i: int, level: TraceLevel) -> torch.fx.Node:

@@ -174,10 +174,10 @@ def call_by_plan(
         if dims is None:
             dims = dims_at_call(plan, kinds, values, len(args))
     if kwargs or plan.form is not None:
-        found = arguments_of(plan, values, len(args), kwargs)
-        if found is None:
+        arguments = arguments_of(plan, values, len(args), kwargs)
+        if arguments is None:
             return NotImplemented
-        values, kwargs = found
+        values, kwargs = arguments
     tls.state = level.outer
     try:
         if direct:
@@ -215,12 +215,12 @@ def _wrapped(
     plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> Any:
     """Wrap the results of a batching rule."""
-    found, dims = out
+    values, dims = out
     if plan.writes:
         return args[0]
-    if plan.operator is None or type(found) is _Tensor:
-        return wrap(found, dims, level, found.storage_offset() if plan.view else None)
-    made = rewrap(plan.operator, level, args, kwargs, found, dims)
+    if plan.operator is None or type(values) is _Tensor:
+        return wrap(values, dims, level, values.storage_offset() if plan.view else None)
+    made = rewrap(plan.operator, level, args, kwargs, values, dims)
     return made if plan.form is None else plan.form.result_of(made)
 
 
@@ -230,13 +230,13 @@ def _decomposed(
     """Run a decomposition on the tracers of a level, with other tensors lifted to the level."""
     form = plan.form
     assert form is not None
-    found = form.arguments(args, kwargs)
-    if found is None or not level.batch_size or tls.state.remap_args is not None:
+    arguments = form.arguments(args, kwargs)
+    if arguments is None or not level.batch_size or tls.state.remap_args is not None:
         return NotImplemented
     try:
         with level.at_own_level(), lifting_factories(level):
-            lifted = [lift_where(arg, level, is_outside) for arg in found[0]]
-            return form.result_of(plan.function(*lifted, **found[1]))
+            lifted = [lift_where(arg, level, is_outside) for arg in arguments[0]]
+            return form.result_of(plan.function(*lifted, **arguments[1]))
     except BatchChanged:
         return NotImplemented
 

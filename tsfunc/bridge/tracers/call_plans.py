@@ -520,8 +520,8 @@ def _operator_plan(
 
 def _shifts(rule: Rule, kinds: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the changes that a rule declares, if the batch dims of all tracers are the first."""
-    found = shifts_of(rule)
-    return None if found is None or any(map(_is_moved, kinds)) else found
+    shifts = shifts_of(rule)
+    return None if shifts is None or any(map(_is_moved, kinds)) else shifts
 
 
 def _is_moved(kind: Any) -> bool:

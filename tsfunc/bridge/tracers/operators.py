@@ -369,9 +369,9 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
     name = overload._schema.name.removeprefix("aten::")
     if overload.namespace == "aten" and name not in _OVERLOAD_ONLY:
         for owner in (torch, torch.nn.functional):
-            found = getattr(owner, name, None)
-            if isinstance(found, type(torch.sin)):
-                return found, _argument_position(overload, "reduction")
+            function = getattr(owner, name, None)
+            if isinstance(function, type(torch.sin)):
+                return function, _argument_position(overload, "reduction")
     return None, None
 
 

@@ -173,12 +173,12 @@ def record(
     dims = plan.dims if plan.dims is not None else dims_at_call(plan, kinds, args, len(args))
     try:
         with without_autograd(), recorder, _Properties():
-            found = plan.rule(plan.target, level, dims, args, kwargs)
+            result = plan.rule(plan.target, level, dims, args, kwargs)
     except Exception:
         return None  # the rule itself raises the user's error
-    if found is NotImplemented:
+    if result is NotImplemented:
         return None
-    out, out_dims = found
+    out, out_dims = result
     if not _has_tensors_only(out):
         return None
     single = len(plan.operator.overload._schema.returns) == 1

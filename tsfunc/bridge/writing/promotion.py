@@ -116,14 +116,14 @@ def aliases_of(subject: torch.Tensor, level: TracerLevel) -> TensorAliases:
 def _connected(subject: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     """Return the tensors that overlap the subject, directly or through other tensors."""
     rest = [(tensor, _Extent(tensor)) for tensor in tensors if tensor is not subject]
-    found, news = [subject], [_Extent(subject)]
+    near_tensors, news = [subject], [_Extent(subject)]
     while news and rest:
         position = news.pop()
         near = [position.overlaps(other) for _, other in rest]
-        found += [tensor for (tensor, _), is_near in zip(rest, near, strict=True) if is_near]
+        near_tensors += [tensor for (tensor, _), is_near in zip(rest, near, strict=True) if is_near]
         news += [other for (_, other), is_near in zip(rest, near, strict=True) if is_near]
         rest = [pair for pair, is_near in zip(rest, near, strict=True) if not is_near]
-    return found
+    return near_tensors
 
 
 def _values(tensor: Any) -> Iterator[Any]:
@@ -246,11 +246,11 @@ class _Extent:
         """Return a boolean mask of the bytes of a range that belong to the tensor."""
         width = self.dtype.itemsize
         with without_factory_keys():
-            found = torch.zeros(end - first, dtype=torch.bool)
+            covered = torch.zeros(end - first, dtype=torch.bool)
             size = [*map(hint_of, self.size), width]
             stride = [hint_of(step) * width for step in self.stride]
-            found.as_strided(size, [*stride, 1], hint_of(self.offset) * width - first).fill_(True)
-        return found
+            covered.as_strided(size, [*stride, 1], hint_of(self.offset) * width - first).fill_(True)
+        return covered
 
 
 def hint_of(size: Any) -> int:

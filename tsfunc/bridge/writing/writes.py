@@ -317,15 +317,15 @@ def _running(func: Any, args: Sequence[Any]) -> Sequence[Any]:
 
 def _writers() -> set[Callable[..., Any]]:
     """Return the C functions and methods that write to their first argument."""
-    found = set()
+    functions = set()
     for owner in (torch.Tensor, torch, torch._C._nn):
         for name in dir(owner):
             inplace = name.endswith("_") and not name.endswith("__") and name != "set_"
             if inplace and hasattr(torch.ops.aten, name):
-                found.add(getattr(owner, name))
+                functions.add(getattr(owner, name))
     for name in "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split():
-        found.add(getattr(torch.Tensor, f"__i{name}__"))
-    return found
+        functions.add(getattr(torch.Tensor, f"__i{name}__"))
+    return functions
 
 
 def _is_of_the_level(kinds: Sequence[Any]) -> bool:

@@ -426,14 +426,14 @@ def _narrow(graph: torch.fx.Graph, node: torch.fx.Node, op: ControlFlow) -> None
     for user in list(node.users):
         if not user.users:
             graph.erase_node(user)
-    found = op.narrowed(len(node.args), {user.args[1] for user in node.users})  # type: ignore[misc]
-    if found is None:
+    narrowed = op.narrowed(len(node.args), {user.args[1] for user in node.users})  # type: ignore[misc]
+    if narrowed is None:
         return
     with graph.inserting_before(node):
-        new = graph.call_function(found.op, tuple(node.args[i] for i in found.operands))
+        new = graph.call_function(narrowed.op, tuple(node.args[i] for i in narrowed.operands))
     new.meta = dict(node.meta)
     for user in list(node.users):
-        user.args = (new, found.results.index(user.args[1]))
+        user.args = (new, narrowed.results.index(user.args[1]))
     graph.erase_node(node)
 
 
