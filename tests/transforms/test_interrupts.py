@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import tsfunc
 from tests.dispatch.helpers import on_another_thread
@@ -324,6 +325,18 @@ def test_inside_of_modes_and_hooks_that_stay(name: str) -> None:
             interrupted(f, at)
             assert observed() == before, at
         torch.testing.assert_close(f(X), want)
+
+
+def test_inside_of_a_mode_that_enters_itself_again() -> None:
+    """FlopCounterMode does so in its handler, and keeps a flag for each time."""
+    f = tsfunc.vmap(lambda x: x.sin() @ x)
+    f(X)
+    with FlopCounterMode(display=False), raising_after(-1) as count:
+        f(X)
+    for at in range(1, count[0], 2):
+        with FlopCounterMode(display=False):
+            interrupted(f, at)
+        assert not _python_dispatch.is_in_torch_dispatch_mode(), at
 
 
 def test_contexts_of_torch_that_the_function_enters() -> None:

@@ -16,6 +16,7 @@ lengths of torch's mode stacks, and the functions that pop, push and list modes;
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,15 +126,28 @@ def _restore_stack(
         push(mode)
 
 
-def _dispatch_modes() -> tuple[Sequence[Any], Sequence[bool]]:
-    """Return the stack of dispatch modes, and torch's flags about it."""
+_Modes = tuple[Sequence[Any], Sequence[bool], Sequence[tuple[deque[bool], int]]]
+
+
+def _dispatch_modes() -> _Modes:
+    """Return the stack of dispatch modes, and what torch keeps about it in Python."""
     flags = vars(_python_dispatch)
     stack = _python_dispatch._get_current_dispatch_mode_stack()
-    return stack, [flags[name] for name in _FLAGS]
+    kept = [(x, len(x)) for mode in stack for x in _former_flags(mode)]
+    return stack, [flags[name] for name in _FLAGS], kept
 
 
-def _restore_dispatch_modes(before: tuple[Sequence[Any], Sequence[bool]] | None) -> None:
-    modes, flags = before or ((), [False] * len(_FLAGS))
+def _former_flags(mode: Any) -> list[deque[bool]]:
+    """Return the stacks in which an active mode keeps the flags from before each of its blocks."""
+    own: dict[str, Any] = getattr(mode, "__dict__", {})
+    return [value for name, value in own.items() if name.endswith("dispatch_mode_flags")]
+
+
+def _restore_dispatch_modes(before: _Modes | None) -> None:
+    modes, flags, kept = before or ((), [False] * len(_FLAGS), ())
+    for former, length in kept:  # a mode that enters itself again in its own handler
+        while len(former) > length:
+            former.pop()
     _restore_stack(
         modes,
         _python_dispatch._get_current_dispatch_mode_stack,
