@@ -185,6 +185,19 @@ def test_circumstances_do_not_change_results(circumstance: str) -> None:
     assert verdict.kind == running.OK, verdict.detail
 
 
+def test_a_printed_test_compares_the_gradients_of_a_call(tmp_path: Path) -> None:
+    program = program_of("v1 = c0 * x0.sin()", result="v1", tower=[mapped(-1)], calls=(0, 1))
+    program = program.with_(captured=(("c0", Leaf((2, 3))),), circumstances=("flops", "gradients"))
+    text = as_test(program, running.Verdict(running.WRONG, "numbers"))
+    path = tmp_path / "test_printed.py"
+    path.write_text(text)
+    assert "circumstance 'flops'" in text
+    runpy.run_path(str(path))["test_found"]()
+    path.write_text(text.replace("program = f1", "program = lambda x: f1(x.detach())"))
+    with pytest.raises(AssertionError):
+        runpy.run_path(str(path))["test_found"]()
+
+
 def test_programs_that_write_into_captured_tensors_are_not_drawn() -> None:
     draw = Draw(random.Random(0), [1, 2, 3, 4])
     draw.env["c0"] = torch.ones(1, 1, dtype=torch.float64)

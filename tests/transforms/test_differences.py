@@ -173,3 +173,18 @@ def test_contiguous_copies_for_a_batch_between_dims_and_reshape_does_not() -> No
     for alias in aliases:
         want = torch.stack([written(e.contiguous(), alias) for e in x.unbind(2)])
         same(tsfunc.vmap(functools.partial(written, alias=alias), in_dims=2)(x), want)
+
+
+@pytest.mark.parametrize("outer", ["jacrev", "jacfwd"])
+@pytest.mark.parametrize("inner", ["jacrev", "jacfwd"])
+def test_second_derivatives_of_layer_norm(outer: str, inner: str) -> None:
+    values = torch.randn(20, dtype=torch.float64)
+
+    def loss(values: Tensor) -> Tensor:
+        x, weight, bias = values[:12].view(3, 4), values[12:16], values[16:]
+        return torch.nn.functional.layer_norm(x, (4,), weight, bias).pow(3).sum()
+
+    want = torch.autograd.functional.hessian(loss, values)
+    same(getattr(tsfunc, outer)(getattr(tsfunc, inner)(loss))(values), want)
+    wrong = getattr(torch.func, outer)(getattr(torch.func, inner)(loss))(values)
+    assert not torch.allclose(wrong, want, atol=1e-3)

@@ -480,6 +480,49 @@ def test_copysign_of_a_number_where_nothing_is_mapped() -> None:
         torch.testing.assert_close(found, same.expand(3, *x.shape), check_dtype=False)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (5, 0, 0)])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_nested_derivatives_of_softmax_of_empty_tensors(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float32)
+
+    def tangent(x: Tensor) -> Tensor:
+        f = functools.partial(getattr(torch, name), dim=1, dtype=torch.float64)
+        return tsfunc.jvp(f, (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
+
+    out, pullback = tsfunc.vjp(tangent, x)
+    assert out.shape == shape and out.dtype == torch.float64
+    assert pullback(out)[0].shape == shape
+
+
+def _pulled(api: Any, f: Scalar, x: Tensor) -> Any:
+    """Return a function for the gradient of f with fixed cotangents, none of them zero."""
+    cotangent = (torch.linspace(-1.0, 2.0, x.numel(), dtype=X.dtype) + 0.1).to(x.dtype)
+    return lambda x: api.vjp(f, x)[1](cotangent)[0]
+
+
+@pytest.mark.parametrize("gap", [0.0, 30.0, 1e4])
+@pytest.mark.parametrize("transform", [tsfunc.jacfwd, tsfunc.jacrev])
+def test_second_derivatives_of_logcumsumexp_of_values_far_apart(gap: float, transform: Any) -> None:
+    """As torch.func's, which are right if no cotangent is zero."""
+    x = torch.cat([X[0, :1, 0] + gap, X[0, 1:, 0]])
+
+    def scan(x: Tensor) -> Tensor:
+        return torch.logcumsumexp(x, 0)
+
+    want = torch.func.jacrev(_pulled(torch.func, scan, x))(x)
+    torch.testing.assert_close(transform(_pulled(tsfunc, scan, x))(x), want, rtol=1e-8, atol=1e-8)
+
+
+def test_second_derivatives_of_logcumsumexp_of_complex_numbers() -> None:
+    x = X[0, :, 0]
+    z, tangent = torch.complex(x, x.sin()), torch.complex(x.cos(), x.sin())
+    got, want = (
+        tsfunc.jvp(_pulled(tsfunc, f, z), (z,), (tangent,))[1]
+        for f in (lambda z: torch.logcumsumexp(z, 0), lambda z: z.exp().cumsum(0).log())
+    )
+    torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-8)
+
+
 def test_hessians_of_logcumsumexp_with_zero_cotangents() -> None:
     """The rows of a Jacobian have zeros, for which torch's second derivative is wrong."""
 

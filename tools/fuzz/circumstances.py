@@ -78,15 +78,23 @@ CONTEXTS: Mapping[str, Any] = {
 KINDS = (GRADIENTS, GRADIENTS, GRADIENTS, FLOAT32, OTHERS, OTHERS, *CONTEXTS)
 
 
-def draw_circumstances(rng: random.Random, calls: int, frozen: bool) -> tuple[str, ...]:
+def draw_circumstances(
+    rng: random.Random, calls: int, frozen: bool, modules: bool
+) -> tuple[str, ...]:
     """Draw the circumstance of each call of a program.
 
     Args:
         rng: the source of the draws.
         calls: the number of calls.
         frozen: True if captured tensors are constants of the program.
+        modules: True if the program calls a module. FlopCounterMode has hooks on the inputs of
+            modules, and torch refuses these in ``autograd.grad``, also in torch.func.
     """
-    kinds = [kind for kind in KINDS if not frozen or kind in CONTEXTS]
+    kinds = [
+        kind
+        for kind in KINDS
+        if (not frozen or kind in CONTEXTS) and not (modules and kind == "flops")
+    ]
     some = rng.sample(kinds, 2)
     return tuple(rng.choice((PLAIN, PLAIN, *some)) for _ in range(calls))
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tools.fuzz import reference
+from tools.fuzz.circumstances import GRADIENTS
 from tools.fuzz.program import Program, call_text, source
 from tools.fuzz.running import WRONG, Verdict, results
 
@@ -70,7 +71,13 @@ def as_test(program: Program, verdict: Verdict, name: str = "found") -> str:
         "    torch.manual_seed(0)",
     ]
     for call, value in enumerate(expected):
-        lines.append(f"    same({call_text(program, call)}, {literal(value)})")
+        around, function = program.circumstance(call), "program"
+        if around == GRADIENTS:
+            captured = ", ".join(name for name, _ in program.captured)
+            function = f"(lambda *args: with_gradients(program, [{captured}], *args))"
+        elif around:
+            lines.append(f"    # with the circumstance {around!r}: tools/fuzz/circumstances.py")
+        lines.append(f"    same({call_text(program, call, function)}, {literal(value)})")
     lines += ["", 'if __name__ == "__main__":', f"    test_{name}()"]
     text = "\n".join(lines) + "\n"
     return (

@@ -78,7 +78,8 @@ def _surrounded(rng: random.Random, program: Program) -> Program:
     """Return the program with circumstances of its calls, as far as the reference has a result."""
     options = {option for step in program.tower for option in step.options}
     frozen = ("closure", '"freeze"') in options
-    drawn = draw_circumstances(rng, len(program.calls), frozen)
+    modules = any(step.kind == "functional_call" for step in program.tower)
+    drawn = draw_circumstances(rng, len(program.calls), frozen, modules)
     for kind in CHANGES & set(drawn):
         calls = [i for i, own in enumerate(drawn) if own == kind]
         some = program.with_(

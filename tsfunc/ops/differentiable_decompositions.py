@@ -62,27 +62,26 @@ def _below_maximum(x: Tensor, dims: Any) -> tuple[Tensor, Tensor]:
     return x - most, most
 
 
-def softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+def softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
     """``aten::_softmax``; ``to_float`` takes half precision to single precision."""
     if not x.numel():
-        return NotImplemented
+        return in_accumulation_dtype(x).clone() if to_float else x.clone()
     weights = _below_maximum(in_accumulation_dtype(x), dim)[0].exp()
     out = weights / weights.sum(dim, keepdim=True)
     return out if to_float else out.to(x.dtype)
 
 
-def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """``aten::_safe_softmax``: zeros where all elements are negative infinity."""
     x = x if dtype is None else x.to(dtype)
     empty = (x == float("-inf")).all(dim, keepdim=True)
-    out = softmax(x.masked_fill(empty, 0.0), dim, False)
-    return out if out is NotImplemented else out.masked_fill(empty, 0.0)
+    return softmax(x.masked_fill(empty, 0.0), dim, False).masked_fill(empty, 0.0)
 
 
-def log_softmax(x: Tensor, dim: int, to_float: bool) -> Any:
+def log_softmax(x: Tensor, dim: int, to_float: bool) -> Tensor:
     """``aten::_log_softmax``."""
     if not x.numel():
-        return NotImplemented
+        return in_accumulation_dtype(x).clone() if to_float else x.clone()
     below = _below_maximum(in_accumulation_dtype(x), dim)[0]
     out = below - below.exp().sum(dim, keepdim=True).log()
     return out if to_float else out.to(x.dtype)
@@ -141,9 +140,16 @@ def cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return _prefix_combine(x, dim, torch.mul)
 
 
-def logcumsumexp(x: Tensor, dim: int) -> Tensor:
-    """``aten::logcumsumexp``."""
-    return _prefix_combine(x, dim, torch.logaddexp)
+def logcumsumexp(x: Tensor, dim: int) -> Any:
+    """``aten::logcumsumexp``.
+
+    Not by ``torch.logaddexp``, whose second derivative is NaN where its operands are far apart.
+    """
+    if not x.numel():
+        return NotImplemented
+    wide = in_accumulation_dtype(x)
+    out = _prefix_combine(wide, dim, lambda a, b: logsumexp(torch.stack((a, b)), [0]))
+    return out.to(x.dtype)
 
 
 def native_batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:

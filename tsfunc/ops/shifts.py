@@ -2,7 +2,8 @@
 
 Most rules of views, reductions and scans call the operator once, with each dim shifted past the
 batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this
-can be run as data: compiled handlers shift the arguments themselves (``call_plans``). The
+can be run as data: compiled handlers shift the arguments themselves (``call_plans``), those of the
+operator and those of a Python function whose arguments have the same positions. The
 declaration holds for calls in which the batch dim of every tensor is the first, every tensor is
 batched, and all have the same rank, with at least one logical dim; the rule serves all other calls,
 and those that raise.

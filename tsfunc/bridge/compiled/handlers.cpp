@@ -8,7 +8,8 @@
 //
 // NOTE [compiled handlers]
 // - The function handler is the class method __torch_function__ of BatchTracer. It calls pointwise
-//   functions on the values. Other functions it leaves to torch, and their operators come back to
+//   functions on the values, and functions whose arguments can be shifted past a first batch dim
+//   (plans.h). Other functions it leaves to torch, and their operators come back to
 // - the dispatch handler, a boxed kernel on torch's dispatch key Python, registered for one operator
 //   at a time, when the operator's row is first looked up. Other tensor subclasses and dispatch modes
 //   that meet an operator with such a kernel are served by Python as before. Rules in Python run in

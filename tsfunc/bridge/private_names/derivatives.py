@@ -15,7 +15,8 @@ from tsfunc.bridge.private_names.entries import Risk, entry, expect
     "Nodes of autograd",
     """torch._C._current_autograd_node torch._C._current_graph_task_id
     torch._C._autograd._get_sequence_nr torch.autograd.Variable._execution_engine
-    Node._sequence_nr Tensor._backward_hooks Tensor._post_accumulate_grad_hooks""",
+    Node._sequence_nr Tensor._backward_hooks Tensor._post_accumulate_grad_hooks
+    torch.Tensor._backward_hooks""",
     use="explain and programs find the forward call of an operator of a backward pass; a level "
     "knows that a backward pass runs; gradients are computed without torch.autograd.grad's checks; "
     "one table of hooks serves all inputs of gradients.",
