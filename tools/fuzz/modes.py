@@ -28,7 +28,8 @@ _SLOW = 1.0  # CPU seconds; a slower program is not repeated in threads
 def run_threads(programs: tuple[Program, ...]) -> Verdict:
     """Run programs in threads at once; those that are right and fast alone must be right there."""
     good: list[tuple[Program, list[Any]]] = []
-    for program in programs:
+    for drawn in programs:
+        program = drawn.with_(circumstances=())  # some of them hold for all threads
         begin = time.process_time()
         if running.run(program).kind == OK and time.process_time() - begin < _SLOW:
             with warnings.catch_warnings():
@@ -59,7 +60,12 @@ def run_threads(programs: tuple[Program, ...]) -> Verdict:
 
 
 def run_interrupted(program: Program) -> Verdict:
-    """Interrupt a program at random times; the thread must be whole, and the program right."""
+    """Interrupt a program at random times; the thread must be whole, and the program right.
+
+    The calls have no circumstances: an interrupt in a context manager of the caller's own, as they
+    are, leaves what that context manager changed.
+    """
+    program = program.with_(circumstances=())
     verdict = running.run(program)
     if verdict.kind != OK:
         return Verdict(SKIPPED, "not right alone")

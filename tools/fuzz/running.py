@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import tsfunc
@@ -206,6 +207,7 @@ def thread_state() -> tuple[Any, ...]:
         torch._C._is_fwd_grad_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
+        forward_ad._current_level,
     )
 
 
