@@ -39,6 +39,7 @@ def run_threads(programs: tuple[Program, ...]) -> Verdict:
     if not good:
         return Verdict(SKIPPED, "no program is right and fast alone")
     verdicts: list[Verdict] = []
+    whole = running.process_state()
     start = threading.Barrier(THREADS)
 
     def work(number: int) -> None:
@@ -56,6 +57,8 @@ def run_threads(programs: tuple[Program, ...]) -> Verdict:
             thread.start()
         for thread in threads:
             thread.join()
+    if not verdicts and (now := running.process_state()) != whole:
+        return Verdict(BROKEN, "process state after threads", f"{whole} became {now}")
     return verdicts[0] if verdicts else Verdict(OK)
 
 
@@ -69,7 +72,7 @@ def run_interrupted(program: Program) -> Verdict:
     verdict = running.run(program)
     if verdict.kind != OK:
         return Verdict(SKIPPED, "not right alone")
-    whole = running.thread_state()
+    whole = running.process_state()
     rng = random.Random(program.seed)
     begin = time.monotonic()
     _interrupted(program, _NEVER)
@@ -80,7 +83,7 @@ def run_interrupted(program: Program) -> Verdict:
     try:
         for _ in range(INTERRUPTS):
             met += _interrupted(program, rng.random() * took + 1e-5)
-            now = running.thread_state()
+            now = running.process_state()
             if now != whole:
                 return Verdict(
                     BROKEN, "thread state after an interrupt", f"{whole} became {now}", met

@@ -166,7 +166,10 @@ def run(program: Program) -> Verdict:
             return Verdict(SKIPPED, "the reference refuses", f"{type(error).__name__}: {error}")
         if not all(_finite(value) for value in expected):
             return Verdict(SKIPPED, "not finite")
+        whole = process_state()
         verdict = compared(program, expected)
+        if verdict.kind != BROKEN and (now := process_state()) != whole:
+            return Verdict(BROKEN, "process state", f"{whole} became {now}; {verdict.detail}")
         if verdict.kind == WRONG and not _well_conditioned(program, expected):
             return Verdict(SKIPPED, "ill conditioned", verdict.detail)
     return verdict
@@ -207,8 +210,15 @@ def thread_state() -> tuple[Any, ...]:
         torch._C._is_fwd_grad_enabled(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
-        forward_ad._current_level,
     )
+
+
+def process_state() -> tuple[Any, ...]:
+    """Return the state of the thread, and what belongs to all threads: torch's dual level.
+
+    Other threads must be outside of jvps.
+    """
+    return (*thread_state(), forward_ad._current_level)
 
 
 def cause_of(error: BaseException) -> str:
