@@ -35,6 +35,7 @@ OTHERS: dict[str, Call] = {
     "aten::stack": ([[torch.randn(2, 3), torch.randn(2, 3)], 1], {}),
     "aten::select_backward": ([torch.randn(3), [2, 3], 0, 1], {}),
     "aten::roll": ([torch.randn(3, 4), [2, 1], [-1, 0]], {}),
+    "aten::ones_like": ([torch.randn(3, 4)], {}),
     "aten::norm.ScalarOpt_dim": ([torch.randn(3, 4), 2, [0]], {}),
     "aten::norm.ScalarOpt_dim_dtype": ([torch.randn(3, 4), 1, [0], True], {"dtype": torch.float64}),
     "aten::expand": ([torch.randn(3, 1), [3, 4]], {}),
