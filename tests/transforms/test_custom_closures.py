@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tsfunc import (
     cond,
@@ -22,6 +22,7 @@ from tsfunc import (
     stop_gradient,
     vmap,
 )
+from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.custom_derivatives import closure_convert, custom_gradient
 
 X = torch.linspace(-1, 2, 4, dtype=torch.float64)
@@ -338,3 +339,37 @@ def test_rules_read_attributes_of_objects(kind: Any, read: Callable[[Any], Tenso
     torch.testing.assert_close(vmap(value)(X), X)
     with pytest.raises(errors.UndefinedDerivativeError, match="depends on a tensor"):
         grad(value)(X[0])
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.rest = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.first(x)
+        for layer in self.rest:
+            out = out + layer(x)
+        return out
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "alone": lambda: nn.Linear(2, 2),
+    "in layers of torch": lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))),
+    "in layers of the user": _Layers,
+    "in a dict": lambda: nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2))}),
+    "compiled": lambda: torch.jit.trace(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.")
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_of_inner_modules_are_closed_over(name: str) -> None:
+    module = LAYERS[name]()
+    functions = [module, lambda x: module(x), functools.partial(module)]
+    if not isinstance(module, torch.jit.ScriptModule):  # its methods do not tell their module
+        functions.append(module.forward)
+    for f in functions:
+        found = {id(x) for x in consts_of([f])}
+        assert found == {id(x) for x in module.parameters()}

@@ -16,7 +16,8 @@ The parameters and buffers of a module are told apart from other tensors, becaus
 
 A search for the tensors that code reads (``only_named``) is made at every call of a function with
 custom rules, and must not depend on the size of the user's data. It follows only those attributes
-of an object that some code names, and nothing that a tensor holds.
+of an object that some code names, and nothing that a tensor holds. A module reaches its parameters,
+buffers and submodules without a name.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Reachable:
                 self._unnamed.setdefault(name, []).append(value)
 
     def _of_entries(self, module: torch.nn.Module) -> Iterator[Any]:
-        """Note the entries of a module; yield what their tensors hold."""
+        """Note the entries of a module; yield its submodules and what its tensors hold."""
+        yield vars(module).get("_modules")  # the code of ``nn.Module`` reads it, which is not read
         for kind in ("_parameters", "_buffers"):
             entries = vars(module).get(kind)
             if type(entries) is dict:
@@ -148,9 +150,8 @@ class Reachable:
                 for name, tensor in entries.items():
                     if isinstance(tensor, torch.Tensor):
                         self.entries.append(ModuleEntry(module, kind, name, tensor))
-                        if not self._only_named and not isinstance(
-                            tensor, Tracer
-                        ):  # what it wraps is the entry's too
+                        # What a tracer wraps is the entry's too.
+                        if not self._only_named and not isinstance(tensor, Tracer):
                             yield from _of_tensor(tensor)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Any]:
@@ -247,8 +248,8 @@ def _contents_of(value: Any, kind: type) -> Iterable[Any]:
 
 def _attributes_of(value: Any) -> Mapping[str, Any]:
     """Return the attributes in an object's ``__dict__``; none for an object without one."""
-    if isinstance(value, functools.partial):
-        return {}  # its function and arguments are not among them
+    if isinstance(value, (functools.partial, torch.jit.ScriptModule)):
+        return {}  # its arguments, or its parameters, are not among them
     with suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")
         return attributes if isinstance(attributes, dict) else {}
