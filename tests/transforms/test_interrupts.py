@@ -427,6 +427,15 @@ def test_an_interrupt_while_another_thread_traces() -> None:
         check_that_it_works(f, want)
 
 
+@pytest.fixture
+def ctrl_c_raises() -> Iterator[None]:
+    """Python ignores SIGINT in a process that a shell runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_raises")
 def test_ctrl_c_waits_for_the_end_of_an_import() -> None:
     """A module that is imported halfway may never be imported again."""
     done = []
