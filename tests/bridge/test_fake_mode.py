@@ -260,3 +260,24 @@ def test_small_tensors_have_memory_under_a_mode_of_torch() -> None:
     with FakeTensorMode():
         found = scaled_down(torch.ops.aten.sum.dim_IntList, (x, [0]), {})
     assert tuple(found.shape) == (3,)
+
+
+class _Interrupt(BaseException):
+    pass
+
+
+def test_an_interrupt_of_the_mode_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mode enters itself again, and the interrupt comes before it leaves itself."""
+    mode = LazyFakeMode()
+    with mode:
+        x = torch.ones(3)
+
+        def interrupted(self: FakeTensorMode, *_: Any) -> Any:
+            self.__enter__()
+            raise _Interrupt
+
+        monkeypatch.setattr(FakeTensorMode, "dispatch", interrupted)
+        with pytest.raises(_Interrupt):
+            x.sin()
+        monkeypatch.undo()
+        assert x.sin().shape == (3,)

@@ -116,7 +116,7 @@ def _torch_function() -> None:
     """torch._C._len_torch_function_stack torch._C._pop_torch_function_stack
     torch._C._push_on_torch_function_stack torch._C._len_torch_dispatch_stack
     torch._C._pop_torch_dispatch_stack torch._C._push_on_torch_dispatch_stack
-    torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey
+    torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey torch._C._unset_dispatch_mode
     torch._ops._get_dispatch_mode_pre_dispatch
     torch.utils._python_dispatch.TorchDispatchMode
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
@@ -142,6 +142,7 @@ def _modes() -> None:
         C._push_on_torch_dispatch_stack(mode)
     expect(C._get_dispatch_mode(C._TorchDispatchModeKey.FAKE) is None, "no fake tensor mode")
     expect(C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is None, "no proxy mode")
+    expect(C._unset_dispatch_mode(C._TorchDispatchModeKey.PROXY) is None, "no proxy mode")
     proxy: Any = C._TorchDispatchModeKey.PROXY
     expect(torch._ops._get_dispatch_mode_pre_dispatch(proxy) is None, "no proxy mode")
     depth = C._len_torch_function_stack()
