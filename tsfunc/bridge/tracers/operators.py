@@ -249,12 +249,12 @@ _FACTORY_ATTRIBUTES = ("dtype", "device")
 _ALSO_MADE = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
 
-@functools.cache
 def runs_in_cpp(function: Any) -> bool:
     """Return True for an overload of an operator of torch's own, whose kernels are C++."""
     return isinstance(function, OpOverload) and function.namespace == "aten"
 
 
+@functools.cache
 def functional_form(overload: OpOverload) -> tuple[OpOverload, Sequence[str]] | None:
     """Return the functional overload of one that writes to ``out=`` or in place, or None.
 
