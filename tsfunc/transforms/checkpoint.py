@@ -162,7 +162,20 @@ def run(
     return torch_checkpoint(flat, *states, *tensors, use_reentrant=False, **options)
 
 
-class CheckpointCall(ControlFlowOperator):
+class RecomputedCall(ControlFlowOperator):
+    """The body of a checkpoint as an operator."""
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        return self.bodies[0](*operands)
+
+    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
+        return writer.inline(self.bodies[0], operands)
+
+    def expanded(self) -> Body:
+        return self.bodies[0]
+
+
+class CheckpointCall(RecomputedCall):
     """A checkpoint in a program; its operands are the values that the body uses."""
 
     def __init__(self, body: Body, policy: Policy, preserve: bool) -> None:
@@ -180,28 +193,9 @@ class CheckpointCall(ControlFlowOperator):
     ) -> list[Axes]:
         return through(self.bodies[0], operands)
 
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        return writer.inline(self.bodies[0], operands)
-
-    def expanded(self) -> Body:
-        return self.bodies[0]
-
     def pullback(self, count: int, by: Sequence[int], of: Sequence[int]) -> ControlFlow:
         """Run the body and pull back through it at once: no values need to be kept in between."""
         return RecomputedCall(self.name, self.bodies).pullback(count, by, of)
-
-
-class RecomputedCall(ControlFlowOperator):
-    """The body of a checkpoint as an operator."""
-
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        return self.bodies[0](*operands)
-
-    def in_torch(self, writer: Writer, operands: Sequence[Any]) -> list[torch.fx.Node]:
-        return writer.inline(self.bodies[0], operands)
-
-    def expanded(self) -> Body:
-        return self.bodies[0]
 
 
 def _record(

@@ -31,8 +31,7 @@ PyObject* plans_of(PyObject* func, PyObject* kwnames, PyObject** op) {
     return plans;
   }
   *op = operator_of(func);
-  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) || writes_other(*op) ||
-      c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView))
+  if (*op == nullptr || !is_set(slot(*op, slots.direct_rule)) || writes_other(*op))
     return nullptr;
   for (Py_ssize_t i = 0; kwnames != nullptr && i < PyTuple_GET_SIZE(kwnames); ++i)
     if (PySet_Contains(slot(*op, slots.keywords), PyTuple_GET_ITEM(kwnames, i)) != 1) return nullptr;

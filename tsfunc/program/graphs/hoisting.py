@@ -53,6 +53,7 @@ from tsfunc.program.passes.effects import (
     communicates,
     declares_sharing,
     is_pure,
+    is_view,
     writes,
     written,
 )
@@ -156,7 +157,7 @@ def _divided(
     }
     hoisted = _hoisted(graph, sources, aliases)
     results = [node for node in graph.nodes if node in hoisted and not hoisted >= set(node.users)]
-    if all(map(_is_view, hoisted)):
+    if all(node.target is operator.getitem or is_view(node) for node in hoisted):
         return None  # views cost less than a look at the counts of their tensors
     needed = {each for node in hoisted for each in node.all_input_nodes} - hoisted
     read = [index for node, index in indices.items() if node in needed]
@@ -237,11 +238,6 @@ def _may_be_hoisted(node: torch.fx.Node, aliases: Aliases) -> bool:
         and not node.meta.get("reads_data")
         and op.overload.overloadpacket.__name__ not in UNDEFINED
     )
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    op = node.meta.get("op")
-    return node.target is operator.getitem or (isinstance(op, TorchOperator) and op.is_view)
 
 
 def _sharing(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -85,6 +85,12 @@ def communicates(node: torch.fx.Node) -> bool:
     return namespace in ("tsfunc_mesh", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
+def is_view(node: torch.fx.Node) -> bool:
+    """Return True if a node calls an operator that returns a view."""
+    op = node.meta.get("op")
+    return isinstance(op, TorchOperator) and op.is_view
+
+
 # --- aliases among the values of a graph, the values that are written to, and those that escape
 
 

@@ -39,6 +39,7 @@ from tsfunc.program.passes.effects import (
     every_node,
     is_pure,
     is_random,
+    is_view,
     writes,
     written,
 )
@@ -523,7 +524,7 @@ def simplify(
     if verification_is_on():
         verify(graph, lifted, f"{name} as traced")
     nodes = list(every_node(graph))
-    views, exchanges = any(map(_is_view, nodes)), any(map(communicates, nodes))
+    views, exchanges = any(map(is_view, nodes)), any(map(communicates, nodes))
     run(free_layouts)
     run(normalize_slice_ends)
     aliases = Aliases(graph)
@@ -542,11 +543,6 @@ def simplify(
     if exchanges:
         run(mark_exchanges)
     return constants
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    op = node.meta.get("op")
-    return isinstance(op, TorchOperator) and op.is_view
 
 
 def simplify_part(graph: torch.fx.Graph) -> None:
