@@ -41,7 +41,7 @@ def entries_of(section: str) -> list[str]:
 
 
 def lacks(doc: str, parameters: list[str], *, returns: bool, raises: bool) -> list[str]:
-    """What the docstring of a function or class with these parameters lacks."""
+    """Return the parts that the docstring of a function or class with these parameters lacks."""
     sections = sections_of(doc)
     missing = []
     entries = entries_of(sections.get("Args", ""))

@@ -220,8 +220,8 @@ class BatchTracer(Tracer):
         if not level.alive:
             value = f", value=\n{self.value!r}" if self.bdim is None else ""
             return f"BatchTracer(of {level.name}, which has ended{value})"
-        label = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
-        return f"BatchTracer(level {level.depth} of {level.name}, {label}, value=\n{self.value!r})"
+        dims = "the same for each example" if self.bdim is None else f"batch dim {self.bdim}"
+        return f"BatchTracer(level {level.depth} of {level.name}, {dims}, value=\n{self.value!r})"
 
 
 def outlived(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any] | None:

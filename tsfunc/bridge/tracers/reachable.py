@@ -150,7 +150,7 @@ class Reachable:
                 for name, tensor in entries.items():
                     if isinstance(tensor, torch.Tensor):
                         self.entries.append(ModuleEntry(module, kind, name, tensor))
-                        # What a tracer wraps is the entry's too.
+                        # The value inside of a tracer belongs to the entry too.
                         if not self._only_named and not isinstance(tensor, Tracer):
                             yield from _of_tensor(tensor)
 

@@ -176,18 +176,18 @@ def _refuse_leaf(target: torch.Tensor) -> None:
     """Raise torch's error for a write to a leaf; torch itself would not see the write."""
     base = target if target._base is None else target._base
     if torch.is_grad_enabled() and target.requires_grad and base.is_leaf:
-        label = "a leaf" if base is target else "a view of a leaf"
+        kind = "a leaf" if base is target else "a view of a leaf"
         raise RuntimeError(
-            f"{label} Variable that requires grad is being used in an in-place operation."
+            f"{kind} Variable that requires grad is being used in an in-place operation."
         )
 
 
 def _outside(name: str, target: torch.Tensor, level: TracerLevel, batched: bool, words: str) -> str:
-    label = DescribedTensor(target)
-    copy = f"{label.name or 'tensor'}.clone()"
+    tensor = DescribedTensor(target)
+    copy = f"{tensor.name or 'tensor'}.clone()"
     if not batched:
         return (
-            f"{level.name}: {name} writes a value that is differentiated into {label}, which was "
+            f"{level.name}: {name} writes a value that is differentiated into {tensor}, which was "
             f"made outside of it, so that its derivative would be lost. Write into one that is "
             f"made inside ({copy}), and return it."
         )
@@ -195,10 +195,10 @@ def _outside(name: str, target: torch.Tensor, level: TracerLevel, batched: bool,
         f"Write into one that is made inside ({copy}) and return it, or give each example its "
         f"own: map over it with in_dims."
     )
-    if label.module is not None:
-        ways = _MODULE_STATE.format(model=label.module)
+    if tensor.module is not None:
+        ways = _MODULE_STATE.format(model=tensor.module)
     return (
-        f"{level.name}: {name} writes values that differ between examples into {label}, which was "
+        f"{level.name}: {name} writes values that differ between examples into {tensor}, which was "
         f"made outside of the function and is not batched: there is one of it for all examples. "
         f"{ways} (In torch.func's words: {words})"
     )

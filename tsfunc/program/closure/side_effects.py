@@ -293,7 +293,7 @@ class TracedGenerators:
     """
 
     def __init__(self, label: str) -> None:
-        self._what = label
+        self._label = label
         self._before: dict[int, tuple[str, _State, Any]] = {}
         self._known: list[Any] = []  # keeps the objects alive, so that ids stay unique
         self._lines: dict[str, list[str]] = {}
@@ -346,7 +346,7 @@ class TracedGenerators:
             lines = [line for text in self._moved for line in self._lines.get(text, ())]
             where = f"Random numbers are used at {'; '.join(lines)}. " if lines else ""
             raise TypeCheckError(
-                f"{self._what}: the function draws from {' and '.join(self._moved)}, or seeds it, "
+                f"{self._label}: the function draws from {' and '.join(self._moved)}, or seeds it, "
                 f"and a program would repeat the numbers of its first call. {where}Draw numbers "
                 f"before the call and pass them, draw tensors (torch.rand), or seed before the "
                 f"call."

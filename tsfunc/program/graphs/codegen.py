@@ -272,7 +272,7 @@ def _keeps_state(graph: torch.fx.Graph) -> bool:
 
 
 def _is_plain(function: Any) -> bool:
-    """Return True for a function that is no Python code."""
+    """Return True for a function that does not run Python code."""
     return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 
 

@@ -150,7 +150,7 @@ class ControlFlowOperator(ControlFlow):
     def expanded(self) -> Callable[..., Sequence[Any]] | None:
         """Return a function of the operands that computes the same with other control flow.
 
-        A trace of it has no node of this operator. None if there is no such function.
+        A trace of it has no node of this operator. None if the operator can't be expanded.
         """
         return None
 
