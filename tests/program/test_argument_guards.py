@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc import load, specialize
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.torch_state import SETTINGS
+from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.calling.cache import differing
 from tsfunc.program.closure.guard_codegen import ClosureGuard, Guard
 from tsfunc.program.closure.read_guards import ReadGuards

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tsfunc import specialize
-from tsfunc.bridge.tracers.torch_state import SETTINGS
+from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.closure import read_guards
 from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
 from tsfunc.program.closure.read_guards import (

@@ -28,8 +28,8 @@ import tsfunc
 from tests.dispatch.helpers import on_another_thread
 from tsfunc._lazy import uninterrupted
 from tsfunc.bridge.grad import autograd
-from tsfunc.bridge.tracers.boundaries import outermost
-from tsfunc.dispatch import state, undoing
+from tsfunc.bridge.tracers.interrupts import open_blocks, outermost
+from tsfunc.dispatch import state
 from tsfunc.program.closure import instances
 
 X = torch.arange(1.0, 7.0).view(3, 2).sin()
@@ -163,7 +163,7 @@ def observed() -> dict[str, Any]:
         "collector": (gc.isenabled(), gc.get_threshold()),
         "warnings": (id(warnings.filters), warnings.showwarning),
         "watched classes": len(instances._watched),
-        "open blocks": undoing.open_blocks(),
+        "open blocks": open_blocks(),
         "parameters": [id(x) for x in LAYER.parameters()],
         "state": state.tls.state,
         "recording": outermost.recording,

@@ -131,7 +131,7 @@ def test_a_note_has_the_shapes_of_a_module_of_torch(call: Any) -> None:
 
 
 def test_layers_of_torch_hold_no_guards_in_their_frames() -> None:
-    """An error keeps the locals of these frames: NOTE [guards in frames] in ``torch_state``."""
+    """An error keeps the locals of these frames: NOTE [guards in frames] in ``interrupts``."""
     folder, functions = map(Path, MODULES)
     files = [functions, *folder.rglob("*.py")]
     assert len(files) > 20

@@ -21,9 +21,9 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.outside_tensors import Lifting
-from tsfunc.bridge.trace.torch_settings import is_compiling
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
+from tsfunc.bridge.tracers.torch_settings import is_compiling
 from tsfunc.bridge.tracers.torch_state import outside_all_levels as outside_torch
 from tsfunc.dispatch.state import outside_all_levels
 from tsfunc.program.graphs.codegen import generate

@@ -20,9 +20,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import depends_on_leaves, next_sequence_number
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
-from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import CustomRuleError
 from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (

@@ -27,9 +27,9 @@ from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.grad.mapped_function import unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
-from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import Function
 
 from tsfunc.bridge.grad.mapped_function import differentiable
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp

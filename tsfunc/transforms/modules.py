@@ -10,8 +10,8 @@ import torch.func
 from torch import Tensor, nn
 
 from tsfunc.bridge.mesh.sharded_modules import gathered
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
 from tsfunc.tracebacks import folding
 

@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 
 from tsfunc import pytrees
-from tsfunc.bridge.trace.torch_settings import as_if_compiling
 from tsfunc.bridge.tracers.optimizers import make_state
+from tsfunc.bridge.tracers.torch_settings import as_if_compiling
 from tsfunc.tracebacks import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]

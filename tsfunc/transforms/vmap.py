@@ -18,10 +18,11 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.autograd import without_inference_mode
 from tsfunc.bridge.mesh.spread_level import SpreadLevel
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, wrap
-from tsfunc.bridge.tracers.boundaries import boundary, outermost
+from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.checks import FAILED_CHECKS, note_failed_checks, refuse_caught_checks
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
+from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, sync_all

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.trace.trace_level import TraceLevel, trace_kernel
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch import DispatchKey, register, running_level
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import resets
 
 _library = torch.library.Library("tsfunc_debug", "DEF")
 _library.define("call(Tensor[] values, int effect, int batch_dims) -> ()")

@@ -29,10 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tsfunc.bridge.control.collectives import index
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.boundaries import UserLines, on_debug_nans
+from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
-from tsfunc.dispatch.undoing import undoing
 from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
 from tsfunc.tracebacks import GENERATED, LOCATIONS, Location

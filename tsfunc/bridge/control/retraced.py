@@ -20,10 +20,10 @@ from tsfunc.bridge.control.bodies import NumberInputs
 from tsfunc.bridge.control.control_flow import Body, NoTorchOperator
 from tsfunc.bridge.control.traced_bodies import in_graph_order, inputs_first
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.trace.torch_settings import is_compiling, outside_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel, node_of_output, traced_as
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
+from tsfunc.bridge.tracers.torch_settings import is_compiling, outside_modes
 from tsfunc.dispatch import state
 
 

@@ -40,7 +40,7 @@ from tsfunc import pytrees
 from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
-from tsfunc.bridge.tracers.boundaries import leaves_dual_level, outermost
+from tsfunc.bridge.tracers.interrupts import leaves_dual_level, outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
 from tsfunc.bridge.tracers.torch_state import records_inside, set_grad_mode
@@ -436,7 +436,7 @@ def detached(value: torch.Tensor) -> torch.Tensor:
         return value.detach()
 
 
-_dual_lock = threading.RLock()  # entered and left in C: NOTE [interrupts] in ``boundaries``
+_dual_lock = threading.RLock()  # entered and left in C: NOTE [interrupts] in ``interrupts``
 _dual_free = threading.Condition(_dual_lock)
 _DUAL_PATIENCE = 10.0  # seconds
 _dual_users = 0

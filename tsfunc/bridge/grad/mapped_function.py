@@ -25,8 +25,8 @@ from torch.autograd import Function, forward_ad
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import can_carry_tangents
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
 from tsfunc.bridge.tracers.grad_level import GradTracer
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.dispatch.state import outside_all_levels, tls, using

@@ -29,7 +29,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad import autograd
 from tsfunc.bridge.grad.apply_hook import call_torch_apply
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.tracer import TracerLevel, innermost_level
 
 # A function of tensors of one level that can be differentiated; its results are tensors.

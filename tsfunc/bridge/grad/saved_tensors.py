@@ -30,7 +30,7 @@ import torch
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.reentry import any_level_ended, reenter
 from tsfunc.bridge.tracers.registrations import on_first_transform
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, serials

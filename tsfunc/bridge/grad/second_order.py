@@ -40,7 +40,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
 from tsfunc.bridge.grad import pullbacks
-from tsfunc.bridge.tracers.boundaries import outermost
+from tsfunc.bridge.tracers.interrupts import outermost
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
     register_replacements,

@@ -17,8 +17,8 @@ from torch import Tensor
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import resets
 from tsfunc.dispatch.user_code import user_call_location
 
 

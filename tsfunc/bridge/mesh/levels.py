@@ -20,9 +20,9 @@ from tsfunc.bridge.mesh.agreement import agree
 from tsfunc.bridge.mesh.engine import exchange_over
 from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.mesh.operators import axis_index, in_trace, is_plain_exchange, mapped
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch import DispatchKey, Level
 from tsfunc.dispatch.state import tls, using
-from tsfunc.dispatch.undoing import resets
 
 
 class _Observed(threading.local):

@@ -53,7 +53,7 @@ from tsfunc.bridge.grad.custom_function import torch_apply
 from tsfunc.bridge.mesh.engine import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.dispatch.state import tls

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tsfunc.bridge.tracers.dtensors import is_dtensor
-from tsfunc.dispatch.undoing import undoing
+from tsfunc.bridge.tracers.interrupts import undoing
 
 State = Mapping[str, Tensor]
 

@@ -90,7 +90,8 @@ from tsfunc.bridge.sizes.write_counts import (
     update_versions,
 )
 from tsfunc.bridge.tracers.operators import TorchOperator
-from tsfunc.bridge.tracers.torch_state import SETTINGS, preserve_dispatch_keys
+from tsfunc.bridge.tracers.torch_settings import SETTINGS
+from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys
 from tsfunc.bridge.tracers.user_queries import defer_guards, suppress_guards
 
 _Call = Callable[..., Any]

@@ -28,7 +28,7 @@ from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch.autograd import Function
 
 from tsfunc.bridge.trace.backends import can_run_compiled
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 
 Run = Callable[..., Sequence[Any]]
 

@@ -29,9 +29,9 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import state
-from tsfunc.dispatch.undoing import resets
 
 
 def _copies() -> Iterator[tuple[OpOverload, OpOverload]]:

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch._C import DisableTorchFunctionSubclass
 from torch.autograd import forward_ad
 
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.undoing import resets
 from tsfunc.errors import MissingRuleError
 
 

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import torch
 
+from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.tracer import sync
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import resets
 
 
 class LevelProxy:

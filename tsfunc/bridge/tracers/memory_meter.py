@@ -24,7 +24,7 @@ from torch._C._autograd import (
 )
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-from tsfunc.dispatch.undoing import undoing
+from tsfunc.bridge.tracers.interrupts import undoing
 
 
 class Meter:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from tsfunc.dispatch.undoing import undoing
+from tsfunc.bridge.tracers.interrupts import undoing
 
 
 @contextmanager

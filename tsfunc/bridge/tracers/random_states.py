@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tsfunc.dispatch.undoing import undoing
+from tsfunc.bridge.tracers.interrupts import undoing
 
 _WITHOUT = ("cpu", "meta")  # without a generator for each device
 

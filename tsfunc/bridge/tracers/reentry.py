@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
 from tsfunc.dispatch.state import State, active_levels, capturing, using
-from tsfunc.dispatch.undoing import undoing
 
 _reruns: dict[Level, set[object]] = {}  # the active reruns of each ended level
 _lock = threading.Lock()

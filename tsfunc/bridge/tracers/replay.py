@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from tsfunc.dispatch.undoing import resets
+from tsfunc.bridge.tracers.interrupts import resets
 
 T = TypeVar("T")
 

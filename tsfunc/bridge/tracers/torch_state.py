@@ -16,14 +16,6 @@ CPU autocast does not cast ``mv``, but would cast a ``matmul`` in its rule. Only
 composite would call itself are cast, if autocast was on at the function handler, which records
 this, because C++ turns autocast off before the dispatch handler. Levels do not capture autocast.
 
-NOTE [guards in frames]
-Some of torch's Python functions hold a dispatch guard in a local variable (``guard =
-torch._C._DisableFuncTorch()``, while a tensor is printed). If such a function raises, the traceback
-keeps its frame, and so the guard. When the exception is freed, at any later time, the guard
-restores the thread's dispatch keys to those of the call of the function. Inside a trace these keys
-exclude the Python key, and kernels get tensors without memory. A block that restores the keys
-therefore clears torch's frames in the traceback first.
-
 Private names used here (torch 2.13 and 2.14 have them all; ``tests/bridge/test_private_names.py``
 fails by name if one is missing):
 
@@ -48,33 +40,18 @@ fails by name if one is missing):
   torch.func for a block;
 - ``_dispatch_has_kernel_for_dispatch_key``: whether an operator has a kernel for a key;
 - ``_current_graph_task_id``: not -1 on a thread that runs a backward pass.
-
-A program is made under certain settings and serves calls under the same settings. They are read at
-every call, so each is read by the cheapest function.
-
-Private names used here (torch 2.13 and 2.14), each the C++ function behind a public one:
-``_is_any_autocast_enabled`` (``is_autocast_enabled`` for every type of device),
-``_get_deterministic_algorithms`` and ``_get_deterministic_algorithms_warn_only``,
-``_get_cudnn_deterministic``, ``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``;
-``_len_torch_function_stack`` tells whether any function mode is active, such as the mode that
-``set_default_device`` enters; ``nn.modules.module._has_any_global_hook``, and the dicts of these
-hooks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dis import opmap
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import or_
-from types import FrameType, TracebackType
-from typing import Any, Final, NamedTuple
+from types import TracebackType
+from typing import Any, Final
 
 import torch
 from torch._C import (
@@ -91,17 +68,11 @@ from torch._C import (
     _ExcludeDispatchKeyGuard,
     _ForceDispatchKeyGuard,
     _functorch,
-    _get_cudnn_benchmark,
-    _get_cudnn_deterministic,
-    _get_deterministic_algorithms,
-    _get_deterministic_algorithms_warn_only,
     _get_dispatch_mode,
-    _get_float32_matmul_precision,
     _IncludeDispatchKeyGuard,
     _is_any_autocast_enabled,
     _is_fwd_grad_enabled,
     _len_torch_dispatch_stack,
-    _len_torch_function_stack,
     _parse_dispatch_key,
     _set_grad_enabled,
     _TorchDispatchModeKey,
@@ -109,16 +80,11 @@ from torch._C import (
 from torch._C import DispatchKey as TorchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.nn.modules import module
 
+from tsfunc.bridge.tracers.interrupts import release_guards, resets
 from tsfunc.dispatch.state import outside_all_levels as outside_levels_of_ours
-from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import resets
-from tsfunc.tracebacks import MODULES
 
 _is_grad_enabled = torch.is_grad_enabled
-_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
-_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 AUTOGRAD = DispatchKeySet(TorchKey.AutogradFunctionality).add(TorchKey.ADInplaceOrView)
 
@@ -428,46 +394,6 @@ def outside_functorch() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
-_SUSPENDABLE = CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR
-_YIELDS = tuple(opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND") if name in opmap)
-
-
-def _may_go_on(frame: FrameType) -> bool:
-    """Return True for the frame of a generator that may not have ended: clearing it ends it."""
-    code = frame.f_code
-    return bool(code.co_flags & _SUSPENDABLE) and code.co_code[max(frame.f_lasti, 0)] in _YIELDS
-
-
-def release_guards(error: BaseException, *, ours: bool = False) -> None:
-    """Free the locals of torch's frames in a traceback: NOTE [guards in frames].
-
-    Modules and their functions hold no guards, and keep their locals: a note describes them.
-    The thread's dispatch keys are arbitrary afterwards; the caller restores them.
-
-    Args:
-        error: the exception with the traceback.
-        ours: whether to clear the frames of this package and of generator-based context managers
-            too, which may hold guards that an interrupt stopped them from leaving.
-    """
-    roots = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__) if ours else _TORCH_ROOT
-    pending: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while pending:
-        exception = pending.pop()
-        if exception is None or id(exception) in seen:
-            continue
-        seen.add(id(exception))
-        pending += (exception.__cause__, exception.__context__)
-        step = exception.__traceback__
-        while step is not None:
-            frame = step.tb_frame
-            file = frame.f_code.co_filename
-            if file.startswith(roots) and not file.startswith(MODULES) and not _may_go_on(frame):
-                with suppress(RuntimeError):  # the frame is still executing
-                    frame.clear()
-            step = step.tb_next
-
-
 @contextmanager
 def preserve_dispatch_keys() -> Iterator[None]:
     """Context manager: restore the thread's dispatch keys, whatever the block raises."""
@@ -510,102 +436,3 @@ def on_plain_tensors() -> Iterator[None]:
         torch.no_grad(),
     ):
         yield
-
-
-# --- settings that a program depends on
-
-
-class Setting(NamedTuple):
-    """A setting: its name, and the function that reads it."""
-
-    name: str
-    read: Callable[[], Any]
-
-
-def autocast() -> tuple[Any, ...]:
-    """Return the dtype of each device type with autocast on, and whether casts are cached."""
-    if not _is_any_autocast_enabled():
-        return ()
-    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
-             if torch.is_autocast_enabled(kind)]  # fmt: skip
-    return (*dtypes, torch.is_autocast_cache_enabled())
-
-
-@functools.cache
-def _autocast_devices() -> tuple[str, ...]:
-    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone")
-    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
-
-
-def mesh_axes() -> str:
-    """Return the mesh axes that are bound, with their sizes and checks."""
-    levels = tls.state.levels
-    return "; ".join([level.binding for level in levels if level.binding]) if levels else ""
-
-
-def default_device() -> torch.device:
-    """Return the device on which factories make tensors."""
-    # torch's function costs as much as ten operators; without function modes the device is the
-    # CPU.
-    return torch.get_default_device() if _len_torch_function_stack() else _CPU
-
-
-_CPU = torch.device("cpu")
-
-_PLAIN = (
-    Setting("grad mode", torch.is_grad_enabled),
-    Setting("inference mode", torch.is_inference_mode_enabled),
-    Setting("default dtype", torch.get_default_dtype),
-    Setting("deterministic algorithms", _get_deterministic_algorithms),
-    Setting("warn_only of deterministic algorithms", _get_deterministic_algorithms_warn_only),
-    Setting("cudnn.deterministic", _get_cudnn_deterministic),
-    Setting("cudnn.benchmark", _get_cudnn_benchmark),
-    Setting("float32 matmul precision", _get_float32_matmul_precision),
-    Setting("mesh axes", mesh_axes),
-)
-SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
-
-
-def is_persistent(owner: torch.nn.Module, name: str) -> bool:
-    """True if a module's buffer is part of its ``state_dict()``, which may have hooks."""
-    return name not in owner._non_persistent_buffers_set
-
-
-def hooks_of_all_modules() -> tuple[Any, ...]:
-    """Return the hooks that torch calls with every module, in order."""
-    if not module._has_any_global_hook():
-        return ()
-    kinds = (
-        module._global_forward_pre_hooks, module._global_forward_hooks,
-        module._global_backward_pre_hooks, module._global_backward_hooks,
-    )  # fmt: skip
-    return tuple(hook for kind in kinds for hook in kind.values())
-
-
-def settings() -> tuple[Any, ...]:
-    """Return the values of all settings, in the order of ``SETTINGS``."""
-    return tuple([setting.read() for setting in SETTINGS])
-
-
-def settings_condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
-    """Return a Python expression that is true if the settings have changed.
-
-    Args:
-        now: the result of :func:`settings`.
-        scope: receives the names in the expression.
-    """
-    *plain, casts, device = now
-    parts = []
-    for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
-        if value == "":
-            continue  # with no axis bound, the function has found none
-        scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
-        same = "is" if isinstance(value, bool | torch.dtype) else "=="
-        parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")
-    scope |= {"autocast": autocast, "any_autocast": _is_any_autocast_enabled, "casts": casts}
-    scope |= {"modes": _len_torch_function_stack, "device": device}
-    scope["default_device"] = default_device
-    parts.append("autocast() != casts" if casts else "any_autocast()")
-    ours = "default_device() != device"
-    parts.append(f"modes() and {ours}" if device == _CPU else ours)
-    return " or ".join(parts)

@@ -35,7 +35,7 @@ from torch._C import _is_torch_function_mode_enabled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from tsfunc.dispatch.undoing import resets
+from tsfunc.bridge.tracers.interrupts import resets
 
 # --- queries of user code
 

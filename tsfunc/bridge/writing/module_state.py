@@ -25,11 +25,11 @@ import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
+from tsfunc.bridge.tracers.interrupts import after_failure
 from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.naming import DescribedTensor
 from tsfunc.bridge.writing.outside import OutsideTensors, recent_tensors
-from tsfunc.dispatch.undoing import after_failure
 from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import EscapedTracerError
 

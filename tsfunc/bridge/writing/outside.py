@@ -37,12 +37,12 @@ from typing import Any, Final
 
 import torch
 
+from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.reachable import ModuleEntry, Reachable
 from tsfunc.bridge.tracers.registrations import on_first_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.bridge.writing.storages import memory_of, memory_under
 from tsfunc.dispatch.state import active_levels
-from tsfunc.dispatch.undoing import undoing
 
 
 class OutsideTensors:

@@ -17,7 +17,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control.control_flow import RandomStates
 from tsfunc.bridge.trace.backends import Backend
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.tracers.torch_state import SETTINGS
+from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.tracers.user_queries import implementation
 from tsfunc.errors import DescriptorViolation

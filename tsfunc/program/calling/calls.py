@@ -27,8 +27,8 @@ from tsfunc import rage
 from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
-from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
+from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace

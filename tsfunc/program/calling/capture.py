@@ -32,15 +32,14 @@ from tsfunc.bridge.trace.class_members import give_members
 from tsfunc.bridge.trace.opaque import OpaqueValue, without_opaque_values
 from tsfunc.bridge.trace.outside_tensors import Lifting
 from tsfunc.bridge.trace.tensor_guards import TracedArgument
-from tsfunc.bridge.trace.torch_settings import is_compiling, no_seeding, outside_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer, node_of_output
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state, undoing
 from tsfunc.bridge.tracers.registrations import watching_factories, watching_random
+from tsfunc.bridge.tracers.torch_settings import is_compiling, no_seeding, outside_modes
 from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import undoing
 from tsfunc.dispatch.user_checks import starts_trace
 from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError

@@ -19,9 +19,9 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.trace.torch_settings import outside_all_modes
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.torch_settings import outside_all_modes
 from tsfunc.dispatch import state
 from tsfunc.program.closure.guard_builder import GuardBuilder
 from tsfunc.program.closure.guard_codegen import Source

@@ -18,7 +18,7 @@ import optree
 import torch
 
 from tsfunc.bridge.trace.trace_level import tracing_here
-from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.calling.cache import Cache, CachedProgram, Target
 from tsfunc.program.calling.calls import FirstCall
 from tsfunc.program.files.functions import SavedFunction, SavedProgram, refuse_attributes

@@ -28,7 +28,7 @@ from typing import Any
 import optree
 
 from tsfunc import pytrees
-from tsfunc.bridge.tracers.torch_state import SETTINGS, settings_condition
+from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings_condition
 from tsfunc.types import Dim
 
 # --- conversion of a call's arguments to a program's inputs, and of its outputs to the results

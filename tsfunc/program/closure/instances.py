@@ -24,8 +24,8 @@ import torch.fx
 
 from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
-from tsfunc.bridge.tracers.torch_state import hooks_of_all_modules
-from tsfunc.dispatch.undoing import resets, undoing
+from tsfunc.bridge.tracers.interrupts import resets, undoing
+from tsfunc.bridge.tracers.torch_settings import hooks_of_all_modules
 from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace

@@ -9,7 +9,7 @@ generator that is seeded while the function is traced is not seeded when its pro
 cases are detected by comparing the states of the generators before and after the trace: the trace
 itself does not change them. The global generators are shared by all threads, so a change of their
 state counts only if the function's code refers to their modules. Calls of functions of
-``torch.random`` that seed, or read a state, are handled in ``bridge/trace/torch_settings.py``.
+``torch.random`` that seed, or read a state, are handled in ``bridge/tracers/torch_settings.py``.
 """
 
 from __future__ import annotations

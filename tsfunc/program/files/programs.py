@@ -18,7 +18,7 @@ import torch.fx
 
 from tsfunc.bridge.sizes.expressions import step_of, symbol_of
 from tsfunc.bridge.sizes.symbols import Symbols
-from tsfunc.bridge.tracers.torch_state import SETTINGS, settings
+from tsfunc.bridge.tracers.torch_settings import SETTINGS, settings
 from tsfunc.errors import DescriptorError
 from tsfunc.program.closure.results import OutsideRef as FromOutside
 from tsfunc.program.fields import Field

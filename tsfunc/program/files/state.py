@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from tsfunc.bridge.tracers.torch_state import settings
+from tsfunc.bridge.tracers.torch_settings import settings
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import ReadGuards
 from tsfunc.program.closure.results import ResultSlot, Update

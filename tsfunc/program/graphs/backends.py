@@ -48,7 +48,7 @@ from tsfunc.bridge.trace.compiled_derivatives import (
     without_donated_buffers,
 )
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.random_states import devices_of, drawing_from, states_of
 from tsfunc.dispatch import state
 from tsfunc.errors import ExportError

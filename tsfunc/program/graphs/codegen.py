@@ -25,7 +25,7 @@ from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.trace.class_members import UserCall
-from tsfunc.bridge.tracers.boundaries import restoring_thread_state
+from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import TorchOperator, fast_function, runs_in_cpp
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
@@ -263,7 +263,7 @@ _KEEPING = frozenset({"_operator", "builtins", "math"})  # modules of functions 
 def _keeps_state(graph: torch.fx.Graph) -> bool:
     """Return True if no statement changes the state of the thread for a while.
 
-    Then an interrupt can come between any two statements: NOTE [interrupts] in ``boundaries``.
+    Then an interrupt can come between any two statements: NOTE [interrupts] in ``interrupts``.
     """
     return not any(
         node.op == "call_function" and (node.meta.get("no_grad") or not _is_plain(node.target))

@@ -23,7 +23,7 @@ import torch.fx
 
 from tsfunc import pytrees
 from tsfunc.bridge.trace.torch_export import exported_by_torch
-from tsfunc.bridge.tracers.torch_state import is_persistent
+from tsfunc.bridge.tracers.torch_settings import is_persistent
 from tsfunc.errors import ExportError
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.graphs.graph_module import graph_module

@@ -32,7 +32,7 @@ from tsfunc.bridge.control.control_flow import (
 from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.control.retraced import retraced
 from tsfunc.bridge.tracers.draw_keys import keeping_draw_counts, set_packed_draw_counts
-from tsfunc.dispatch.undoing import undoing
+from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.program.graphs.codegen import write_bodies
 from tsfunc.program.graphs.torch_operators import Writer, one_of
 from tsfunc.program.passes.effects import every_node, is_random

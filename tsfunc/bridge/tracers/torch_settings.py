@@ -1,29 +1,35 @@
-"""The state of torch in which a function is traced: without modes, compiling, with no seeds set.
+"""torch's settings: those in which a function is traced, and those that its program depends on.
 
-The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the run of the program. A mode that
-saw the trace too would act twice, and the program would keep its effects for calls without the
-mode.
+A program depends on these settings of torch: it is made under them and serves calls under the same.
+They are read at every call, so each is read by the cheapest function.
+
+A function is traced without modes. The modes (``TorchFunctionMode``, ``TorchDispatchMode``) see the
+run of the program. A mode that saw the trace too would act twice, and the program would keep its
+effects for calls without the mode. For the same reason the function may not seed torch's generator.
+
+NOTE [is_compiling on one thread]
+A trace makes ``torch.compiler.is_compiling()`` True, which libraries call before they look at a
+tensor's data, or cache a value across calls. torch keeps one flag for all threads, and
+torch.compile on one thread may save and restore the flag while another thread traces. While any
+trace runs, the flag is therefore an object that is true on the tracing threads and false on the
+others. If torch saves it and restores it later, it is false on all threads. If torch already
+compiles or exports, the flag stays True.
 
 Private names used here (torch 2.13 and 2.14): in ``_C`` ``_len_torch_function_stack``,
 ``_pop_torch_function_stack`` and ``_push_on_torch_function_stack``, and the same for dispatch
 modes, with ``_get_current_dispatch_mode_stack``; dispatch modes of torch's own tools have a
 ``_mode_key``; ``DeviceContext`` is the mode of the default device, a setting that traces observe;
 ``_DisableTorchDispatch`` takes operators past all dispatch modes.
+``torch.random.default_generator`` is the generator that its functions seed; ``torch._compile`` and
+``torch._dynamo.eval_frame`` wrap these functions, so their frames are between the functions and
+the caller. ``torch.compiler._is_compiling_flag`` is the result of ``torch.compiler.is_compiling``.
 
-Private names used here (torch 2.13 and 2.14): ``torch.random.default_generator`` is the generator
-that its functions seed; ``torch._compile`` and ``torch._dynamo.eval_frame`` wrap these functions,
-so their frames are between the functions and the caller.
-
-Libraries call this function before they look at a tensor's data, or cache a value across calls.
-
-NOTE [is_compiling on one thread]
-torch keeps one flag for all threads, and torch.compile on one thread may save and restore the flag
-while another thread traces. While any trace runs, the flag is therefore an object that is true on
-the tracing threads and false on the others. If torch saves it and restores it later, it is false
-on all threads. If torch already compiles or exports, the flag stays True.
-
-Private names used here (torch 2.13 and 2.14): ``torch.compiler._is_compiling_flag`` is the result
-of ``torch.compiler.is_compiling``.
+The settings are read by the C++ functions behind public ones: ``_is_any_autocast_enabled``
+(``is_autocast_enabled`` for every type of device), ``_get_deterministic_algorithms`` and
+``_get_deterministic_algorithms_warn_only``, ``_get_cudnn_deterministic``,
+``_get_cudnn_benchmark``, ``_get_float32_matmul_precision``; ``_len_torch_function_stack`` tells
+whether any function mode is active, such as the mode that ``set_default_device`` enters;
+``nn.modules.module._has_any_global_hook``, and the dicts of these hooks.
 """
 
 from __future__ import annotations
@@ -32,27 +38,133 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import (
     _DisableTorchDispatch,
+    _get_cudnn_benchmark,
+    _get_cudnn_deterministic,
+    _get_deterministic_algorithms,
+    _get_deterministic_algorithms_warn_only,
+    _get_float32_matmul_precision,
+    _is_any_autocast_enabled,
     _len_torch_function_stack,
     _pop_torch_dispatch_stack,
     _pop_torch_function_stack,
     _push_on_torch_dispatch_stack,
     _push_on_torch_function_stack,
 )
+from torch.nn.modules import module
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.undoing import resets, undoing
 from tsfunc.dispatch.user_code import is_user_frame, user_location
 from tsfunc.errors import TypeCheckError
+
+# --- settings that a program depends on
+
+
+class Setting(NamedTuple):
+    """A setting: its name, and the function that reads it."""
+
+    name: str
+    read: Callable[[], Any]
+
+
+def autocast() -> tuple[Any, ...]:
+    """Return the dtype of each device type with autocast on, and whether casts are cached."""
+    if not _is_any_autocast_enabled():
+        return ()
+    dtypes = [(kind, torch.get_autocast_dtype(kind)) for kind in _autocast_devices()
+             if torch.is_autocast_enabled(kind)]  # fmt: skip
+    return (*dtypes, torch.is_autocast_cache_enabled())
+
+
+@functools.cache
+def _autocast_devices() -> tuple[str, ...]:
+    kinds = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone")
+    return tuple(kind for kind in kinds if torch.amp.is_autocast_available(kind))
+
+
+def mesh_axes() -> str:
+    """Return the mesh axes that are bound, with their sizes and checks."""
+    levels = tls.state.levels
+    return "; ".join([level.binding for level in levels if level.binding]) if levels else ""
+
+
+def default_device() -> torch.device:
+    """Return the device on which factories make tensors."""
+    # torch's function costs as much as ten operators; without function modes the device is the
+    # CPU.
+    return torch.get_default_device() if _len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+_PLAIN = (
+    Setting("grad mode", torch.is_grad_enabled),
+    Setting("inference mode", torch.is_inference_mode_enabled),
+    Setting("default dtype", torch.get_default_dtype),
+    Setting("deterministic algorithms", _get_deterministic_algorithms),
+    Setting("warn_only of deterministic algorithms", _get_deterministic_algorithms_warn_only),
+    Setting("cudnn.deterministic", _get_cudnn_deterministic),
+    Setting("cudnn.benchmark", _get_cudnn_benchmark),
+    Setting("float32 matmul precision", _get_float32_matmul_precision),
+    Setting("mesh axes", mesh_axes),
+)
+SETTINGS = (*_PLAIN, Setting("autocast", autocast), Setting("default device", default_device))
+
+
+def is_persistent(owner: torch.nn.Module, name: str) -> bool:
+    """True if a module's buffer is part of its ``state_dict()``, which may have hooks."""
+    return name not in owner._non_persistent_buffers_set
+
+
+def hooks_of_all_modules() -> tuple[Any, ...]:
+    """Return the hooks that torch calls with every module, in order."""
+    if not module._has_any_global_hook():
+        return ()
+    kinds = (
+        module._global_forward_pre_hooks, module._global_forward_hooks,
+        module._global_backward_pre_hooks, module._global_backward_hooks,
+    )  # fmt: skip
+    return tuple(hook for kind in kinds for hook in kind.values())
+
+
+def settings() -> tuple[Any, ...]:
+    """Return the values of all settings, in the order of ``SETTINGS``."""
+    return tuple([setting.read() for setting in SETTINGS])
+
+
+def settings_condition(now: tuple[Any, ...], scope: dict[str, Any]) -> str:
+    """Return a Python expression that is true if the settings have changed.
+
+    Args:
+        now: the result of :func:`settings`.
+        scope: receives the names in the expression.
+    """
+    *plain, casts, device = now
+    parts = []
+    for i, (setting, value) in enumerate(zip(_PLAIN, plain, strict=True)):
+        if value == "":
+            continue  # with no axis bound, the function has found none
+        scope[f"setting_{i}"], scope[f"is_{i}"] = setting.read, value
+        same = "is" if isinstance(value, bool | torch.dtype) else "=="
+        parts.append(f"setting_{i}() {'is not' if same == 'is' else '!='} is_{i}")
+    scope |= {"autocast": autocast, "any_autocast": _is_any_autocast_enabled, "casts": casts}
+    scope |= {"modes": _len_torch_function_stack, "device": device}
+    scope["default_device"] = default_device
+    parts.append("autocast() != casts" if casts else "any_autocast()")
+    ours = "default_device() != device"
+    parts.append(f"modes() and {ours}" if device == _CPU else ours)
+    return " or ".join(parts)
+
 
 # --- modes
 
