@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops import attention_decompositions, differentiable_linalg, differentiable_norms
+from tsfunc.ops import (
+    attention_decompositions,
+    differentiable_linalg,
+    differentiable_norms,
+    differentiable_sampling,
+)
 from tsfunc.ops.dims import in_accumulation_dtype
 
 
@@ -401,10 +406,11 @@ BACKWARD_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::native_group_norm_backward": group_norm_backward,
     **differentiable_norms.BACKWARD,
 }
-# Backward operators that have no derivative at all.
+# Backward operators that have no derivative at all, or no tangents.
 UNDIFFERENTIABLE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::logit_backward": logit_backward,
     "aten::hardsigmoid_backward": hardsigmoid_backward,
     **attention_decompositions.BACKWARD,
     **differentiable_norms.UNDIFFERENTIABLE_BACKWARD,
+    **differentiable_sampling.BACKWARD,
 }
