@@ -192,11 +192,15 @@ def test_each_batch_dim_and_class_of_argument_has_a_plan_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("function", "call", "step"),
     [
-        (torch.Tensor.add_, lambda z, x: z.add_(x), PlanStep.ALIKE),
+        (torch.Tensor.add_, lambda z, x: z.add_(x), PlanStep.SAME_RANK),
         (torch.Tensor.mul_, lambda z, x: z.mul_(2.0), PlanStep.DIRECT),
-        (torch.Tensor.copy_, lambda z, x: z.copy_(x), PlanStep.BELOW),
-        (torch.Tensor.__setitem__, lambda z, x: z.__setitem__(0, x[1]), PlanStep.BELOW),
-        (torch.Tensor.index_put_, lambda z, x: z.index_put_((ROWS,), x[:2]), PlanStep.BELOW),
+        (torch.Tensor.copy_, lambda z, x: z.copy_(x), PlanStep.BELOW_AUTOGRAD),
+        (torch.Tensor.__setitem__, lambda z, x: z.__setitem__(0, x[1]), PlanStep.BELOW_AUTOGRAD),
+        (
+            torch.Tensor.index_put_,
+            lambda z, x: z.index_put_((ROWS,), x[:2]),
+            PlanStep.BELOW_AUTOGRAD,
+        ),
         (torch.Tensor.squeeze_, lambda z, x: z.squeeze_(0), PlanStep.TABLE),
         (torch.Tensor.bernoulli_, lambda z, x: z.copy_(x).bernoulli_(), PlanStep.TABLE),
     ],
@@ -266,7 +270,7 @@ def test_autograd_at_the_level_has_a_table_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("function", "call", "in_dim", "step"),
     [
-        (F.layer_norm, lambda x: F.layer_norm(x, (3,)), 0, PlanStep.PARTS),
+        (F.layer_norm, lambda x: F.layer_norm(x, (3,)), 0, PlanStep.COMPOSITE),
         (torch.Tensor.view, lambda x: x.view(3, 2), 0, PlanStep.RECORDED),
         (torch.Tensor.view, lambda x: x.view(2, 3), 1, PlanStep.TABLE),
         (torch.Tensor.reshape, lambda x: x.reshape(3, 2), 0, PlanStep.RECORDED),

@@ -134,20 +134,20 @@ class DispatchHandler : public c10::OperatorKernel {
       const c10::OperatorHandle& op, PyObject* plan, OperatorCall& call, PyObject* state) {
     PyObject* step = slot(plan, slots.step);
     bool direct = is_direct(plan, call);
-    bool once = step == names.step_once;
-    if (!direct && !once && step != names.step_rule && step != names.step_alike &&
-        step != names.step_beside)
+    bool unbatched = step == names.step_unbatched;
+    if (!direct && !unbatched && step != names.step_rule && step != names.step_same_rank &&
+        step != names.step_broadcast)
       return std::nullopt;
     Stack values(call.values);
     for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
       if (values[i].isTensor()) values[i] = padded(values[i].toTensor(), call.rank);
-    bool shifted = !direct && !once && shift_arguments(plan, call, values);
+    bool shifted = !direct && !unbatched && shift_arguments(plan, call, values);
     try {
-      if (!direct && !once && !shifted) return run_recipe(op, plan, call, state);
+      if (!direct && !unbatched && !shifted) return run_recipe(op, plan, call, state);
       call_below(op, values, call, state);
     } catch (const c10::Error&) {
       // The rule raises the error of one example; without examples Python finds the results.
-      if ((direct || once) && call.strided && batch_size(call.level) != 0) throw;
+      if ((direct || unbatched) && call.strided && batch_size(call.level) != 0) throw;
       return std::nullopt;
     } catch (python_error& error) {
       error.restore();
@@ -156,7 +156,7 @@ class DispatchHandler : public c10::OperatorKernel {
     }
     if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
     Owned zero = checked(PyLong_FromLong(0));
-    PyObject* bdim = direct ? slot(plan, slots.dim) : once ? Py_None : zero.get();
+    PyObject* bdim = direct ? slot(plan, slots.dim) : unbatched ? Py_None : zero.get();
     for (c10::IValue& value : values)
       value = with_tensors(
           value, [&](const at::Tensor& tensor) { return wrap_tensor(tensor, bdim, call.level); });
@@ -282,8 +282,8 @@ class DispatchHandler : public c10::OperatorKernel {
       op.callBoxed(&stack);
       return true;
     }
-    if (slot(state, slots.plain) != Py_True || slot(plan.get(), slots.step) == names.step_once ||
-        !may_write(plan.get(), call.level))
+    if (slot(state, slots.plain) != Py_True ||
+        slot(plan.get(), slots.step) == names.step_unbatched || !may_write(plan.get(), call.level))
       return false;
     PyObject* outer = slot(call.level, slots.outer);
     UnderState under(state, outer);

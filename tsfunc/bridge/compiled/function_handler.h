@@ -55,7 +55,7 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (found == nullptr) return Owned();
   if (slot(found, slots.innermost) == Py_True && !is_innermost(call.values(), call.count()))
     return Owned();
-  if (records || slot(found, slots.step) == names.step_parts) {
+  if (records || slot(found, slots.step) == names.step_composite) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
     if (!can_record(found, level, visit)) return Owned();
     return call_below(func, types, args, kwargs);

@@ -88,7 +88,7 @@ template <class F>
 bool can_record(PyObject* plan, PyObject* level, F visit) {
   PyObject* step = slot(plan, slots.step);
   if (c10::InferenceMode::is_enabled()) return false;
-  if (step == names.step_parts) return !any_autocast();  // NOTE [autocast and rules]
+  if (step == names.step_composite) return !any_autocast();  // NOTE [autocast and rules]
   return step == names.step_recorded &&
       !are_lifted(plan, is_true(slot(level, slots.forward)), visit);
 }
@@ -126,11 +126,11 @@ at::Tensor padded(at::Tensor value, int64_t rank) {
 bool is_direct(PyObject* plan, const Call& call) {
   PyObject* step = slot(plan, slots.step);
   if (step == names.step_direct) return true;
-  if (step == names.step_alike)
+  if (step == names.step_same_rank)
     return call.has_one_rank() ||
         (PyLong_AsLong(slot(plan, slots.dim)) == 0 && call.least_rank > 1 && call.strided &&
          !call.outer_tracers && slot(plan, slots.writes) != Py_True);
-  return step == names.step_beside && call.rank > 1 &&
+  return step == names.step_broadcast && call.rank > 1 &&
       call.plain_rank + PyLong_AsLong(slot(plan, slots.dim)) < call.rank;
 }
 

@@ -89,9 +89,9 @@ _shape_of = torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 _INT = frozenset({int})
 
 _UNKNOWN: Any = object()
-_TABLE, _DIRECT, _ALIKE, _BESIDE, _ONCE, _DECOMPOSED, _PARTS, _BELOW = (
-    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.ALIKE, PlanStep.BESIDE, PlanStep.ONCE,
-    PlanStep.DECOMPOSED, PlanStep.PARTS, PlanStep.BELOW,
+_TABLE, _DIRECT, _SAME_RANK, _BROADCAST, _UNBATCHED, _DECOMPOSED, _COMPOSITE, _BELOW_AUTOGRAD = (
+    PlanStep.TABLE, PlanStep.DIRECT, PlanStep.SAME_RANK, PlanStep.BROADCAST, PlanStep.UNBATCHED,
+    PlanStep.DECOMPOSED, PlanStep.COMPOSITE, PlanStep.BELOW_AUTOGRAD,
 )  # fmt: skip
 
 
@@ -155,13 +155,13 @@ def call_by_plan(
             return func(*remapped[0], **remapped[1]) if out is NotImplemented else out
     if plan.writes and level.splitter is not None:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
-    direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
+    direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and fits(plan, values))
     if not direct:
-        if step is _TABLE or step is _ONCE or any_autocast():
+        if step is _TABLE or step is _UNBATCHED or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
-        if step is _PARTS:
+        if step is _COMPOSITE:
             return call_below_function(func, types, args, kwargs)
-        if step is _BELOW:
+        if step is _BELOW_AUTOGRAD:
             if plan.innermost and not is_innermost(values):
                 return NotImplemented
             if plan.unrecorded and are_lifted(plan, values, level):
@@ -206,7 +206,7 @@ def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool
         return False
     if plan.innermost and not is_innermost(values):
         return False
-    if plan.step is _PARTS and any_autocast():
+    if plan.step is _COMPOSITE and any_autocast():
         return False  # NOTE [autocast and rules]
     return not (plan.unrecorded and are_lifted(plan, values, level))
 
@@ -285,10 +285,12 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         _set_grad_enabled(want)
     tls.state = level.kernel_state(level.bit)
     try:
-        direct = step is _DIRECT or ((step is _ALIKE or step is _BESIDE) and fits(plan, values))
+        direct = step is _DIRECT or (
+            (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
+        )
         if direct:
             out = plan.function(*values)
-        elif step is _ONCE:
+        elif step is _UNBATCHED:
             out = plan.function(*values, **kwargs), None
         else:
             out = plan.rule(plan.target, level, dims[: len(args)], values, kwargs)  # type: ignore[misc]

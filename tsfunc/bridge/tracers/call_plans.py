@@ -56,14 +56,16 @@ class PlanStep(enum.Enum):
 
     TABLE = "table"  # the call has no plan
     DIRECT = "direct"  # call the function on the values
-    ALIKE = "alike"  # the same for two operands of one rank; a batching rule takes others
-    BESIDE = "beside"  # the same for an operand beside an unbatched one that broadcasts to it
+    # The same for two batched operands of one rank, and for one whose other operand is not batched
+    # and broadcasts to it. The batching rule takes other operands.
+    SAME_RANK = "same_rank"
+    BROADCAST = "broadcast"
     RULE = "rule"  # call a batching rule
-    ONCE = "once"  # call the function on the values, which are the same for all examples
+    UNBATCHED = "unbatched"  # call the function on the values, none of which is batched
     DECOMPOSED = "decomposed"  # call a decomposition on the level's tracers
     RECORDED = "recorded"  # call torch, which records the call at the level
-    BELOW = "below"  # call torch below autograd; its operators have plans of their own
-    PARTS = "parts"  # call a function in Python, whose parts are calls of their own
+    BELOW_AUTOGRAD = "below_autograd"  # call torch; its operators have plans of their own
+    COMPOSITE = "composite"  # call a function in Python, whose calls have plans of their own
 
 
 class Plan:
@@ -72,13 +74,13 @@ class Plan:
     Attributes:
         step: how the results are made.
         function: the callable that is called on values, or the decomposition.
-        rule: the batching rule; also of an ``ALIKE`` or ``BESIDE`` plan, for other operands.
+        rule: the batching rule; also of a ``SAME_RANK`` or ``BROADCAST`` plan, for other operands.
         target: the callable that the rule gets.
         operator: the operator, or None for a rule of a Python function.
         dims: the batch dims of the arguments, as the rule takes them; None if an argument is a
             list of tensors, whose length is not in the key.
         dim: the batch dim of the result of a plan that calls the function on the values.
-        first: for a ``BESIDE`` plan, True if the batched operand is the first.
+        first: for a ``BROADCAST`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
         packed: the position of the first of several ints of a Python call that form one argument,
@@ -130,7 +132,7 @@ class Plan:
 
 TABLE: Final = Plan(PlanStep.TABLE)
 RECORDED: Final = Plan(PlanStep.RECORDED)
-PARTS: Final = Plan(PlanStep.PARTS)
+COMPOSITE: Final = Plan(PlanStep.COMPOSITE)
 
 
 class Plans:
@@ -140,21 +142,21 @@ class Plans:
         operator: the operator, for an overload.
         rule: the function rule of the stage BATCHING of a Python function, or None.
         parsed: True if calls of a Python function may be converted to an operator's schema.
-        parts: True for a function that is written in Python and has no function rule.
+        composite: True for a function that is written in Python and has no function rule.
         plans: the plans of calls that the level takes, by key.
         recorded: the plans of calls that autograd records at the level, by key.
     """
 
-    __slots__ = ("operator", "parsed", "parts", "plans", "recorded", "rule")
+    __slots__ = ("composite", "operator", "parsed", "plans", "recorded", "rule")
 
     def __init__(
         self,
         operator: TorchOperator | None = None,
         rule: FunctionRule | None = None,
         parsed: bool = False,
-        parts: bool = False,
+        composite: bool = False,
     ) -> None:
-        self.operator, self.rule, self.parsed, self.parts = operator, rule, parsed, parts
+        self.operator, self.rule, self.parsed, self.composite = operator, rule, parsed, composite
         self.plans: dict[Any, Plan] = {}
         self.recorded: dict[Any, Plan] = {}
 
@@ -167,8 +169,8 @@ class Plans:
         key: Any,
     ) -> Plan:
         """Decide the plan of a call that the level takes, and keep it."""
-        if self.parts:
-            plan = PARTS if all(map(is_plain, kinds)) else TABLE
+        if self.composite:
+            plan = COMPOSITE if all(map(is_plain, kinds)) else TABLE
         elif self.operator is not None:
             plan = _operator_plan(self.operator, args, kwargs, kinds)
         elif self._depends_on_modes(kwargs, kinds[len(args) :]):
@@ -181,7 +183,7 @@ class Plans:
         self, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any], key: Any
     ) -> Plan:
         """Decide the plan of a call that autograd records at the level, and keep it."""
-        if self.parts:
+        if self.composite:
             return _keep(self.recorded, key, self.make(function, (), kwargs, kinds, key))
         return _keep(self.recorded, key, _recorded_plan(function, kwargs, kinds))
 
@@ -212,7 +214,7 @@ def plans_of_function(function: Any) -> Plans | None:
     rule = registry.find(Stage.BATCHING, function)
     own = METHODS.get(function) is not None and not _serves_numbers(function)
     parsed = has_forms(function) and function not in WRITERS and not own
-    parts = (
+    composite = (
         type(function) is FunctionType
         and rule is None
         and not any(registry.find(stage, function) for stage in (Stage.METHOD, Stage.WRITE))
@@ -220,8 +222,8 @@ def plans_of_function(function: Any) -> Plans | None:
     method = registry.find(Stage.METHOD, function)
     below = method is not None and method.leaves is not None
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
-    planned = rule is not None or parsed or parts or below
-    made = Plans(None, rule, parsed, parts) if planned else None
+    planned = rule is not None or parsed or composite or below
+    made = Plans(None, rule, parsed, composite) if planned else None
     FUNCTION_PLANS[function] = made
     return made
 
@@ -351,7 +353,7 @@ def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any
 
 def _below_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
     """Return the plan of a function's call that torch makes operators of, below autograd."""
-    plan = _plan_of_torch(PlanStep.BELOW, function, kwargs, kinds)
+    plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, kwargs, kinds)
     plan.below = plan is not TABLE
     return plan
 
@@ -429,7 +431,7 @@ def _has_plain_tensors(kind: Any) -> bool:
 
 def are_lifted(plan: Plan, values: Sequence[Any], level: BatchLevel) -> bool:
     """True if a plan's call needs plain tensors lifted (NOTE [operands of outer levels])."""
-    needs = is_recorded_outside if plan.step is PlanStep.BELOW else needs_lift
+    needs = is_recorded_outside if plan.step is PlanStep.BELOW_AUTOGRAD else needs_lift
     return any(
         needs(value, level)
         for position in plan.unrecorded
@@ -476,7 +478,7 @@ def _direct_plan(
     if len(kinds) > 1 and tracers in ([0], [1]) and _is_tensor(kinds[1 - tracers[0]]):
         if not _no_tensors(kinds[2:]) or (operator is not None and len(kinds) > 2):
             return None
-        step = PlanStep.BESIDE
+        step = PlanStep.BROADCAST
     else:
         if not _no_tensors(others):
             return None
@@ -486,7 +488,7 @@ def _direct_plan(
             len(kinds) > 2 or tracers[0] or not _NUMBERS.issuperset(others)
         ):
             return None
-        step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.ALIKE
+        step = PlanStep.DIRECT if len(tracers) == 1 else PlanStep.SAME_RANK
     plan = Plan(step, function, rule, operator)
     plan.dim, plan.first = kinds[tracers[0]], not tracers[0]
     plan.dims = _dims_of_kinds(kinds[:count])
@@ -503,7 +505,7 @@ def _operator_plan(
     if not _has_batched(kinds):
         if op.ruled:
             return TABLE
-        plan = Plan(PlanStep.ONCE, op.overload, None, op)
+        plan = Plan(PlanStep.UNBATCHED, op.overload, None, op)
         plan.dims = []
         return plan
     if op.inplace and (not args or type(kinds[0]) is not int):
@@ -537,9 +539,9 @@ def _is_tensor(kind: Any) -> bool:
 
 
 def fits(plan: Plan, values: Sequence[Any]) -> bool:
-    """True if the operands of an ``ALIKE`` or ``BESIDE`` plan need no alignment."""
+    """True if the operands of a ``SAME_RANK`` or ``BROADCAST`` plan need no alignment."""
     x, y = values[:2]
-    if plan.step is PlanStep.ALIKE:
+    if plan.step is PlanStep.SAME_RANK:
         return bool(x.dim() == y.dim())
     if not plan.first:
         x, y = y, x
