@@ -23,7 +23,7 @@ ROOMS = (
     "rage",
     "config",
     "errors",
-    "tracebacks",
+    "user_code",
     "releases",
     "pytrees",
     "types",

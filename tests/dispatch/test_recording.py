@@ -24,8 +24,7 @@ from tsfunc.dispatch import (
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import note, recording, run_as
 from tsfunc.dispatch.state import outside_all_levels, tls
-from tsfunc.dispatch.user_code import called_by_user, user_location, warn
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location, called_by_user, user_location, warn
 
 HERE = Location(__file__, 1, "f")
 

@@ -28,7 +28,7 @@ from tsfunc import (
     vjp,
     vmap,
 )
-from tsfunc.tracebacks import MODULES
+from tsfunc.user_code import MODULES
 
 LIBRARIES = tuple(str(Path(str(module.__file__)).parent) for module in (tsfunc, torch))
 

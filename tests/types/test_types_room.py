@@ -18,7 +18,7 @@ MODULES = [
     importlib.import_module(f"tsfunc.types.{module.name}")
     for module in pkgutil.iter_modules(tsfunc.types.__path__)
 ]
-LOWER = ("tsfunc", "tsfunc.errors", "tsfunc.tracebacks")  # `from tsfunc import pytrees`
+LOWER = ("tsfunc", "tsfunc.errors", "tsfunc.user_code")  # `from tsfunc import pytrees`
 ALLOWED = {"optree", "torch", *sys.stdlib_module_names}
 
 

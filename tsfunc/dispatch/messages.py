@@ -7,8 +7,7 @@ from typing import Any
 
 from tsfunc.dispatch.keys import DispatchKey, DispatchKeySet, keys_of_arguments, split_bit
 from tsfunc.dispatch.state import Level, tls
-from tsfunc.dispatch.user_code import user_location
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location, user_location
 
 
 def call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from tsfunc.dispatch.keys import DispatchKey, split_bit
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location
 
 
 @dataclass(frozen=True)

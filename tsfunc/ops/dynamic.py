@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import (
     align,
@@ -27,6 +26,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row, rows
 from tsfunc.ops.splitting import agree, agree_on_results, common_value
+from tsfunc.user_code import user_location
 
 OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 

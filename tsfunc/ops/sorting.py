@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import (
     batch_to_front,
@@ -22,6 +21,7 @@ from tsfunc.ops.dims import (
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.splitting import agree
+from tsfunc.user_code import user_location
 
 
 def _line(x: Tensor, at: int, dim: int) -> tuple[Tensor, int, bool]:

@@ -19,11 +19,11 @@ from tsfunc.testing.precision import (
     uncertainty,
     wide,
 )
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.specialize import specialize
 from tsfunc.transforms.vmap import vmap
+from tsfunc.user_code import folding
 
 P = ParamSpec("P")
 

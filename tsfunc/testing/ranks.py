@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tsfunc.errors import RanksFailed
-from tsfunc.tracebacks import folding
+from tsfunc.user_code import folding
 
 # Seconds in which the other ranks must report after the first rank has failed.
 _GRACE = 5.0

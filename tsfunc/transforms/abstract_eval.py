@@ -18,8 +18,8 @@ from tsfunc.program import Program, capture
 from tsfunc.program.calling.capture import TraceRequest, outline
 from tsfunc.program.guarding.call_spec import placeholder
 from tsfunc.program.guarding.inputs import InputSpec
-from tsfunc.tracebacks import name_of
 from tsfunc.types import MetaTensorType
+from tsfunc.user_code import name_of
 
 
 @boundary("eval_shape")

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 
 from tsfunc.bridge.tracers.memory_meter import Meter
-from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import MemoryBudgetWarning
+from tsfunc.user_code import warn
 
 GROWTH = 8  # the most by which measured chunks grow
 MARGIN = 0.9  # part of the budget to use: allocators round up, libraries keep buffers

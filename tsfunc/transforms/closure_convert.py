@@ -11,8 +11,8 @@ from tsfunc import pytrees
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
-from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.consts import consts_of
+from tsfunc.user_code import folding, name_of
 
 
 def closure_convert(

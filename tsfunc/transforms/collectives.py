@@ -20,7 +20,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.control import collectives as physical
 from tsfunc.bridge.control.collectives import Axis
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
-from tsfunc.tracebacks import folding
+from tsfunc.user_code import folding
 
 _Tree = TypeVar("_Tree")
 

@@ -23,7 +23,6 @@ from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.interrupts import resets, restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.errors import CustomRuleError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.custom_rules import (
     Result,
     Rule,
@@ -35,6 +34,7 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
+from tsfunc.user_code import folded_class, folding
 
 
 @folded_class

@@ -31,9 +31,9 @@ from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
-from tsfunc.tracebacks import name_of
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
+from tsfunc.user_code import name_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import at_level_of
 from tsfunc.errors import CustomRuleError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.arguments import like
 from tsfunc.transforms.custom_rules import (
     Result,
@@ -26,6 +25,7 @@ from tsfunc.transforms.custom_rules import (
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import CustomVJPPrimal, zero_from_primal
+from tsfunc.user_code import folded_class, folding
 
 
 @folded_class

@@ -12,13 +12,13 @@ from tsfunc.bridge.control.bodies import current_trace
 from tsfunc.bridge.grad.custom_function import trace_of
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.errors import CustomRuleError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.transforms.abstract_eval import eval_shape
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.scan import map as map_examples
 from tsfunc.transforms.custom_batching import call_rule, checked_result
 from tsfunc.transforms.custom_rules import Result, Rule, RuleCall, RuleFunction, apply
 from tsfunc.types import MetaTensorType
+from tsfunc.user_code import folded_class, folding
 
 
 @folded_class

@@ -17,7 +17,7 @@ from tsfunc.bridge.control.effects import Effect, example_indices
 from tsfunc.bridge.control.nans import watch_nans
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.errors import FailedCheckError
-from tsfunc.tracebacks import folding
+from tsfunc.user_code import folding
 
 __all__ = ["callback", "nans", "print"]
 

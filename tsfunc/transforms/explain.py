@@ -27,7 +27,7 @@ from tsfunc.dispatch.recording import recording
 from tsfunc.ops import Row, find
 from tsfunc.program.graphs.page import document, table
 from tsfunc.program.graphs.properties import CollectiveUse
-from tsfunc.tracebacks import folding, name_of
+from tsfunc.user_code import folding, name_of
 
 if TYPE_CHECKING:
     from rich.table import Table

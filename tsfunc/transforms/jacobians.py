@@ -14,7 +14,6 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dtensors import is_dtensor
 from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -29,6 +28,7 @@ from tsfunc.transforms.chunks import check_chunks
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.vmap import vmap
+from tsfunc.user_code import folding
 
 
 def _bases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,11 +13,11 @@ from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import outside_dynamo
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.errors import DescriptorError
-from tsfunc.tracebacks import folding, name_of
 from tsfunc.transforms.arguments import flatten_output
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.reverse import RecordedRun, grad, match_cotangents, record
 from tsfunc.types import MetaTensorType
+from tsfunc.user_code import folding, name_of
 
 _Tree = TypeVar("_Tree")
 

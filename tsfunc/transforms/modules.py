@@ -13,7 +13,7 @@ from tsfunc.bridge.mesh.sharded_modules import gathered
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.own_state import preserve_flat_weights, preserve_state
-from tsfunc.tracebacks import folding
+from tsfunc.user_code import folding
 
 __all__ = ["functional_call", "stack_module_state"]
 

@@ -11,7 +11,7 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.optimizers import make_state
 from tsfunc.bridge.tracers.torch_settings import as_if_compiling
-from tsfunc.tracebacks import folded_class, folding
+from tsfunc.user_code import folded_class, folding
 
 __all__ = ["FunctionalOptimizer", "functional_optimizer"]
 

@@ -13,8 +13,8 @@ import torch
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer
 from tsfunc.ops.sparse_elementwise import batched_sparse
-from tsfunc.tracebacks import inner_function, name_of
 from tsfunc.transforms.vmap_spec import Spec, is_dim
+from tsfunc.user_code import inner_function, name_of
 
 
 def match_out_dims(spec: Spec, out: Any, tree: optree.PyTreeSpec) -> Sequence[int | None]:

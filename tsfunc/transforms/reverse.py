@@ -31,7 +31,6 @@ from tsfunc.bridge.tracers.dynamo import delegate_in_dynamo
 from tsfunc.bridge.tracers.functorch import TORCH_FUNC, delegate
 from tsfunc.bridge.tracers.level_proxies import all_as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import TracerLevel
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import (
     Argnums,
     check_argnums,
@@ -47,6 +46,7 @@ from tsfunc.transforms.arguments import (
     split_aux,
     traced_inputs,
 )
+from tsfunc.user_code import folding
 
 _Aux = TypeVar("_Aux")
 _Result = TypeVar("_Result")

@@ -34,12 +34,12 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.dispatch.state import tls, using
 from tsfunc.errors import MeshError, RanksDisagree
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.control.arguments import also_called
 from tsfunc.transforms.mesh_specs import P, bound_axes, check_divides, match_specs
 from tsfunc.transforms.spread import spread_once
 from tsfunc.transforms.virtual_mesh import VirtualMesh, run_nested
+from tsfunc.user_code import folding
 
 AnyMesh = DeviceMesh | VirtualMesh | Mapping[str, Any]
 

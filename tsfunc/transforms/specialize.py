@@ -15,8 +15,8 @@ from tsfunc.errors import (
     DescriptorError,
 )
 from tsfunc.program.closure.guard_builder import Closure
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.specialized import LoadedFunction, Specialized, read_loaded
+from tsfunc.user_code import folding
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")

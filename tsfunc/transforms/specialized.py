@@ -31,7 +31,6 @@ from tsfunc.bridge.tracers.boundaries import watched_for_nans
 from tsfunc.bridge.tracers.dynamo import outside_dynamo, replace_in_dynamo
 from tsfunc.config import config
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import warn
 from tsfunc.errors import (
     DataDependentError,
     DescriptorError,
@@ -51,12 +50,12 @@ from tsfunc.program.closure.guard_codegen import GuardTexts
 from tsfunc.program.graphs.backends import resolve
 from tsfunc.program.graphs.lowering import arguments_for
 from tsfunc.program.graphs.properties import ProgramProperties
-from tsfunc.tracebacks import fold, is_boundary, name_of, spelled
 from tsfunc.transforms.control.serialization import register_all
 from tsfunc.transforms.in_dims import by_position
 from tsfunc.types import CompiledDescriptors, compile_descriptors
 from tsfunc.types.compiled import in_order
 from tsfunc.types.reading import signature_of
+from tsfunc.user_code import fold, is_boundary, name_of, spelled, warn
 
 if TYPE_CHECKING:  # files need safetensors, which `import tsfunc` must not import
     from tsfunc.program.files.state import CellState

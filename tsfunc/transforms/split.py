@@ -29,10 +29,10 @@ from tsfunc.bridge.batch.split_level import RestartRun, SplitLevel, was_written
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel, BatchTracer, wrap
 from tsfunc.bridge.tracers.draw_keys import CallKeys
 from tsfunc.bridge.tracers.generators import rewindable
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.vmap_spec import Spec
+from tsfunc.user_code import user_location
 
 
 @dataclass(frozen=True)

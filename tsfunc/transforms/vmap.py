@@ -28,7 +28,6 @@ from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import HOOKED, sync_all
 from tsfunc.bridge.writing.module_state import STATE_WRITES, refuse_state_writes, restore_state
 from tsfunc.dispatch.state import tls
-from tsfunc.tracebacks import folding
 from tsfunc.transforms.arguments import is_nested
 from tsfunc.transforms.chunks import (
     Models,
@@ -43,6 +42,7 @@ from tsfunc.transforms.ragged import match_sources, run_parts
 from tsfunc.transforms.split import dense_sources
 from tsfunc.transforms.tensor_collections import collections_of, returned_collections
 from tsfunc.transforms.vmap_spec import InDims, OutDims, Spec
+from tsfunc.user_code import folding
 
 _Result = TypeVar("_Result")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.tracebacks import name_of
+from tsfunc.user_code import name_of
 
 InDims = Any
 OutDims = Any

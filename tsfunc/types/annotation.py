@@ -21,7 +21,6 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.tracebacks import folding
 from tsfunc.types.base import TSType
 from tsfunc.types.classes import nominal_type
 from tsfunc.types.containers import TSDict, TSList, TSNamedTuple, TSTuple, TSTupleOf
@@ -42,6 +41,7 @@ from tsfunc.types.single import (
 from tsfunc.types.text import compose, read_type
 from tsfunc.types.unions import TSUnion
 from tsfunc.types.values import describe
+from tsfunc.user_code import folding
 
 Scope: TypeAlias = Mapping[str, object]
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import attribute_types, class_scope, from_annotation
 from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.check_context import CheckContext, Mismatch
@@ -23,6 +22,7 @@ from tsfunc.types.lattice import is_subtype
 from tsfunc.types.single import TSCustomClass, TSModuleType
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import Path
+from tsfunc.user_code import folding
 
 
 @folding()

@@ -15,7 +15,6 @@ import optree
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folding
 from tsfunc.types.containers import TSFields
 from tsfunc.types.grammar import Descriptor, TSNominalType
 from tsfunc.types.single import (
@@ -30,6 +29,7 @@ from tsfunc.types.single import (
     TSModuleInterface,
     TSTensor,
 )
+from tsfunc.user_code import folding
 
 BUILTIN_CLASSES: frozenset[type] = frozenset(
     {

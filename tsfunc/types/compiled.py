@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tsfunc.errors import DescriptorError, DescriptorViolation
-from tsfunc.tracebacks import folding
 from tsfunc.types.check_context import Mismatch
 from tsfunc.types.checker import TypeCheck
 from tsfunc.types.codegen import CallCheck, generate_check
@@ -26,6 +25,7 @@ from tsfunc.types.reading import as_descriptor
 from tsfunc.types.single import ANY, TSTensor
 from tsfunc.types.sizes import DimExpr, solved_for
 from tsfunc.types.values import Path
+from tsfunc.user_code import folding
 
 _ABSENT = object()
 

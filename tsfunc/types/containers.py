@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folded_class
 from tsfunc.types.base import ComposedType, Order, TSType
 from tsfunc.types.check_context import CheckContext
 from tsfunc.types.codegen import CheckCode
@@ -28,6 +27,7 @@ from tsfunc.types.values import (
     same_keys,
     same_value,
 )
+from tsfunc.user_code import folded_class
 
 
 class _Container(ComposedType):

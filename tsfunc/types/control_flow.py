@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from tsfunc.errors import AnnotationError, TypeCheckError
-from tsfunc.tracebacks import folding
 from tsfunc.types.base import TSAllType, TSType, plain
 from tsfunc.types.lattice import is_subtype, join, nominal_view
 from tsfunc.types.single import ANY, TSTensor
+from tsfunc.user_code import folding
 
 
 @folding()

@@ -16,7 +16,6 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import DescriptorError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.classes import class_type
 from tsfunc.types.dims import Dim, DimForm, DimSpec, parse_dim, spell_dim
 from tsfunc.types.grammar import Descriptor
@@ -26,6 +25,7 @@ from tsfunc.types.reading import as_descriptor, parse_descriptor
 from tsfunc.types.single import ANY, TSTensor, literal
 from tsfunc.types.sizes import DimExpr
 from tsfunc.types.values import is_plain_value
+from tsfunc.user_code import folded_class, folding
 
 
 @folded_class

@@ -15,8 +15,8 @@ from types import EllipsisType
 from typing import Any, TypeAlias
 
 from tsfunc.errors import DescriptorError
-from tsfunc.tracebacks import folded_class
 from tsfunc.types.sizes import DimExpr, is_dim_name, is_int
+from tsfunc.user_code import folded_class
 
 
 @folded_class

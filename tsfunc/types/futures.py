@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from tsfunc.tracebacks import folded_class
 from tsfunc.types.base import ComposedType, Order, TSType
 from tsfunc.types.check_context import CheckContext
 from tsfunc.types.values import Attribute, Path, describe
+from tsfunc.user_code import folded_class
 
 
 class LaterType(ComposedType):

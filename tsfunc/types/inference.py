@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
-from tsfunc.tracebacks import folding
 from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.classes import (
     BUILTIN_CLASSES,
@@ -32,6 +31,7 @@ from tsfunc.types.single import (
 )
 from tsfunc.types.unions import optional
 from tsfunc.types.values import field_names
+from tsfunc.user_code import folding
 
 _DESCRIBED: TypeAlias = Callable[[torch.Tensor], TSType]
 

@@ -59,7 +59,6 @@ from typing import Any, overload
 import torch
 
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folding
 from tsfunc.types.base import SINGLE, Order, TSAllType, TSType, plain
 from tsfunc.types.classes import class_type, nominal_type
 from tsfunc.types.containers import (
@@ -78,6 +77,7 @@ from tsfunc.types.single import ANY, DOUBLE, FLOAT, NONE, TSModuleType, TSTensor
 from tsfunc.types.size_matching import ABSENT, Absent, Generalization, SideForm, SizeMatch
 from tsfunc.types.unions import TSUnion, optional
 from tsfunc.types.values import same_keys
+from tsfunc.user_code import folding
 
 
 @folding()

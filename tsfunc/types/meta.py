@@ -11,12 +11,12 @@ from typing import Any, NoReturn, TypeAlias, Union, overload
 import torch
 
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.tracebacks import folded_class
 from tsfunc.types.dims import Dim, DimForm, DimSpec, ShapeSpec, parse_dim, spell_dim
 from tsfunc.types.meta_arguments import FORMAT_RANKS, Shape, read_arguments
 from tsfunc.types.size_matching import Generalization, SideForm, SizeMatch
 from tsfunc.types.sizes import DimExpr, SizeSum
 from tsfunc.types.values import parse_fields, plain_name, size_text, tensor_text
+from tsfunc.user_code import folded_class
 
 _UNION: Any = Union  # type checkers accept it only with constant arguments
 

@@ -18,7 +18,6 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.errors import AnnotationError, DescriptorError
-from tsfunc.tracebacks import folding
 from tsfunc.types.annotation import (
     SUPPORTED,
     Scope,
@@ -53,6 +52,7 @@ from tsfunc.types.sizes import DimExpr
 from tsfunc.types.text import read_type
 from tsfunc.types.unions import TSOptional, TSUnion
 from tsfunc.types.values import children_of, class_name, entry_text
+from tsfunc.user_code import folding
 
 
 @folding()

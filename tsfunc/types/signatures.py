@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 
 from tsfunc.errors import AnnotationError, TypeCheckError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.annotation import Scope, attribute_types, from_annotation
 from tsfunc.types.base import TSAllType, TSType
 from tsfunc.types.check_context import Mismatch
@@ -41,6 +40,7 @@ from tsfunc.types.single import (
     TSTensor,
 )
 from tsfunc.types.unions import TSOptional, TSUnion, optional
+from tsfunc.user_code import folded_class, folding
 
 _EMPTY = inspect.Parameter.empty
 _OURS = __name__.partition(".")[0]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 from tsfunc.errors import DescriptorError
-from tsfunc.tracebacks import folded_class
+from tsfunc.user_code import folded_class
 
 T = TypeVar("T")
 

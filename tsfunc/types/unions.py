@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tsfunc.errors import AnnotationError
-from tsfunc.tracebacks import folded_class, folding
 from tsfunc.types.base import ComposedType, Order, TSType, only_part
 from tsfunc.types.check_context import CheckContext
 from tsfunc.types.codegen import CheckCode
 from tsfunc.types.meta import MetaTensorType
 from tsfunc.types.single import ANY, NONE
 from tsfunc.types.values import Path
+from tsfunc.user_code import folded_class, folding
 
 
 class _Union(ComposedType):

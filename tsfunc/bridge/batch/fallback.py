@@ -33,13 +33,13 @@ from tsfunc.bridge.tracers.operators import (
 from tsfunc.dispatch import Operator
 from tsfunc.dispatch.recording import note
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import user_location, warn
 from tsfunc.errors import MissingRuleError, SlowFallbackWarning
 from tsfunc.ops.compressed import is_compressed, stack_examples
 from tsfunc.ops.dims import refuse_inplace
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
+from tsfunc.user_code import user_location, warn
 
 
 def without_rule(

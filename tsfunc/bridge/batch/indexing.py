@@ -27,10 +27,10 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.emulated_views import gather
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import wrap_dim as wrap_dim
 from tsfunc.ops.shifts import Shift
+from tsfunc.user_code import user_location
 
 _T = torch.Tensor
 _ALL = slice(None)

@@ -27,8 +27,8 @@ from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.decompositions import is_outside
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import call_torch, innermost_level, lift_where
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
+from tsfunc.user_code import user_location
 
 # The computation of one step: from the input's product, the states before and the weights to the
 # states after it; the first state is also the result.

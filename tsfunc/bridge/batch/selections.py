@@ -43,10 +43,9 @@ from tsfunc.bridge.tracers.tracer import (
 )
 from tsfunc.bridge.writing.emulated_views import state_of
 from tsfunc.dispatch.messages import SPLIT
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.refusal import require
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location, user_location
 
 _T = torch.Tensor
 _ALL = slice(None)

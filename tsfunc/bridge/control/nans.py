@@ -33,9 +33,8 @@ from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
-from tsfunc.dispatch.user_code import is_user_frame, source_line
 from tsfunc.errors import NanError
-from tsfunc.tracebacks import GENERATED, LOCATIONS, Location
+from tsfunc.user_code import GENERATED, LOCATIONS, Location, is_user_frame, source_line
 
 # They return memory that is not written yet, or the memory of an argument.
 _UNWRITTEN = (

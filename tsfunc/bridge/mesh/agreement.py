@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import RanksDisagree
+from tsfunc.user_code import user_location
 
 _LENGTH = 400  # bytes of a rank's text
 _LARGEST = dist.AllreduceOptions()

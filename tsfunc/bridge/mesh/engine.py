@@ -19,7 +19,7 @@ from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import user_call_location
+from tsfunc.user_code import user_call_location
 
 
 def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Tensor:

@@ -27,9 +27,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
-from tsfunc.dispatch.user_code import error_location, user_location
 from tsfunc.errors import MeshError, RanksDisagree
-from tsfunc.tracebacks import LIBRARIES
+from tsfunc.user_code import LIBRARIES, error_location, user_location
 
 # The time after which a rank that waits reads the reports, and between its reads.
 _PATIENCE = datetime.timedelta(seconds=1)

@@ -57,7 +57,7 @@ from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import user_call_location
+from tsfunc.user_code import user_call_location
 
 _library = torch.library.Library("tsfunc_mesh", "DEF")
 _library.define(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tsfunc.errors import MeshError
-from tsfunc.tracebacks import folding
+from tsfunc.user_code import folding
 
 
 @folding("simulated_rank")

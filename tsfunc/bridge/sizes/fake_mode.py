@@ -89,7 +89,7 @@ from tsfunc.ops import (
     tensor_iterator,
     views,
 )
-from tsfunc.tracebacks import in_public_call
+from tsfunc.user_code import in_public_call
 
 _SYMBOLIC: Final = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CPU, _META = torch.device("cpu"), torch.device("meta")

@@ -22,8 +22,7 @@ from torch.autograd import forward_ad
 from tsfunc._lazy import load, uninterrupted
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
-from tsfunc.dispatch.user_code import user_location
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location, user_location
 
 
 class SignedZeroError(Exception):

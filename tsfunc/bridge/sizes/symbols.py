@@ -44,8 +44,8 @@ from tsfunc.bridge.sizes.shape_environment import environment_class, source_call
 from tsfunc.bridge.sizes.symbolic_numbers import divided
 from tsfunc.bridge.tracers.user_queries import KINDS
 from tsfunc.errors import FailedCheckError
-from tsfunc.tracebacks import Location
 from tsfunc.types import Dim
+from tsfunc.user_code import Location
 
 # Hints for a named dim of size 0 or 1: large primes, so that they do not equal other sizes by
 # chance.

@@ -19,7 +19,7 @@ import torch
 from tsfunc.bridge.trace.trace_level import TraceTracer, trace_kernel
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.dispatch import DispatchKey, register
-from tsfunc.tracebacks import LIBRARIES
+from tsfunc.user_code import LIBRARIES
 
 
 @register("aten::_local_scalar_dense", DispatchKey.Trace)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tsfunc.bridge.tracers.user_queries import caller_of_handlers
 from tsfunc.dispatch.messages import NUMPY_ADVICE, NUMPY_READS
-from tsfunc.dispatch.user_code import source_line, user_location
-from tsfunc.tracebacks import LIBRARIES, Location
+from tsfunc.user_code import LIBRARIES, Location, source_line, user_location
 
 
 def data_dependent_message(name: str, label: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from tsfunc import pytrees
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
+from tsfunc.user_code import user_location
 
 
 class OpaqueValue:

@@ -38,8 +38,8 @@ from tsfunc.bridge.tracers.attributes import read_from_value
 from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
-from tsfunc.dispatch.user_code import called_by_user, user_location
 from tsfunc.errors import ClosureError, TypeCheckError
+from tsfunc.user_code import called_by_user, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -83,8 +83,8 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import DataDependentError, MissingRuleError
+from tsfunc.user_code import source_line, user_location
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -1,6 +1,6 @@
 """The boundary of a transform: the calls of users, and the lines of their code that errors name.
 
-The boundary folds the traceback of an error (NOTE [folded tracebacks] in ``tracebacks.py``), and
+The boundary folds the traceback of an error (NOTE [folded tracebacks] in ``user_code.py``), and
 restores the state of the thread after it (NOTE [interrupts] in ``interrupts``).
 
 Private names used here (torch 2.13 and 2.14): ``_current_autograd_node`` is the node that a
@@ -23,8 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from tsfunc.bridge.tracers.dynamo import copy_outside_dynamo
 from tsfunc.bridge.tracers.interrupts import outermost, run_outermost
 from tsfunc.config import config
-from tsfunc.dispatch.user_code import user_location
-from tsfunc.tracebacks import Location, describes_arguments, fold, is_boundary, label
+from tsfunc.user_code import Location, describes_arguments, fold, is_boundary, label, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -41,9 +41,8 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.bridge.tracers.user_queries import caller_of_handlers, forwards_call
 from tsfunc.dispatch.user_checks import may_be_caught, raising_outcome
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError
-from tsfunc.tracebacks import Location
+from tsfunc.user_code import Location, user_location
 
 _SHOWN: Final = 10  # maximum number of examples in a message
 

@@ -108,7 +108,7 @@ from torch.utils import _python_dispatch
 
 from tsfunc.bridge.tracers.dynamo import run_compiled_code_eagerly
 from tsfunc.dispatch.state import active_levels, tls
-from tsfunc.tracebacks import MODULES
+from tsfunc.user_code import MODULES
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.tracer import innermost_level, metadata
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import called_by_user
+from tsfunc.user_code import called_by_user
 
 
 class PlainCalls(TorchFunctionMode):

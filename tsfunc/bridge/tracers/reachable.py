@@ -9,7 +9,7 @@ Namespaces of modules are not followed as a whole, because the whole process can
 them. A function reaches the globals that its code names, the modules among these reach the
 variables that the code names, and a class reaches its variables and those of its methods that any
 code names. The code of libraries is not followed, but the contents of their objects are:
-NOTE [code of libraries] in ``dispatch/user_code``. No code of the user runs during the search.
+NOTE [code of libraries] in ``user_code.py``. No code of the user runs during the search.
 
 The parameters and buffers of a module are told apart from other tensors, because
 ``functional_call`` replaces them while it runs.
@@ -43,7 +43,7 @@ from torch._C import DisableTorchFunctionSubclass
 
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.dispatch import Level
-from tsfunc.dispatch.user_code import is_installed
+from tsfunc.user_code import is_installed
 
 _IMPORT_NAME: Final = dis.opmap["IMPORT_NAME"]
 _HEAP_TYPE: Final = 1 << 9  # of CPython's type flags

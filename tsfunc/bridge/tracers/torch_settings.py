@@ -64,8 +64,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.dispatch.keys import DispatchKey
 from tsfunc.dispatch.state import tls
-from tsfunc.dispatch.user_code import is_user_frame, user_location
 from tsfunc.errors import TypeCheckError
+from tsfunc.user_code import is_user_frame, user_location
 
 # --- settings that a program depends on
 

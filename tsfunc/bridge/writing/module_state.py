@@ -30,8 +30,8 @@ from tsfunc.bridge.tracers.reachable import ModuleEntry
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.writing.naming import DescribedTensor
 from tsfunc.bridge.writing.outside import OutsideTensors, recent_tensors
-from tsfunc.dispatch.user_code import source_line, user_location
 from tsfunc.errors import EscapedTracerError
+from tsfunc.user_code import source_line, user_location
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from tsfunc.bridge.sizes.bounds import any_number, any_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.torch_settings import settings
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import DataDependentError, FailedCheckError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.cache import (
@@ -85,6 +84,7 @@ from tsfunc.program.passes.effects import writes
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.values import PathTexts
+from tsfunc.user_code import user_location
 
 # --- the first call of its kind: the check of its descriptors, and its trace
 

@@ -41,7 +41,6 @@ from tsfunc.bridge.tracers.tracer import sync_all
 from tsfunc.dispatch import state
 from tsfunc.dispatch.state import tls
 from tsfunc.dispatch.user_checks import starts_trace
-from tsfunc.dispatch.user_code import error_location
 from tsfunc.errors import DataDependentError, TsfuncError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.calling.counters import counter_value
@@ -68,6 +67,7 @@ from tsfunc.program.passes.simplify import simplify
 from tsfunc.program.program import Program
 from tsfunc.types import Dim
 from tsfunc.types.grammar import Descriptor
+from tsfunc.user_code import error_location
 
 # --- garbage collection while a function is traced
 

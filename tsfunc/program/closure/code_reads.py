@@ -43,12 +43,12 @@ from typing import Any, Literal
 
 import torch
 
-from tsfunc.dispatch.user_code import is_library
 from tsfunc.errors import ReadOnceWarning
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import Instances
 from tsfunc.program.closure.read_guards import MemberIs, ResultIs
 from tsfunc.program.closure.side_effects import CODE, MISSING
+from tsfunc.user_code import is_library
 
 # --- variables that a piece of code may read from outside, and the attributes read from them
 

@@ -1,7 +1,7 @@
 """Reads of a function beyond its arguments: variables, defaults, modules, classes.
 
 The function's own code is scanned, and so are the functions, methods and classes that it refers
-to, except those of libraries: NOTE [code of libraries] in ``dispatch/user_code``. Further code is
+to, except those of libraries: NOTE [code of libraries] in ``user_code.py``. Further code is
 scanned when the trace meets it (an attribute that is a function, a method of an object). Numbers
 and strings are guarded by value, containers by their elements, tensors and all other objects by
 identity. The program reads a tensor's data at every call, so later writes to the tensor have
@@ -29,7 +29,6 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.user_code import is_installed
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
@@ -44,6 +43,7 @@ from tsfunc.program.closure.side_effects import (
     is_empty,
     is_followed,
 )
+from tsfunc.user_code import is_installed
 
 _METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))

@@ -58,7 +58,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import ClosureError, TypeCheckError
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
@@ -73,6 +72,7 @@ from tsfunc.program.closure.read_guards import (
 )
 from tsfunc.program.closure.results import OutsideRef
 from tsfunc.types.values import same_value
+from tsfunc.user_code import user_location
 
 # --- numbers that vary
 

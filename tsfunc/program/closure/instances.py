@@ -26,7 +26,6 @@ from tsfunc.bridge.trace.outside_tensors import BackwardPasses, has_hooks
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.interrupts import resets, undoing
 from tsfunc.bridge.tracers.torch_settings import hooks_of_all_modules
-from tsfunc.dispatch.user_code import user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.closure.guard_builder import (
@@ -49,6 +48,7 @@ from tsfunc.program.closure.side_effects import (
     updates_of,
 )
 from tsfunc.program.closure.watched_objects import STATE, WatchedObject
+from tsfunc.user_code import user_location
 
 _HOMES = frozenset({"__dict__", *STATE, "_non_persistent_buffers_set"})
 _MODULE = torch.nn.Module

@@ -32,13 +32,6 @@ from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.bridge.trace.data_dependence import remedies
 from tsfunc.bridge.trace.trace_level import TraceLevel, TraceTracer
 from tsfunc.bridge.tracers.tracer import Tracer
-from tsfunc.dispatch.user_code import (
-    condition_text,
-    error_location,
-    is_installed,
-    is_library,
-    source_line,
-)
 from tsfunc.errors import (
     ClosureError,
     DataDependentError,
@@ -62,6 +55,13 @@ from tsfunc.program.closure.results import (
 )
 from tsfunc.program.passes.effects import writes, written
 from tsfunc.types.reading import signature_of
+from tsfunc.user_code import (
+    condition_text,
+    error_location,
+    is_installed,
+    is_library,
+    source_line,
+)
 
 # --- changes that a trace has made outside of itself, and the updates that its program ends with
 

@@ -14,7 +14,6 @@ import torch
 from tsfunc.bridge.trace.opaque import OpaqueValue
 from tsfunc.bridge.trace.scaling import REPLACED
 from tsfunc.bridge.trace.trace_level import is_traced
-from tsfunc.dispatch.user_code import is_installed, user_location
 from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
 from tsfunc.program.closure.guard_codegen import Source
@@ -30,6 +29,7 @@ from tsfunc.program.closure.results import has_tensor
 from tsfunc.program.closure.side_effects import MISSING, SideEffect
 from tsfunc.types import check
 from tsfunc.types.annotation import attribute_types, says_any
+from tsfunc.user_code import is_installed, user_location
 
 STATE = ("_parameters", "_buffers", "_modules")
 """The dicts of a module in which torch keeps its parameters, buffers and submodules."""

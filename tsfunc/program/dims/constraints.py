@@ -23,12 +23,12 @@ from typing import Any
 from tsfunc.bridge.sizes.bounds import has_maximum, holds, with_larger
 from tsfunc.bridge.sizes.expressions import python_text
 from tsfunc.bridge.sizes.symbols import Need
-from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import ConstraintViolation
 from tsfunc.program.assumptions import Assumptions, Retrace
 from tsfunc.program.dims.suggested_fixes import suggested_dims, text_of_fixes
 from tsfunc.types import Dim, MetaTensorType
 from tsfunc.types.grammar import Descriptor
+from tsfunc.user_code import source_line
 
 # --- small sizes: those for which a size computed from them is 0 or 1
 

@@ -30,7 +30,6 @@ from tsfunc.bridge.sizes.expressions import form_of_size
 from tsfunc.bridge.sizes.symbols import check_size
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.schemas import name_of
-from tsfunc.dispatch.user_code import source_line
 from tsfunc.program.fields import Field
 from tsfunc.program.files.callees import CalleeReader, CalleeWriter
 from tsfunc.program.files.operators import (
@@ -51,6 +50,7 @@ from tsfunc.program.files.operators import (
 from tsfunc.program.files.tensors import TensorReader
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode, printable
 from tsfunc.program.graphs.codegen import line_of
+from tsfunc.user_code import source_line
 
 # --- control flow in files: the kinds of control flow, and the JSON of each
 

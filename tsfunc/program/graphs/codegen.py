@@ -31,7 +31,7 @@ from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
 from tsfunc.program.passes.effects import every_node
-from tsfunc.tracebacks import LOCATIONS, Location
+from tsfunc.user_code import LOCATIONS, Location
 
 # --- python source of a graph: one line per operator, without an interpreter or modules
 

@@ -20,10 +20,10 @@ from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.mesh.meshes import sizes_of
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
-from tsfunc.dispatch.user_code import source_line
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
 from tsfunc.program.passes.equal_values import MayVary, ShardedAlong
+from tsfunc.user_code import source_line
 
 
 def share_equal_values(graph: torch.fx.Graph) -> None:
