@@ -101,13 +101,7 @@ class Selection(Tracer):
     line: Location
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _serve(func, types, args, kwargs or NO_KWARGS)
 
     @classmethod

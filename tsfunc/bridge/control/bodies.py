@@ -24,7 +24,7 @@ front. When the program runs, each body runs on an active subset (NOTE [active s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -395,13 +395,7 @@ def _any_recorded(value: Any) -> bool:
 class _InBody(TorchFunctionMode):
     """Makes the outer tensors among the arguments of every call inputs of the body."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not is_remapped(func):
             return func(*args, **kwargs)

@@ -97,9 +97,7 @@ class _NanMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder, self.lines = recorder, lines
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self.recorder.running and _is_written(func.name()) and _tensors((args, kwargs)):

@@ -11,7 +11,7 @@ arguments, by duals with the stored tangents.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -97,13 +97,7 @@ class _TangentCollector(TorchFunctionMode):
         super().__init__()
         self.look, self.around = look, around
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if below_autograd() or in_fake_mode() or not tangents_enabled():
             return func(*args, **kwargs)  # no tangents are visible here

@@ -115,9 +115,7 @@ class _Mode(TorchDispatchMode):
         self.seen.clear()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _may_be_saved(func, args, kwargs):
             return func(*args, **kwargs)

@@ -7,7 +7,7 @@ says where the concrete type is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from tsfunc import pytrees
@@ -41,13 +41,7 @@ class OpaqueValue:
         object.__setattr__(self, "_remedy", remedy)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytrees.leaves_of((tuple(args), dict(kwargs or {})))
         value = next(leaf for leaf in leaves if type(leaf) is OpaqueValue)
         _refuse(value, f"{getattr(func, '__name__', func)}(...)")

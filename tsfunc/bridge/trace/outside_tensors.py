@@ -20,7 +20,7 @@ program runs under ``no_grad``: it records nothing that could never be used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -227,13 +227,7 @@ class Lifting(UserCode):
         super().__init__()
         self.level = level
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, given = kwargs or {}, args
         repeated = self.level.repeated.again(func, args, kwargs)
         if repeated is not NotImplemented:

@@ -280,13 +280,7 @@ class TraceTracer(Tracer):
     dispatch_level: TraceLevel
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or NO_KWARGS
         if func in PROPERTY_READERS:
             out = read_guarded_property(func, args)

@@ -156,6 +156,7 @@ def call_by_plan(
     if plan.writes and level.splitter is not None:
         return NotImplemented  # the table prepares the write: NOTE [memory of finished examples]
     direct = step is _DIRECT or ((step is _SAME_RANK or step is _BROADCAST) and fits(plan, values))
+    dims = plan.dims
     if not direct:
         if step is _TABLE or step is _UNBATCHED or any_autocast():
             return NotImplemented  # autocast kernels come first: NOTE [autocast and rules]
@@ -170,7 +171,6 @@ def call_by_plan(
                 return call_below_function(func, types, args, kwargs)
         if step is _DECOMPOSED:
             return _decomposed(plan, level, args, kwargs)
-        dims = plan.dims
         if dims is None:
             dims = dims_at_call(plan, kinds, values, len(args))
     if kwargs or plan.form is not None:
@@ -180,24 +180,38 @@ def call_by_plan(
         values, kwargs = arguments
     tls.state = level.outer
     try:
+        out = _computed(plan, level, direct, values, kwargs, dims)
+    finally:
+        tls.state = state
+    return _wrapped(plan, level, direct, args, kwargs, out)
+
+
+def _computed(
+    plan: Plan, level: BatchLevel, direct: bool, values: Sequence[Any], kwargs: Mapping[str, Any],
+    dims: Sequence[Any] | None,
+) -> Any:  # fmt: skip
+    """Return what a plan computes from the values; NotImplemented leaves the call to the table.
+
+    Args:
+        plan: the plan.
+        level: the level of the call.
+        direct: True if the plan's function is called on the values.
+        values, kwargs: the arguments of the function or the rule.
+        dims: the batch dims of the values.
+    """
+    try:
         if direct:
-            out = plan.function(*values, **kwargs) if kwargs else plan.function(*values)
-        else:
-            # A form omits trailing arguments that equal the defaults.
-            out = plan.rule(plan.target, level, dims[: len(values)], values, kwargs)
+            return plan.function(*values, **kwargs) if kwargs else plan.function(*values)
+        if plan.step is _UNBATCHED:
+            return plan.function(*values, **kwargs), None
+        # A form omits trailing arguments that equal the defaults.
+        return plan.rule(plan.target, level, dims[: len(values)], values, kwargs)  # type: ignore[misc,index]
     except BatchChanged:
-        return NotImplemented  # C++ brings the tracers here again
+        return NotImplemented  # the table brings the tracers to the rule again
     except Exception:
         if _is_users_error(level, values):
             raise
         return NotImplemented
-    finally:
-        tls.state = state
-    if direct and plan.writes:
-        return args[0] if isinstance(out, _Tensor) else NotImplemented
-    if direct:
-        return wrap(out, plan.dim, level)
-    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
 
 
 def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool:
@@ -212,9 +226,16 @@ def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool
 
 
 def _wrapped(
-    plan: Plan, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> Any:
-    """Wrap the results of a batching rule."""
+    plan: Plan, level: BatchLevel, direct: bool, args: Sequence[Any], kwargs: Mapping[str, Any],
+    out: Any,
+) -> Any:  # fmt: skip
+    """Return the results of a call whose plan has computed ``out``, as tracers of the level."""
+    if out is NotImplemented:
+        return out
+    if direct and plan.writes:
+        return args[0] if isinstance(out, _Tensor) else NotImplemented
+    if direct:
+        return wrap(out, plan.dim, level)
     values, dims = out
     if plan.writes:
         return args[0]
@@ -288,29 +309,14 @@ def dispatch_by_plan(op: TorchOperator, args: Sequence[Any], kwargs: Mapping[str
         direct = step is _DIRECT or (
             (step is _SAME_RANK or step is _BROADCAST) and fits(plan, values)
         )
-        if direct:
-            out = plan.function(*values)
-        elif step is _UNBATCHED:
-            out = plan.function(*values, **kwargs), None
-        else:
-            out = plan.rule(plan.target, level, dims[: len(args)], values, kwargs)  # type: ignore[misc]
-    except BatchChanged:
-        return NotImplemented  # the table brings the tracers to the same rule again
-    except Exception:
-        if _is_users_error(level, values):
-            raise
-        return NotImplemented
+        out = _computed(plan, level, direct, values, kwargs, dims)
     finally:
         tls.state = state
         if want is not grad:
             _set_grad_enabled(grad)
         guard.__exit__(None, None, None)
         guards.append(guard)
-    if direct and not plan.writes:
-        return wrap(out, plan.dim, level)
-    if direct:
-        return args[0]
-    return out if out is NotImplemented else _wrapped(plan, level, args, kwargs, out)
+    return _wrapped(plan, level, direct, args, kwargs, out)
 
 
 # NOTE [queries of autograd]
@@ -359,13 +365,7 @@ class FastBatchTracer(BatchTracer):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or NO_KWARGS
         try:
             out = call_by_plan(func, types, args, kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -21,13 +20,7 @@ class PlainCalls(TorchFunctionMode):
         super().__init__()
         self.recorder = recorder
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (
             METHODS.get(func) is metadata

@@ -69,9 +69,7 @@ class _BatchSize:
 class _Properties(TorchFunctionMode):
     """Ends a recording at a property that the metadata of a tensor do not determine."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _UNSEEN:
             raise _NotRecordable(func)
         return func(*args, **(kwargs or {}))
@@ -95,9 +93,7 @@ class _Recorder(TorchDispatchMode):
         self.given = frozenset(map(_storage_of, tensors_in(args[1:] if writable else args)))
         self.known = set(map(id, tensors_in(args)))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, OpOverload):
             raise _NotRecordable(func)
         op = operator_of(func)

@@ -281,13 +281,7 @@ class Tracer(torch.Tensor):
         return tracer
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function_handler(func, types, args, kwargs or NO_KWARGS)
 
     # torch's annotation is for classes without subclasses, which are called without the operator.
