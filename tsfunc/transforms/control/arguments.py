@@ -40,17 +40,6 @@ def check_batching(label: str, batching: str) -> None:
         raise ValueError(f'{label}: batching must be "lanes" or "select", got {batching!r}.')
 
 
-def operands_of(operands: tuple[Any, ...], func: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the operands; a single tuple or list of operands is unpacked, as in torch."""
-    if len(operands) == 1 and type(operands[0]) in (tuple, list):
-        given = tuple(operands[0])
-        known = takes(func, len(given))
-        # The signature of a C++ function is unknown: a list may be the argument of `torch.stack`.
-        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
-            return given
-    return operands
-
-
 def takes(func: Callable[..., Any], count: int) -> bool | None:
     """True if a function takes ``count`` positional arguments; None if unknown.
 
@@ -80,6 +69,27 @@ _POSITIONAL: Final = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
+
+
+def operands_of(
+    operands: tuple[Any, ...],
+    func: Callable[..., Any],
+    takes: Callable[[Callable[..., Any], int], bool | None] = takes,
+) -> tuple[Any, ...]:
+    """Return the operands; a single tuple or list of operands is unpacked, as in torch.
+
+    Args:
+        operands: the operands as they are given.
+        func: the function that takes them.
+        takes: whether a function takes a number of arguments.
+    """
+    if len(operands) == 1 and type(operands[0]) in (tuple, list):
+        given = tuple(operands[0])
+        known = takes(func, len(given))
+        # The signature of a C++ function is unknown: a list may be the argument of `torch.stack`.
+        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
+            return given
+    return operands
 
 
 def takes_entries(func: Callable[..., Any], carry: Any) -> bool:

@@ -14,7 +14,7 @@ that torch has.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
@@ -117,13 +117,36 @@ def push_forward(
 ) -> tuple[Any, ...]:
     """Return the tangents of a function's results; the operands have tangents for ``by``."""
     inputs, tangents, numbers = DerivativeOperands.of(operands, count, len(by))
+    return push_through(run, inputs, by, tangents, numbers)[1]
 
-    def chosen(*values: Any) -> tuple[Any, ...]:
-        with muted():
-            return tuple(run(*with_replaced(inputs, by, values), *numbers))
 
-    pushed: tuple[Any, ...] = jvp(chosen, tuple(inputs[i] for i in by), tuple(tangents))[1]
-    return pushed
+def push_through(
+    run: Callable[..., Sequence[Any]], values: Sequence[Any], by: Sequence[int],
+    tangents: Sequence[Any], numbers: Sequence[Any],
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:  # fmt: skip
+    """Return a function's results and their tangents.
+
+    Args:
+        run: takes the values and then the numbers.
+        values: the tensors.
+        by: the positions of the values that have tangents.
+        tangents: these tangents.
+        numbers: the numbers.
+    """
+
+    def chosen(*primals: Any) -> tuple[Any, ...]:
+        with muted():  # NOTE [debug effects]
+            return tuple(run(*with_replaced(values, by, primals), *numbers))
+
+    results, pushed = jvp(chosen, tuple(values[i] for i in by), tuple(tangents))
+    return results, pushed
+
+
+def or_zeros(
+    derivatives: Mapping[int, Any], values: Sequence[Any], at: Iterable[int]
+) -> tuple[Any, ...]:
+    """Return the derivatives of the values ``at`` some positions, zeros for those without one."""
+    return tuple(derivatives[i] if i in derivatives else torch.zeros_like(values[i]) for i in at)
 
 
 class ControlFlowOperator(ControlFlow):

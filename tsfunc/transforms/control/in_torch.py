@@ -23,13 +23,14 @@ from tsfunc.bridge.control.torch_operators import (
     torch_tree_map,
     torch_while_loop,
 )
+from tsfunc.transforms.control.arguments import operands_of
 
 _Function = Callable[..., Any]
 
 
 def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[Any, ...]) -> Any:
     """Call ``torch.cond`` with branches that close over the operands."""
-    given = _unpacked(operands, true_fun)
+    given = operands_of(operands, true_fun, _takes)
     if not isinstance(pred, torch.Tensor | torch.SymBool):
         return (true_fun if pred else false_fun)(*given)
     return torch.cond(
@@ -39,7 +40,7 @@ def cond(pred: Any, true_fun: _Function, false_fun: _Function, operands: tuple[A
 
 def switch(index: Any, branches: Sequence[_Function], operands: tuple[Any, ...]) -> Any:
     """Call a chain of ``torch.cond``, each between one branch and all later ones."""
-    given = _unpacked(operands, branches[0])
+    given = operands_of(operands, branches[0], _takes)
     last = len(branches) - 1
     if not isinstance(index, torch.Tensor | torch.SymInt):
         return branches[min(max(index, 0), last)](*given)
@@ -147,16 +148,6 @@ def _as_tensor(leaf: Any) -> Any:
         number: Any = leaf
         return torch.full((), number, dtype=torch.int64)
     return torch.full((), leaf) if isinstance(leaf, float | complex) else leaf
-
-
-def _unpacked(operands: tuple[Any, ...], func: _Function) -> tuple[Any, ...]:
-    """Same as ``arguments.operands_of``."""
-    if len(operands) == 1 and type(operands[0]) in (tuple, list):
-        given = tuple(operands[0])
-        known = _takes(func, len(given))
-        if known or (known is None and (len(given) == 1 or isinstance(operands[0], tuple))):
-            return given
-    return operands
 
 
 def _takes(func: Any, count: int) -> bool | None:

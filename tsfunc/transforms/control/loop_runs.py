@@ -25,7 +25,6 @@ from tsfunc.bridge.tracers.draw_keys import (
 )
 from tsfunc.errors import DataDependentError
 from tsfunc.program.passes.effects import is_random
-from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.checkpoint import run as run_checkpointed
 from tsfunc.transforms.control import batched
 from tsfunc.transforms.control.active import SubsetGroup, repeat
@@ -44,6 +43,8 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
+    or_zeros,
+    push_through,
 )
 from tsfunc.transforms.control.operators import Checkpoint, While, run_by
 from tsfunc.transforms.control.outputs import (
@@ -57,7 +58,6 @@ from tsfunc.transforms.control.outputs import (
 from tsfunc.transforms.control.programs import record_while
 from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.zero_steps import check_zero_steps
-from tsfunc.transforms.forward import jvp
 
 ADVICE = (
     "The carry keeps its structure, types and shapes from step to step: convert what the body "
@@ -443,7 +443,7 @@ def _pulled(op: While, count: int, by: Sequence[int], of: Sequence[int], *operan
 
     after = [i if i < op.carried else i + 1 for i in by]
     pulled = pull_back_through(step, (carry, [numbers], rest), after, cotangents, None, False)
-    first = [cotangents.get(i, torch.zeros_like(given.inputs[i])) for i in by]
+    first = or_zeros(cotangents, given.inputs, by)
     return tuple(torch.where(made > 0, *pair) for pair in zip(pulled, first, strict=True))
 
 
@@ -456,16 +456,11 @@ def _pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[A
     carry, rest = given.inputs[: op.carried], (*given.inputs[op.carried :], *given.numbers)
     moved = [i for i, x in enumerate(carry) if differentiable(x)]
     outer = [i for i in by if i >= op.carried]
-    chosen = [*moved, *outer]
+    chosen, outside = [*moved, *outer], [tangents[i] for i in outer]
 
     def step(state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         values = (*state[: op.carried], *rest)
-
-        def run(*xs: torch.Tensor) -> tuple[Any, ...]:
-            return body(*with_replaced(values, chosen, xs))
-
-        primals = tuple(values[i] for i in chosen)
-        new, pushed = jvp(run, primals, (*state[op.carried :], *(tangents[i] for i in outer)))
+        new, pushed = push_through(body, values, chosen, (*state[op.carried :], *outside), ())
         return (*new, *(pushed[i] for i in moved))
 
     loop = Loop(
@@ -474,10 +469,8 @@ def _pushed(op: While, count: int, by: Sequence[int], *operands: Any) -> tuple[A
         step,
         op.checkpoint,
     )
-    begin = [tangents[i] if i in tangents else torch.zeros_like(carry[i]) for i in moved]
-    last = loop.whole((*carry, *begin))
-    known = dict(zip(moved, last[op.carried :], strict=True))
-    return tuple(known[i] if i in known else torch.zeros_like(x) for i, x in enumerate(carry))
+    last = loop.whole((*carry, *or_zeros(tangents, carry, moved)))
+    return or_zeros(dict(zip(moved, last[op.carried :], strict=True)), carry, range(op.carried))
 
 
 # The most counter values that one operator call makes.

@@ -15,12 +15,10 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.control.bodies import current_trace
-from tsfunc.bridge.control.effects import muted
 from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.bridge.tracers.boundaries import boundary
 from tsfunc.bridge.tracers.dynamo import torch_records
 from tsfunc.transforms.abstract_eval import abstract_results
-from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control import in_torch
 from tsfunc.transforms.control.arguments import also_called, check_callable
 from tsfunc.transforms.control.derived_operators import (
@@ -28,8 +26,10 @@ from tsfunc.transforms.control.derived_operators import (
     Pullback,
     Pushforward,
     derivative_rule,
+    or_zeros,
     pull_back,
     push_forward,
+    push_through,
 )
 from tsfunc.transforms.control.operators import AssociativeScan, Scan, run_by
 from tsfunc.transforms.control.outputs import (
@@ -41,7 +41,6 @@ from tsfunc.transforms.control.outputs import (
 )
 from tsfunc.transforms.control.prefixes import prefixes
 from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
-from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types.values import array_advice
 
@@ -198,11 +197,11 @@ def pull_back_through(
             step, count, [*moved, *others], [*moved, *stacked],
             *before, *slices, *rest, *pulled, *given,
         )  # fmt: skip
-        found = dict(zip(others, cts[len(moved) :], strict=True))
-        more = tuple(total + found[i] for total, i in zip(sums, outer, strict=True))
-        return (cts[: len(moved)], more), tuple(found[i] for i in others if i < stop)
+        pulled_to = dict(zip(others, cts[len(moved) :], strict=True))
+        more = tuple(total + pulled_to[i] for total, i in zip(sums, outer, strict=True))
+        return (cts[: len(moved)], more), tuple(pulled_to[i] for i in others if i < stop)
 
-    last = tuple(cotangents.get(i, torch.zeros_like(carry[i])) for i in moved)
+    last = or_zeros(cotangents, carry, moved)
     none = tuple(torch.zeros_like(rest[i - stop]) for i in outer)
     state, slices = scan(
         back, (last, none), (saved, tuple(along), tuple(stacked.values())), None, not reverse
@@ -224,27 +223,21 @@ def _pushed(op: Scan, count: int, by: Sequence[int], *operands: Any) -> Any:
     outer = [i for i in by if i >= stop]
     (body,) = op.bodies
 
+    chosen = [*moved, *scanned, *outer]
+
     def step(state: Any, x: Any) -> tuple[Any, Any]:
         before, pushed = state
         slices, more = x if along else ((), ())
         values = (*before, *slices, *rest)
-        chosen = [*moved, *scanned, *outer]
+        directions = (*pushed, *more, *(tangents[i] for i in outer))
+        after, tangents_after = push_through(body, values, chosen, directions, given.numbers)
+        carried_on = tuple(after[:carried]), tuple(tangents_after[i] for i in moved)
+        return carried_on, tuple(tangents_after[carried:])
 
-        def run(*xs: Any) -> tuple[Any, ...]:
-            with muted():
-                return tuple(body(*with_replaced(values, chosen, xs), *given.numbers))
-
-        primals = tuple(values[i] for i in chosen)
-        given_tangents = (*pushed, *more, *(tangents[i] for i in outer))
-        after, tangents_after = jvp(run, primals, given_tangents)
-        kept = tuple(tangents_after[i] for i in moved)
-        return (tuple(after[:carried]), kept), tuple(tangents_after[carried:])
-
-    first = tuple(tangents[i] if i in tangents else torch.zeros_like(carry[i]) for i in moved)
     xs = (tuple(along), tuple(tangents[i] for i in scanned)) if along else None
+    first = or_zeros(tangents, carry, moved)
     (_, last), ys = scan(step, (tuple(carry), first), xs, op.length, op.reverse)
-    known = dict(zip(moved, last, strict=True))
-    carries = tuple(known[i] if i in known else torch.zeros_like(x) for i, x in enumerate(carry))
+    carries = or_zeros(dict(zip(moved, last, strict=True)), carry, range(carried))
     return (*carries, *ys)
 
 
