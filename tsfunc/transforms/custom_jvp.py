@@ -215,12 +215,7 @@ class _Jvp(RuleFunction):
             lambda fixed, rest: rule.func(*rule.whole(fixed, rest)), sizes, operands
         )
         ctx.call, ctx.sizes = call, sizes
-        ctx.save_for_backward(*operands)
-        ctx.save_for_forward(*operands)
-        ctx.set_materialize_grads(False)
-        results = call.kept(out, operands)
-        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
-        return results
+        return RuleFunction.finish(ctx, call, operands, (), out)
 
     @staticmethod
     @restoring_thread_state

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import differentiates_here, is_perturbed, outside_graph
 from tsfunc.bridge.grad.custom_function import trace_of
-from tsfunc.bridge.grad.mapped_function import unaliased
+from tsfunc.bridge.grad.mapped_function import differentiable, unaliased
 from tsfunc.bridge.mesh.levels import MeshAxes
 from tsfunc.bridge.trace.trace_level import SYMBOLIC
 from tsfunc.bridge.tracers.interrupts import resets
@@ -256,6 +256,18 @@ class RuleFunction(Function):
             guard = apply(_Undefined, call, *[x for x, hidden in pairs if hidden])
             operands = (*operands, guard)
         results = apply(cls, call, sizes, *operands)
+        return results
+
+    @staticmethod
+    def finish(
+        ctx: Any, call: RuleCall, operands: Sequence[Any], residuals: Sequence[Any], out: Any
+    ) -> tuple[Any, ...]:
+        """Save tensors for the derivatives of a call, and return the tensors of its result."""
+        ctx.save_for_backward(*operands, *residuals)
+        ctx.save_for_forward(*operands, *residuals)
+        ctx.set_materialize_grads(False)
+        results = call.kept(out, operands)
+        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
         return results
 
     @staticmethod

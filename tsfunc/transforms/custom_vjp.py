@@ -162,13 +162,7 @@ class _Vjp(RuleFunction):
         ctx.call, ctx.sizes, ctx.tree, ctx.at = call, sizes, tree, at
         ctx.rest = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         ctx.count = len(operands)
-        saved = (*operands, *[leaves[i] for i in at])
-        ctx.save_for_backward(*saved)
-        ctx.save_for_forward(*saved)
-        ctx.set_materialize_grads(False)
-        results = call.kept(out, operands)
-        ctx.mark_non_differentiable(*[x for x in results if not differentiable(x)])
-        return results
+        return RuleFunction.finish(ctx, call, operands, [leaves[i] for i in at], out)
 
     @staticmethod
     @restoring_thread_state

@@ -69,7 +69,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from tsfunc.bridge.sizes.write_counts import count_write
+from tsfunc.bridge.sizes.fake_versions import count_write
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
 from tsfunc.dispatch import state

@@ -78,17 +78,17 @@ from tsfunc.bridge.sizes import result_rules as result_rules  # registers its ru
 from tsfunc.bridge.sizes import split_rules as split_rules  # registers its rules
 from tsfunc.bridge.sizes import window_rules as window_rules  # registers its rules
 from tsfunc.bridge.sizes.fake_mode import as_fake, new_fake, results_of_fixed_sizes
-from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
-from tsfunc.bridge.sizes.shape_fitting import fit_shapes
-from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
-from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
-from tsfunc.bridge.sizes.strides import check_view, kernel_strides
-from tsfunc.bridge.sizes.write_counts import (
+from tsfunc.bridge.sizes.fake_versions import (
     count_write,
     counting_writes,
     fakes_in,
     update_versions,
 )
+from tsfunc.bridge.sizes.reshape_rules import OTHER_SHAPES
+from tsfunc.bridge.sizes.shape_fitting import fit_shapes
+from tsfunc.bridge.sizes.shape_probe import ShapeProbe, symbols_among
+from tsfunc.bridge.sizes.shape_rules import RULES_OF_FIXED_SIZES, SHAPE_RULES, is_of_data
+from tsfunc.bridge.sizes.strides import check_view, kernel_strides
 from tsfunc.bridge.tracers.operators import TorchOperator
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.bridge.tracers.torch_state import preserve_dispatch_keys

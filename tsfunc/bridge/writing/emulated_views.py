@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from tsfunc.bridge.sizes.write_counts import version_of
+from tsfunc.bridge.sizes.fake_versions import version_of
 from tsfunc.bridge.tracers.batch_handlers import call_by_plan
 from tsfunc.bridge.tracers.function_registry import METHODS, Stage, registry
 from tsfunc.bridge.tracers.operators import tensors_in

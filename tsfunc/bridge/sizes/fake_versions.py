@@ -1,4 +1,4 @@
-"""Counts the writes to the storages of fake tensors that are made without FakeTensorMode.
+"""The versions of fake tensors: the writes to their storages without FakeTensorMode count too.
 
 FakeTensorMode remembers data-dependent results, such as that of ``x.item()``, with the version of
 the tensor, and torch counts a version for a tensor and its views together. A fake tensor that is
