@@ -28,6 +28,18 @@ EIGHT_BITS = frozenset(
 )
 
 
+def normal(*shape: int) -> torch.Tensor:
+    """Return normal numbers that depend on the shape alone."""
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded)
+
+
+def uniform(*shape: int) -> torch.Tensor:
+    """Return numbers between 0 and 1 that depend on the shape alone."""
+    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.rand(shape, dtype=torch.float64, generator=seeded)
+
+
 def overload(name: str) -> Any:
     """The operator that a row is for: ``aten::add.Tensor`` is ``torch.ops.aten.add.Tensor``."""
     space, _, rest = name.partition("::")

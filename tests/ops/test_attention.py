@@ -9,43 +9,38 @@ import pytest
 import torch
 
 import tsfunc
-from tests.ops.harness import Level, check, compare
+from tests.ops.harness import Level, check, compare, normal
 from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
 
 
-def rand(*shape: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=seeded)
-
-
 @pytest.mark.parametrize("lead", [(), (2,), (4, 2)])
 def test_whole(lead: tuple[int, ...]) -> None:
-    q, k, v = rand(*lead, 5, 4), rand(*lead, 6, 4), rand(*lead, 6, 7)
+    q, k, v = normal(*lead, 5, 4), normal(*lead, 6, 4), normal(*lead, 6, 7)
     op = aten.scaled_dot_product_attention.default
     assert check(op, q, k, v)
     assert check(op, q, k, v, scale=0.3)
     assert check(op, q, q * 2, v[..., :5, :], None, 0.0, True)
     choices = [(0,), (3,), (0, 1, 2, 3), (1, 3), (0, 1, 2)]
-    assert check(op, q, k, v, rand(5, 6), choices=choices)
-    assert check(op, q, k, v, rand(5, 6) > 0, choices=choices)
+    assert check(op, q, k, v, normal(5, 6), choices=choices)
+    assert check(op, q, k, v, normal(5, 6) > 0, choices=choices)
     if lead:
-        assert check(op, q, k, v, rand(*lead, 5, 6), choices=choices)
-        assert check(op, q, k, v, rand(1, 5, 6), choices=choices)
+        assert check(op, q, k, v, normal(*lead, 5, 6), choices=choices)
+        assert check(op, q, k, v, normal(1, 5, 6), choices=choices)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [None, (5, 5), (4, 1, 5, 5), (1, 1, 5, 5)])
 def test_flash_kernel_of_the_cpu(causal: bool, shape: tuple[int, ...] | None) -> None:
-    q, k, v = rand(4, 2, 5, 8), rand(4, 2, 5, 8) * 2, rand(4, 2, 5, 8) * 3
-    kwargs: dict[str, Any] = {} if shape is None or causal else {"attn_mask": rand(*shape)}
+    q, k, v = normal(4, 2, 5, 8), normal(4, 2, 5, 8) * 2, normal(4, 2, 5, 8) * 3
+    kwargs: dict[str, Any] = {} if shape is None or causal else {"attn_mask": normal(*shape)}
     op = aten._scaled_dot_product_flash_attention_for_cpu
     assert check(op.default, q, k, v, 0.0, causal, **kwargs)
     out, sums = op(q, k, v, 0.0, causal, **kwargs)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     choices = [(0,), (1,), (0, 1, 2, 3, 4, 5), (2, 3)]
-    args = (rand(*out.shape), q, k, v, out, sums, 0.0, causal)
+    args = (normal(*out.shape), q, k, v, out, sums, 0.0, causal)
     assert check(backward, *args, choices=choices, **kwargs)
 
 
@@ -54,15 +49,15 @@ def test_flash_kernel_of_the_cpu(causal: bool, shape: tuple[int, ...] | None) ->
 def test_masks_of_each_example(shape: tuple[int, ...], queries: int | None) -> None:
     op = aten._scaled_dot_product_flash_attention_for_cpu.default
     back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    q, k, v = rand(3, 4, 2, 5, 8), rand(4, 2, 5, 8), rand(4, 2, 5, 8) * 3
+    q, k, v = normal(3, 4, 2, 5, 8), normal(4, 2, 5, 8), normal(4, 2, 5, 8) * 3
     q = q if queries == 0 else q[0]
-    masks = rand(3, *shape).movedim(0, -1).contiguous()
+    masks = normal(3, *shape).movedim(0, -1).contiguous()
     dims = [queries, None, None, None, None, {"attn_mask": len(shape)}]
     forward, backward = find(op.name()), find(back.name())
     assert forward is not None and forward.rule is not None
     assert backward is not None and backward.rule is not None
     outs, at = forward.rule(op, Level(), dims, [q, k, v, 0.0, False], {"attn_mask": masks})
-    grad = rand(4, 2, 5, 8)
+    grad = normal(4, 2, 5, 8)
     dims = [None, queries, None, None, 0, 0, None, None, {"attn_mask": len(shape)}]
     args = [grad, q, k, v, *outs, 0.0, False]
     grads, grads_at = backward.rule(back, Level(), dims, args, {"attn_mask": masks})

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tsfunc
+from tests.ops.harness import normal
 from tsfunc.ops.attention_decompositions import BACKWARD, FORWARD
 
 KEYS = {name: BACKWARD[f"{name}_backward"] for name in FORWARD}
@@ -23,11 +24,6 @@ KEYS = {name: BACKWARD[f"{name}_backward"] for name in FORWARD}
 
 def schema_of(name: str) -> Any:
     return getattr(torch.ops.aten, name.removeprefix("aten::")).default._schema
-
-
-def rand(*shape: int) -> Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=seeded)
 
 
 def call(name: str, form: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -54,9 +50,9 @@ def test_arguments_are_those_of_the_operator(name: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "causal", "bias", "scaled"])
 @pytest.mark.parametrize("name", FORWARD)
 def test_against_the_formula(name: str, kind: str, heads: int) -> None:
-    query, key, value = rand(2, 4, 5, 3), rand(2, heads, 6, 3), rand(2, heads, 6, 7)
+    query, key, value = normal(2, 4, 5, 3), normal(2, heads, 6, 3), normal(2, heads, 6, 7)
     takes_bias = any(a.name in ("attn_bias", "attn_mask") for a in schema_of(name).arguments)
-    bias = rand(2, 1, 5, 6) if kind == "bias" and takes_bias else None
+    bias = normal(2, 1, 5, 6) if kind == "bias" and takes_bias else None
     causal, scale = kind == "causal", 0.3 if kind == "scaled" else None
     shared: dict[str, Any] = {
         "query": query,
@@ -78,7 +74,7 @@ def test_against_the_formula(name: str, kind: str, heads: int) -> None:
     assert len(got) == len(schema_of(name).returns)
     torch.testing.assert_close(got[0], want)
 
-    cotangent = rand(*want.shape)
+    cotangent = normal(*want.shape)
     needed = {
         "grad_out": cotangent,
         "out": got[0],
@@ -93,7 +89,7 @@ def test_against_the_formula(name: str, kind: str, heads: int) -> None:
 
 @pytest.mark.parametrize("name", FORWARD)
 def test_dropout_is_left_to_the_operator(name: str) -> None:
-    x = rand(1, 1, 3, 2)
+    x = normal(1, 1, 3, 2)
     given: dict[str, Any] = {
         "query": x,
         "key": x,
@@ -108,7 +104,7 @@ def test_dropout_is_left_to_the_operator(name: str) -> None:
 
 def test_queries_that_see_no_key() -> None:
     """Their results, gradients and tangents are zeros, as those of the fused operator."""
-    x, mask = rand(1, 2, 4, 3), torch.ones(4, 4, dtype=torch.bool)
+    x, mask = normal(1, 2, 4, 3), torch.ones(4, 4, dtype=torch.bool)
     mask[1] = False
 
     def attended(x: Tensor) -> Tensor:
@@ -123,7 +119,7 @@ def test_queries_that_see_no_key() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    x = rand(1, 2, 4, 8)
+    x = normal(1, 2, 4, 8)
 
     def attended(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x.sin(), x.cos())
@@ -137,7 +133,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 def test_a_transformer_layer_by_forward_mode() -> None:
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
-    x, along = rand(4, 3, 8), rand(4, 3, 8).sin()
+    x, along = normal(4, 3, 8), normal(4, 3, 8).sin()
     tangent = tsfunc.jvp(layer, (x,), (along,))[1]
     step = 1e-6
     around = (layer(x + step * along) - layer(x - step * along)) / (2 * step)

@@ -9,7 +9,7 @@ import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
 import tsfunc
-from tests.ops.harness import check, database_calls
+from tests.ops.harness import check, database_calls, uniform
 from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
@@ -40,31 +40,26 @@ def test_database(entry: Any) -> None:
     assert covered
 
 
-def rand(*shape: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.rand(shape, dtype=torch.float64, generator=seeded)
-
-
 @pytest.mark.parametrize("n", [2, 3])
 def test_grid_sampler(n: int) -> None:
-    x, grid = rand(2, 4, *[5] * n), rand(2, *[3] * n, n) * 2 - 1
+    x, grid = uniform(2, 4, *[5] * n), uniform(2, *[3] * n, n) * 2 - 1
     forward = getattr(aten, f"grid_sampler_{n}d").default
     backward = getattr(aten, f"grid_sampler_{n}d_backward").default
     assert check(forward, x, grid, 0, 0, False)
-    grad = rand(2, 4, *[3] * n)
+    grad = uniform(2, 4, *[3] * n)
     for mask in ([True, True], [False, True]):
         assert check(backward, grad, x, grid, 0, 0, True, mask)
 
 
 def test_affine_grid() -> None:
-    assert check(aten.affine_grid_generator.default, rand(2, 2, 3), [2, 3, 4, 5], True)
+    assert check(aten.affine_grid_generator.default, uniform(2, 2, 3), [2, 3, 4, 5], True)
 
 
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_patches(lead: tuple[int, ...]) -> None:
     args = ([2, 2], [1, 1], [0, 0], [1, 1])
-    assert check(aten.im2col.default, rand(*lead, 3, 4, 4), *args)
-    assert check(aten.col2im.default, rand(*lead, 12, 9), [4, 4], *args)
+    assert check(aten.im2col.default, uniform(*lead, 3, 4, 4), *args)
+    assert check(aten.col2im.default, uniform(*lead, 12, 9), [4, 4], *args)
 
 
 @pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])

@@ -10,26 +10,21 @@ from torch import Tensor
 
 import tsfunc
 import tsfunc.ops
-from tests.ops.harness import Level, check, compare
+from tests.ops.harness import Level, check, compare, uniform
 from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
 
 
-def rand(*shape: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.rand(shape, dtype=torch.float64, generator=seeded)
-
-
 @pytest.mark.parametrize("mode", [0, 1, 2])
 @pytest.mark.parametrize("padding", [-1, 3])
 def test_embedding_bag(mode: int, padding: int) -> None:
-    weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
+    weight, index = uniform(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
     bags = torch.tensor([0, 2, 5])
     rest: tuple[Any, ...] = (False, mode, False, None, False, padding)
     choices = [(0,), (1,), (0, 1)]
     assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=choices)
-    scales: Tensor | None = rand(6)
+    scales: Tensor | None = uniform(6)
     if mode == 0:
         rest = (False, mode, False, scales, False, padding)
         assert check(aten._embedding_bag.default, weight, index, bags, *rest, choices=[(1, 3)])
@@ -38,7 +33,7 @@ def test_embedding_bag(mode: int, padding: int) -> None:
     out, to_bag, sizes, largest = aten._embedding_bag(weight, index, bags, *rest)
     backward = aten._embedding_bag_backward.default
     args: tuple[Any, ...] = (
-        rand(*out.shape),
+        uniform(*out.shape),
         index,
         bags,
         to_bag,
@@ -55,12 +50,12 @@ def test_embedding_bag(mode: int, padding: int) -> None:
     assert check(backward, *args, scales, padding, choices=[(0,)])
     scales_backward = aten._embedding_bag_per_sample_weights_backward.default
     if mode == 0:
-        args = (rand(*out.shape), weight, index, bags, to_bag, mode, padding)
+        args = (uniform(*out.shape), weight, index, bags, to_bag, mode, padding)
         assert check(scales_backward, *args, choices=[(0,), (1,), (2,), (0, 1, 2)])
 
 
 def test_last_offset() -> None:
-    weight, index = rand(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
+    weight, index = uniform(6, 4), torch.tensor([1, 3, 2, 0, 5, 4])
     whole = torch.tensor([0, 2, 5, 6])
     found = find("aten::_embedding_bag")
     assert found is not None and found.rule is not None
@@ -75,7 +70,7 @@ def test_last_offset() -> None:
 
 def test_renorm_writes_the_rows_looked_up() -> None:
     choices = [(0,), (0, 1)]
-    args = (rand(6, 4), torch.tensor([1, 3]), 0.5, 2.0)
+    args = (uniform(6, 4), torch.tensor([1, 3]), 0.5, 2.0)
     assert check(aten.embedding_renorm_.default, *args, choices=choices)
 
 
@@ -83,7 +78,7 @@ def test_renorm_writes_the_rows_looked_up() -> None:
 @pytest.mark.parametrize("padding", [None, 2, -7])
 @pytest.mark.parametrize("own", ["table", "indices", "both"])
 def test_gradients_of_tables(own: str, padding: int | None, by_frequency: bool) -> None:
-    tables, indices = rand(3, 7, 4), torch.tensor([[2, 0, 4, 4], [1, 2, 2, 0], [6, 2, 0, 0]])
+    tables, indices = uniform(3, 7, 4), torch.tensor([[2, 0, 4, 4], [1, 2, 2, 0], [6, 2, 0, 0]])
 
     def total(table: Tensor, index: Tensor) -> Tensor:
         rows = torch.nn.functional.embedding(index, table, padding, scale_grad_by_freq=by_frequency)
@@ -111,7 +106,7 @@ def test_gradients_of_tables(own: str, padding: int | None, by_frequency: bool) 
 
 
 def test_tangents_of_a_row_that_is_padding() -> None:
-    tables, indices = rand(2, 3, 4), torch.tensor([[0, 1], [1, 2]])
+    tables, indices = uniform(2, 3, 4), torch.tensor([[0, 1], [1, 2]])
 
     def looked_up(tables: Tensor) -> Tensor:
         function = torch.nn.functional.embedding

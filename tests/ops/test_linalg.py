@@ -7,18 +7,13 @@ import torch
 
 import tsfunc
 import tsfunc.ops
-from tests.ops.harness import check
+from tests.ops.harness import check, normal
 
 aten = torch.ops.aten
 
 
-def rand(*shape: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=seeded)
-
-
 def positive(*shape: int) -> torch.Tensor:
-    x = rand(*shape)
+    x = normal(*shape)
     return x @ x.mT + torch.eye(shape[-1], dtype=x.dtype)
 
 
@@ -29,7 +24,7 @@ LEADS: list[tuple[int, ...]] = [(), (2,)]
 
 @pytest.mark.parametrize("lead", LEADS)
 def test_functions_of_one_matrix(lead: tuple[int, ...]) -> None:
-    x, s = rand(*lead, 4, 4), positive(*lead, 4, 4)
+    x, s = normal(*lead, 4, 4), positive(*lead, 4, 4)
     for op in (
         aten.linalg_inv_ex, aten.linalg_cholesky_ex, *OLDER, aten._linalg_eigh,
         aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu, aten.linalg_lu_factor_ex,
@@ -49,29 +44,29 @@ def test_functions_of_one_matrix(lead: tuple[int, ...]) -> None:
 
 def test_matrix_exp_of_many_matrices() -> None:
     """The kernel takes matrices along several dims only if these lie one after another."""
-    x = rand(5, 4, 4, 2) / 4
+    x = normal(5, 4, 4, 2) / 4
     want = torch.stack([torch.matrix_exp(e) for e in x.unbind(-1)])
     torch.testing.assert_close(tsfunc.vmap(torch.matrix_exp, -1)(x), want)
 
 
 @pytest.mark.parametrize("lead", LEADS)
 def test_functions_of_several_matrices(lead: tuple[int, ...]) -> None:
-    x = rand(*lead, 4, 3)
+    x = normal(*lead, 4, 3)
     a, tau = aten.geqrf(x)
     assert check(aten.linalg_householder_product.default, a, tau)
-    assert check(aten.ormqr.default, a, tau, rand(*lead, 4, 2), choices=[(0,), (2,), (0, 1, 2)])
-    lu, pivots = aten.linalg_lu_factor(rand(*lead, 4, 4))
+    assert check(aten.ormqr.default, a, tau, normal(*lead, 4, 2), choices=[(0,), (2,), (0, 1, 2)])
+    lu, pivots = aten.linalg_lu_factor(normal(*lead, 4, 4))
     assert check(aten.lu_unpack.default, lu, pivots, choices=[(0,)])
     ld, places, _ = aten.linalg_ldl_factor_ex(positive(*lead, 4, 4))
     choices = [(0,), (2,), (0, 2)]
-    assert check(aten.linalg_ldl_solve.default, ld, places, rand(*lead, 4, 2), choices=choices)
+    assert check(aten.linalg_ldl_solve.default, ld, places, normal(*lead, 4, 2), choices=choices)
 
 
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_cross(dim: int) -> None:
-    assert check(aten.linalg_cross.default, rand(3, 3), rand(3, 3) * 2, dim=dim)
-    assert check(aten.linalg_cross.default, rand(2, 3), rand(1, 3))
-    assert check(aten.linalg_cross.default, rand(3), rand(3))
+    assert check(aten.linalg_cross.default, normal(3, 3), normal(3, 3) * 2, dim=dim)
+    assert check(aten.linalg_cross.default, normal(2, 3), normal(1, 3))
+    assert check(aten.linalg_cross.default, normal(3), normal(3))
 
 
 SOLVE_SHAPES = [
@@ -82,7 +77,7 @@ SOLVE_SHAPES = [
 
 @pytest.mark.parametrize("shapes", SOLVE_SHAPES)
 def test_solve(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    a, b = positive(*shapes[0]), rand(*shapes[1])
+    a, b = positive(*shapes[0]), normal(*shapes[1])
     op = aten._linalg_solve_ex.default
     assert check(op, a, b, choices=[(0,), (1,), (0, 1)])
     if len(shapes[1]) > 1 and shapes != SOLVE_SHAPES[-1]:
@@ -91,7 +86,7 @@ def test_solve(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("shapes", [s for s in SOLVE_SHAPES if len(s[1]) > 1][:-1])
 def test_solve_with_factors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    a, b = positive(*shapes[0]), rand(*shapes[1])
+    a, b = positive(*shapes[0]), normal(*shapes[1])
     for upper in (False, True):
         assert check(aten.linalg_solve_triangular.default, a, b, upper=upper)
         assert check(aten.linalg_solve_triangular.default, a, b.mT, upper=upper, left=False)
@@ -108,10 +103,10 @@ def test_solve_with_factors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> 
 def test_lstsq(driver: str) -> None:
     for lead in LEADS:
         for m, n in ((5, 3), (3, 5), (4, 4)):
-            args = (rand(*lead, m, n), rand(*lead, m, 2))
+            args = (normal(*lead, m, n), normal(*lead, m, 2))
             assert check(aten.linalg_lstsq.default, *args, driver=driver)
             if lead:  # without leading dims the kernel takes no vector
-                args = (rand(*lead, m, n), rand(*lead, m))
+                args = (normal(*lead, m, n), normal(*lead, m))
                 check(aten.linalg_lstsq.default, *args, driver=driver)
 
 

@@ -6,21 +6,16 @@ import pytest
 import torch
 
 import tsfunc.ops  # noqa: F401  (declares rows)
-from tests.ops.harness import Level, check, compare, plan, run_plan
+from tests.ops.harness import Level, check, compare, normal, plan, run_plan
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.registry import find
 
 aten = torch.ops.aten
 
 
-def rand(*shape: int) -> torch.Tensor:
-    seeded = torch.Generator().manual_seed(sum(shape) + len(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=seeded)
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1, -2])
 def test_sort(dim: int) -> None:
-    x = rand(4, 5, 2)
+    x = normal(4, 5, 2)
     assert check(aten.sort.default, x, dim, True)
     ties = (x * 2).round()
     assert check(aten.sort.stable, ties, stable=True, dim=dim, descending=True)
@@ -31,13 +26,13 @@ def test_sort(dim: int) -> None:
 
 
 def test_sort_with_defaults_and_without_dims() -> None:
-    assert check(aten.sort.default, rand(4, 5))
-    assert check(aten.sort.default, rand())
-    assert check(aten.sort.stable, rand(), stable=True)
-    assert check(aten.argsort.default, rand())
-    assert check(aten.topk.default, rand(4, 5), 3)
-    assert check(aten.topk.default, rand(), 1)
-    assert check(aten.sort.default, rand(0, 5), 0)
+    assert check(aten.sort.default, normal(4, 5))
+    assert check(aten.sort.default, normal())
+    assert check(aten.sort.stable, normal(), stable=True)
+    assert check(aten.argsort.default, normal())
+    assert check(aten.topk.default, normal(4, 5), 3)
+    assert check(aten.topk.default, normal(), 1)
+    assert check(aten.sort.default, normal(0, 5), 0)
 
 
 REFUSED = [
@@ -56,14 +51,14 @@ def test_data_dependent_calls_are_refused(case: tuple[str, str, str]) -> None:
     found = find(op.name())
     assert found is not None and found.rule is not None
     with pytest.raises(DataDependentError, match=message):
-        found.rule(op, Level(), [0], [rand(3)], {})
+        found.rule(op, Level(), [0], [normal(3)], {})
 
 
 def test_comparing_whole_tensors_is_refused() -> None:
     found = find("aten::equal")
     assert found is not None and found.rule is not None
     with pytest.raises(DataDependentError, match="one Python bool"):
-        found.rule(aten.equal.default, Level(), [0, None], [rand(3), rand(3)], {})
+        found.rule(aten.equal.default, Level(), [0, None], [normal(3), normal(3)], {})
 
 
 def test_repeat_interleave_of_known_size() -> None:
@@ -90,8 +85,8 @@ def test_nonzero_of_known_size(size: int) -> None:
 def test_sorters_given_by_keyword(sequences: int | None) -> None:
     op, row = aten.searchsorted.Tensor, find("aten::searchsorted.Tensor")
     assert row is not None and row.rule is not None
-    x = rand(3, 5) if sequences == 0 else rand(5).expand(3, 5)
-    order, values = x.argsort(1), rand(3, 2)
+    x = normal(3, 5) if sequences == 0 else normal(5).expand(3, 5)
+    order, values = x.argsort(1), normal(3, 2)
     args = [x if sequences == 0 else x[0], values]
     dims = [sequences, 0, {"sorter": 0}]
     out, at = row.rule(op, Level(), dims, args, {"sorter": order})
