@@ -803,3 +803,41 @@ def test_other_functions_that_read_values_are_not_said_to_lack_a_rule() -> None:
         with pytest.raises(DataDependentError) as caught:
             tsfunc.vmap(f)(torch.rand(3) + 1)
         assert "no vmap rule" not in str(caught.value)
+
+
+class LastRow(torch.autograd.Function):
+    """A view that does not begin where its argument does, with a rule for vmap."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x[-1]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return torch.cat([g.new_zeros(ctx.shape[0] - 1, *g.shape), g[None]])
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> Any:
+        return LastRow.apply(t)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return LastRow.apply(x.movedim(in_dims[0], 1)), 0  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("in_dim", [0, 1, 2])
+def test_a_rule_returns_a_view_of_its_argument(in_dim: int) -> None:
+    def build(api: Api) -> Any:
+        def pushed(x: Tensor, t: Tensor) -> Any:
+            return api.jvp(LastRow.apply, (x,), (t,))[1]
+
+        def twice(x: Tensor) -> Any:
+            return api.jvp(pushed, (x, x.cos()), (x.sin(), x.exp()))[1]
+
+        return api.vmap(twice, in_dims=in_dim)(torch.stack([X, X + 1], in_dim))
+
+    as_torch_func(build)

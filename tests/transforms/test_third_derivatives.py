@@ -97,6 +97,18 @@ def householder(x: Tensor, tau: Tensor) -> Tensor:
     return eye - tau[:, None, None] * v[:, :, None] * v[:, None, :2]
 
 
+def with_zeros(x: Tensor) -> Tensor:
+    """The tensor moved so that ``X`` has zeros in its second column."""
+    return x - X * (torch.arange(4) == 1).double()[:, None]
+
+
+def products(x: Tensor) -> Tensor:
+    """The products of the columns up to each one."""
+    first, second, third, last = x.unbind(1)
+    columns = [first, first * second, first * second * third, first * second * third * last]
+    return torch.stack(columns, 1)
+
+
 NORMS: dict[str, tuple[Scalar, Scalar]] = {
     "layer_norm": (
         lambda x: F.layer_norm(x, (4, 2), column(WEIGHT).expand(4, 2), None, EPS),
@@ -162,6 +174,15 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
         lambda x: torch.linalg.householder_product(x, x[:, 0, :1]),
         lambda x: householder(x, x[:, 0, 0]),
     ),
+    "householder_product without reflections": (
+        lambda x: x[:, :, :2] * torch.linalg.householder_product(x, x[:, 0, :0]),
+        lambda x: x[:, :, :2] * torch.eye(4, 2).double(),
+    ),
+    "cumprod": (lambda x: with_zeros(x).cumprod(1), lambda x: products(with_zeros(x))),
+    "cumprod in place": (
+        lambda x: with_zeros(x).cumprod_(1),
+        lambda x: products(with_zeros(x)),
+    ),
     "vector_norm": (
         lambda x: torch.linalg.vector_norm(x, dim=2, keepdim=True).expand(3, 4, 2),
         lambda x: norm(x).expand(3, 4, 2),
@@ -185,6 +206,10 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     ),
     "renorm": (
         lambda x: torch.renorm(x, 2, 0, 0.5),
+        lambda x: x * every(0.5 / (norm(x.flatten(1)) + 1e-7)),
+    ),
+    "renorm in place": (
+        lambda x: x.clone().renorm_(2, 0, 0.5),
         lambda x: x * every(0.5 / (norm(x.flatten(1)) + 1e-7)),
     ),
     "dist": (
@@ -240,6 +265,10 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
         lambda x: torch.view_as_real(torch.complex(x, x.exp()).sgn()).sum(-1),
         lambda x: (x + x.exp()) / (x * x + x.exp().square()).sqrt(),
     ),
+    "sgn of a complex number, in place": (
+        lambda x: torch.view_as_real(torch.complex(x, x.exp()).sgn_()).sum(-1),
+        lambda x: (x + x.exp()) / (x * x + x.exp().square()).sqrt(),
+    ),
     "logsumexp of complex numbers": (
         lambda x: torch.view_as_real(torch.complex(x, x.sin()).logsumexp(1, True)).sum(-1),
         lambda x: torch.view_as_real(torch.complex(x, x.sin()).exp().sum(1, True).log()).sum(-1),
@@ -250,6 +279,10 @@ NORMS: dict[str, tuple[Scalar, Scalar]] = {
     ),
     "copysign": (
         lambda x: torch.copysign(x.sin() * x, x.cos()) + torch.copysign(x.exp(), -1.0),
+        lambda x: (x.sin() * x).abs() * x.cos().sign() - x.exp(),
+    ),
+    "copysign in place": (
+        lambda x: (x.sin() * x).copysign_(x.cos()) + x.exp().clone().copysign_(-1.0),
         lambda x: (x.sin() * x).abs() * x.cos().sign() - x.exp(),
     ),
     "attention": (attended, attended_by_formula),

@@ -73,7 +73,11 @@ def rewrapped(
                 return arg
         if not isinstance(level, BatchLevel):
             return level.lift(result)
-        return result if dim is None and not level.autograd else wrap(result, dim, level)
+        return (
+            result
+            if dim is None and not level.autograd
+            else wrap(result, dim, level, result.storage_offset())
+        )
 
     return [tracer(result, dim) for result, dim in zip(results, dims, strict=True)]
 

@@ -138,7 +138,7 @@ def _tangents(
     tangents: Sequence[Tensor | None],
     level: TracerLevel | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the tangents of the function's results; None for a result without one."""
+    """Return the tangents of the function's results; None for one that is not differentiable."""
     with autograd.recording(level):
         primals = [autograd.unpack_dual(value)[0] for value in values]
         positions = [i for i, tangent in enumerate(tangents) if tangent is not None]
@@ -155,7 +155,9 @@ def _tangents(
     connected = any(autograd.requires_grad(x, level) for x in (*values, *given))
     results: list[Tensor | None] = [None] * len(outs)
     for i, tangent in zip(kept, pushed, strict=True):
-        if tangent is not None:
+        if tangent is None:  # torch takes None only for results that are not differentiable
+            results[i] = autograd.detached(torch.zeros_like(outs[i]))
+        else:
             results[i] = tangent if connected else autograd.detached(tangent)
     return tuple(results)
 

@@ -41,6 +41,7 @@ from torch.autograd import forward_ad
 
 from tsfunc.bridge.grad import pullbacks
 from tsfunc.bridge.tracers.interrupts import outermost
+from tsfunc.bridge.tracers.operators import overload_of
 from tsfunc.bridge.tracers.registrations import (
     on_first_level,
     register_replacements,
@@ -109,6 +110,22 @@ def _replacements() -> Iterator[tuple[str, _Decomposition | None, _Condition, bo
     for table, applies, twice in tables:
         for name, decomposition in table.items():
             yield name, decomposition, applies, twice
+            inplace = _inplace_name(name)
+            if decomposition is not None and overload_of(inplace) is not None:
+                yield inplace, functools.partial(_write, decomposition), applies, twice
+
+
+def _inplace_name(name: str) -> str:
+    """Return the name that an operator's in-place form has: ``aten::sgn_`` for ``aten::sgn``."""
+    base, dot, overload = name.partition(".")
+    return f"{base}_{dot}{overload}"
+
+
+def _write(decomposition: _Decomposition, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Write what the decomposition of an operator returns into its first argument."""
+    # Autograd saves the argument of the decomposition, which the write must not change.
+    out = decomposition(x.clone(), *args, **kwargs)
+    return out if out is NotImplemented else x.copy_(out)
 
 
 def _replaced(
