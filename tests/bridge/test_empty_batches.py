@@ -35,7 +35,7 @@ def test_the_results_are_empty(call: str, at: int) -> None:
         assert mine.shape == (0, *example.shape) and mine.dtype is example.dtype
 
 
-def test_gradients() -> None:
+def test_gradients_of_an_empty_batch_are_empty() -> None:
     assert vmap(grad(lambda x: torch.fft.fft(x).abs().sum()))(torch.rand(0, 4)).shape == (0, 4)
 
 

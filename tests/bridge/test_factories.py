@@ -18,7 +18,7 @@ def test_the_requested_or_the_default_device(device: str | None) -> None:
     assert made.device.type == (device or torch.get_default_device().type)
 
 
-def test_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_shows_the_keys_of_a_factory(capsys: pytest.CaptureFixture[str]) -> None:
     steps = dispatch.explain("aten::arange", 3).steps
     assert [step.key for step in steps] == ["BackendSelect"]
     assert "_select_backend" in capsys.readouterr().out

@@ -182,7 +182,7 @@ UNCACHED = {"shape is changed", "conjugated lazily", "another type's view"}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name: str) -> None:
+def test_repeated_calls_have_the_metadata_of_new_ones(name: str) -> None:
     trace = Trace()
     op, args = CALLS[name]
     assert check(trace, op, lambda: trace.fake((args, {}))) == (name not in UNCACHED)

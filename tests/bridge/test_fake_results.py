@@ -70,7 +70,7 @@ class TestQuestionsOfOperators:
 
         check(f, {"x": ["n", 64], "y": ["n", 64]}, (r(16, 64), r(16, 64)), (r(9, 64), r(9, 64)))
 
-    def test_parts(self) -> None:
+    def test_chunks_of_named_sizes(self) -> None:
         def f(x: Tensor) -> Tensor:
             return x.chunk(2)[1]
 
@@ -91,7 +91,7 @@ class TestQuestionsOfOperators:
 
 
 class TestRulesWithoutSymbols:
-    def test_fourier(self) -> None:
+    def test_transforms_of_named_sizes(self) -> None:
         check(lambda x: torch.fft.fft(x), {"x": ["n"]}, (r(8),), (r(5),))
         assert "2*n - 2" in check(lambda x: torch.fft.irfft(x), {"x": ["n"]}, (r(8),), (r(5),))
 

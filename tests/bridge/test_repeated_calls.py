@@ -144,7 +144,9 @@ def _without_grad(f: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_calls(name: str, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_calls_record_what_new_ones_would(
+    name: str, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
     f, args, count = CASES[name]
     made = [x.detach().clone().requires_grad_(x.requires_grad) for x in args]
     if name == "random numbers":

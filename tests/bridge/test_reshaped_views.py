@@ -40,7 +40,7 @@ def test_views_of_results(name: str, dim: int) -> None:
     same(tsfunc.vmap(f, in_dims=dim)(batch), want)
 
 
-def test_nested() -> None:
+def test_gradients_through_views_of_nested_batches() -> None:
     batch = torch.arange(120.0).view(4, 2, 3, 5).sin()
     f = FUNCTIONS["the gradient of it"]
     got = tsfunc.vmap(tsfunc.vmap(f, in_dims=1), in_dims=1)(batch)
@@ -64,7 +64,7 @@ def test_it_is_a_view() -> None:
     same(flat, want.reshape(3, -1))
 
 
-def test_modules() -> None:
+def test_attention_layers_reshape_views() -> None:
     attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
     x = torch.randn(2, 5, 3, 4)
 

@@ -209,7 +209,7 @@ class TestUserCode:
         specialize(f, {"x": Meta(["n"])})(torch.ones(3))
         assert seen == [False, True]
 
-    def test_kernels(self) -> None:
+    def test_kernels_are_not_user_code(self) -> None:
         seen = []
 
         @torch.library.custom_op("tsfunc_tests::asks_who", mutates_args=())

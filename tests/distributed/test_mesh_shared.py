@@ -183,7 +183,7 @@ def test_on_two_ranks(errors: dict[str, list[str]], name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_all(ranks: int) -> None:
+def test_checks_hold_on_every_rank(ranks: int) -> None:
     found = failures(CHECKS, ranks)
     bad = {name: texts for name, texts in found.items() if texts}
     assert not bad, "\n".join(f"{name}: {texts[0]}" for name, texts in bad.items())

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("lead", [(), (2,), (4, 2)])
-def test_whole(lead: tuple[int, ...]) -> None:
+def test_attention_equals_the_loop(lead: tuple[int, ...]) -> None:
     q, k, v = normal(*lead, 5, 4), normal(*lead, 6, 4), normal(*lead, 6, 7)
     op = aten.scaled_dot_product_attention.default
     assert check(op, q, k, v)

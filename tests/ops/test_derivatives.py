@@ -201,7 +201,7 @@ def _seeded(f: Callable[..., Tensor], *args: Any) -> Tensor:
 
 @pytest.mark.parametrize("mode", ALL, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("name", CASES)
-def test_call(name: str, mode: Mode) -> None:
+def test_derivatives_of_operators_are_right(name: str, mode: Mode) -> None:
     found = verdicts(mode, CASES[name])
     assert found.keys() <= {Verdict.OK, Verdict.NONE}, found
 

@@ -83,7 +83,7 @@ PLAIN: dict[str, tuple[Sample, Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain(name: str) -> None:
+def test_draws_have_the_moments_of_torchs(name: str) -> None:
     ours, theirs = PLAIN[name]
     got = ours(draw(), SIZE // 4)
     assert bool(got.isfinite().all())

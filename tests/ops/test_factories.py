@@ -37,7 +37,7 @@ NEW: dict[str, list[tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", NEW)
-def test_new(name: str) -> None:
+def test_new_factories_equal_the_loop(name: str) -> None:
     for args in NEW[name]:
         assert check(overload(f"aten::{name}"), *args)
         assert check(overload(f"aten::{name}"), *args, dtype=torch.int64)
@@ -68,7 +68,7 @@ SPACES: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("name", SPACES)
-def test_spaces(name: str) -> None:
+def test_ranges_with_batched_ends_equal_the_loop(name: str) -> None:
     op = overload(f"aten::{name}")
     assert check(op, *SPACES[name]) and check(op, *SPACES[name], dtype=torch.float64)
     for dtype in (torch.complex64, torch.complex128):
@@ -173,7 +173,7 @@ def test_random_operators_are_refused_by_default(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SIZED)
-def test_sized(name: str) -> None:
+def test_random_factories_by_randomness(name: str) -> None:
     args, dims = SIZED[name], [None] * len(SIZED[name])
     example = overload(f"aten::{name}")(*args, dtype=torch.float32, **wants_generator(name))
     options = {"dtype": torch.float32, **wants_generator(name)}
@@ -188,7 +188,7 @@ def test_sized(name: str) -> None:
 
 @pytest.mark.parametrize("at", [None, 0, 1, 2])
 @pytest.mark.parametrize("name", LIKE)
-def test_like(name: str, at: int | None) -> None:
+def test_random_factories_like_a_tensor(name: str, at: int | None) -> None:
     example = torch.randn(8, 9)
     x = example if at is None else torch.stack([example] * 4).movedim(0, at)
     rest = LIKE[name]

@@ -85,7 +85,7 @@ def close(got: Any, expected: list[Any]) -> None:
 
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer(name: str, stacked: bool) -> None:
+def test_layers_equal_the_loop(name: str, stacked: bool) -> None:
     layer, params, x = made(name)
     buffers = dict(layer.named_buffers())
 

@@ -40,7 +40,7 @@ def test_pointwise_losses(reduction: int, shape: tuple[int, ...]) -> None:
     assert check(logits, x, t, None, None, reduction)
 
 
-def test_defaults() -> None:
+def test_losses_with_default_arguments() -> None:
     assert check(aten.mse_loss.default, rand(2, 4), rand(2, 4) * 2)
     assert check(aten.binary_cross_entropy_with_logits.default, rand(2, 4), rand(2, 4).flip(0))
 

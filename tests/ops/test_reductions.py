@@ -136,7 +136,7 @@ def test_aminmax_and_count(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ALONG)
-def test_along(name: str, shape: tuple[int, ...]) -> None:
+def test_reductions_along_a_dim(name: str, shape: tuple[int, ...]) -> None:
     assert sum(runs(name, torch.randn(shape), dim) for dim in DIMS)
     if name in ("cumsum", "cumprod"):
         assert runs(name, torch.randint(9, shape), -1, dtype=torch.float32)

@@ -52,7 +52,7 @@ def batched(values: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], tu
 
 @settings(max_examples=120, deadline=None)
 @given(name=st.sampled_from(sorted(PRODUCTS)), data=st.data())
-def test_products(name: str, data: st.DataObject) -> None:
+def test_products_of_unequal_sizes_are_refused(name: str, data: st.DataObject) -> None:
     op, count = PRODUCTS[name]
     values = [torch.ones(data.draw(shapes)) for _ in range(count)]
     which = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
@@ -94,7 +94,9 @@ def test_a_vector_is_no_matrix(name: str) -> None:
 
 @pytest.mark.parametrize("name", SOLVERS)
 @pytest.mark.parametrize("of", [((3,), (3, 3)), ((3, 3), ()), ((), (3,)), ((2, 3, 3), (3, 3, 1))])
-def test_solvers(name: str, of: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+def test_solvers_refuse_unequal_sizes(
+    name: str, of: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
     op = SOLVERS[name]
     values = [torch.ones(shape) + (torch.eye(3) if shape[-2:] == (3, 3) else 0) for shape in of]
     for which in ((True, False), (False, True), (True, True)):
@@ -173,7 +175,7 @@ ARGUMENTS: dict[str, tuple[Call, str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments(name: str) -> None:
+def test_bad_arguments_are_refused_as_by_torch(name: str) -> None:
     call, message = ARGUMENTS[name]
     x = torch.rand(SIZE, SIZE)
     with pytest.raises(RuntimeError, match=re.escape(message)):

@@ -136,7 +136,7 @@ def test_batches_and_dims_of_size_zero() -> None:
     check(lambda x: torch.cat([x, x], 1), rand(B, 2, 0))
 
 
-def test_numbers() -> None:
+def test_examples_without_dims() -> None:
     """Examples without dims."""
     for f in (torch.sum, torch.cumsum, torch.softmax, torch.sort, torch.argmax, torch.median):
         check(lambda x, f=f: f(x, 0), rand(B))
@@ -432,7 +432,7 @@ OUT: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", OUT)
-def test_out(name: str) -> None:
+def test_out_arguments(name: str) -> None:
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.zeros_like(OUT[name](x, None))
         return OUT[name](x, out), out
@@ -566,7 +566,7 @@ def test_repeat_interleave_by_a_tensor() -> None:
 # Lists and numbers among the arguments.
 
 
-def test_lists() -> None:
+def test_lists_of_batched_and_plain_tensors() -> None:
     check(lambda x, y: torch.stack([x, y, x]), rand(B, 2), rand(2), in_dims=(0, None))
     check(lambda x, y: torch.cat([x, y]), rand(2, B), rand(3), in_dims=(1, None))
     check(lambda x, y: torch.block_diag(x, y), rand(B, 2, 2), rand(3), in_dims=(0, None))

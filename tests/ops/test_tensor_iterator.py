@@ -152,7 +152,7 @@ def test_types_are_promoted_as_logical_tensors(shapes: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", [2, 2.5, True, 1j])
-def test_numbers(dtype: torch.dtype, number: Any) -> None:
+def test_numbers_count_less_in_type_promotion(dtype: torch.dtype, number: Any) -> None:
     for shape in ((), (3,)):
         assert check(torch.ops.aten.mul.Tensor, _tensor(shape, dtype), number)
 

@@ -186,7 +186,7 @@ def test_every_row_is_here() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*_stack is deprecated")
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name: str) -> None:
+def test_views_equal_the_loop(name: str) -> None:
     op = overload(f"aten::{name}")
     for call in CALLS[name]:
         args, kwargs = _call(call)

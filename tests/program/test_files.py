@@ -188,7 +188,7 @@ class TestRoundTrips:
         same(loaded(x), f(x))
 
     @pytest.mark.parametrize("kind", RESULTS)
-    def test_results(self, kind: str, tmp_path: Path) -> None:
+    def test_results_of_every_kind_are_loaded(self, kind: str, tmp_path: Path) -> None:
         result = RESULTS[kind]
         loaded = saved(result, tmp_path, (torch.randn(4),), descriptors={"x": Meta(["n"])})
         x = torch.randn(6)
@@ -390,7 +390,7 @@ class TestTensors:
         saved(lambda x: x + part, tmp_path, (torch.ones(3),))
         assert (tmp_path / "f.tsf").stat().st_size < 20_000
 
-    def test_elsewhere(self, tmp_path: Path) -> None:
+    def test_devices_are_replaced_when_a_file_is_loaded(self, tmp_path: Path) -> None:
         f = specialize(lambda x: x + torch.ones(3, device=x.device))
         f(torch.ones(3))
         f.save(tmp_path / "f.tsf")
@@ -631,7 +631,7 @@ class TestKeptFiles:
         with pytest.raises(DescriptorViolation, match=r"n % 2 == 0 does not hold"):
             loaded(torch.ones(7), torch.ones(5))
 
-    def test_state(self) -> None:
+    def test_a_kept_file_with_state_loads(self) -> None:
         loaded, net = load(KEPT / "state.tsf"), Running()
         net.total = torch.tensor([3.0, 3.0])
         for n, update in ((3, True), (1, True), (2, False), (4, True)):
@@ -665,7 +665,7 @@ class TestKeptFiles:
             step(torch.ones(2, 3), y, scale=2.0)
         step.program.verify()
 
-    def test_checkpoints(self) -> None:
+    def test_a_kept_file_with_checkpoints_loads(self) -> None:
         loaded = load(KEPT / "checkpoints.tsf")
         for n in (4, 7):
             _same_when_seeded(loaded, again, torch.randn(n, 3))

@@ -227,7 +227,9 @@ class TestContainers:
             (FUNCTION, lambda d: d["state"][0].update(value={"tensor": "t9"}), "no tensor 't9'"),
         ],
     )
-    def test_state(self, entry: str, change: Any, match: str, tmp_path: Path) -> None:
+    def test_damaged_state_is_refused(
+        self, entry: str, change: Any, match: str, tmp_path: Path
+    ) -> None:
         f = specialize(Running())
         f(torch.ones(2))
         f.save(tmp_path / "f.tsf", exact=True)
@@ -273,7 +275,7 @@ class TestContainers:
             (lambda c: c.update(kind="states"), "devices is missing"),
         ],
     )
-    def test_checkpoints(self, change: Any, match: str, tmp_path: Path) -> None:
+    def test_damaged_checkpoints_are_refused(self, change: Any, match: str, tmp_path: Path) -> None:
         f = specialize(checkpoint(torch.sin))
         f(torch.ones(2))
         f.save(tmp_path / "f.tsf", exact=True)
@@ -398,7 +400,9 @@ def _nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize(("change", "match"), [g[1:] for g in GRAPHS], ids=[g[0] for g in GRAPHS])
-def test_graphs(change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path) -> None:
+def test_damaged_graphs_are_refused(
+    change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path
+) -> None:
     refused(tmp_path, edited(good, GRAPH, lambda d: change(d) and None), f"{GRAPH}: .*(?:{match})")
 
 
@@ -425,7 +429,9 @@ FUNCTIONS: list[tuple[str, Callable[[Any], Any], str]] = [
 @pytest.mark.parametrize(
     ("change", "match"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS]
 )
-def test_functions(change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path) -> None:
+def test_damaged_functions_are_refused(
+    change: Callable[[Any], Any], match: str, good: bytes, tmp_path: Path
+) -> None:
     data = edited(good, FUNCTION, lambda d: change(d) and None)
     refused(tmp_path, data, f"{FUNCTION}: .*{match}")
 
@@ -446,7 +452,9 @@ TENSOR_CHANGES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("new", "match"), [t[1:] for t in TENSOR_CHANGES], ids=[t[0] for t in TENSOR_CHANGES]
 )
-def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -> None:
+def test_damaged_tensors_are_refused(
+    new: dict[str, Any], match: str, good: bytes, tmp_path: Path
+) -> None:
     data = edited(good, TENSORS, lambda d: {**d, "t0": {**d["t0"], **new}})
     refused(tmp_path, data, match)
 
@@ -464,7 +472,9 @@ def test_tensors(new: dict[str, Any], match: str, good: bytes, tmp_path: Path) -
     ],
     ids=["depth", "nan", "twice", "digits", "utf", "empty", "number"],
 )
-def test_documents(text: bytes, match: str, good: bytes, tmp_path: Path) -> None:
+def test_damaged_documents_are_refused(
+    text: bytes, match: str, good: bytes, tmp_path: Path
+) -> None:
     refused(tmp_path, file_of({**entries_of(good), GRAPH: text}), f"{GRAPH}: .*{match}")
 
 
@@ -548,7 +558,9 @@ def _calls_itself(function: Any) -> None:
         (lambda p: p.update(functions={}), "functions: expected a list"),
     ],
 )
-def test_rules(change: Callable[[Any], Any], match: str, tmp_path: Path) -> None:
+def test_damaged_rules_are_refused(
+    change: Callable[[Any], Any], match: str, tmp_path: Path
+) -> None:
     data = (Path(__file__).parent / "files" / "rules.tsf").read_bytes()
     refused(tmp_path, edited(data, GRAPH, lambda d: change(d) and None), match)
 
@@ -576,7 +588,7 @@ def test_texts_for_people(told: Any, match: str, tmp_path: Path) -> None:
     refused(tmp_path, edited(data, GRAPH, changed), f"told.*{match}|{match}")
 
 
-def test_generators(tmp_path: Path) -> None:
+def test_damaged_generators_are_refused(tmp_path: Path) -> None:
     data = (Path(__file__).parent / "files" / "rules.tsf").read_bytes()
 
     def generator(state: Any) -> Callable[[Any], Any]:

@@ -61,7 +61,7 @@ def test_floats(tmp_path: Path) -> None:
         loaded(X, 2)
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_a_number_that_takes_another_path_has_no_program(tmp_path: Path) -> None:
     """A number for which the function takes another path has no program."""
     loaded = saved(lambda x, k: x * 2 if k > 3 else x - k, {"k": int}, tmp_path, X, 1)
     for k in (3, -2):
@@ -103,7 +103,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage(name: str, tmp_path: Path) -> None:
+def test_damaged_numbers_are_refused(name: str, tmp_path: Path) -> None:
     new, match = DAMAGE[name]
     data = (KEPT / "numbers.tsf").read_bytes()
 

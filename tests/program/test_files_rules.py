@@ -518,7 +518,7 @@ def test_which_arguments_require_grad(tmp_path: Path) -> None:
 class TestKeptFiles:
     """Files that were written once, and are kept as they were."""
 
-    def test_rules(self) -> None:
+    def test_a_kept_file_with_rules_loads(self) -> None:
         loaded = load(KEPT / "rules.tsf")
         for n in (4, 7):
             x = torch.randn(n, 3)
@@ -535,7 +535,7 @@ class TestKeptFiles:
             torch.testing.assert_close(*slopes)
         loaded.program.verify()
 
-    def test_equations(self) -> None:
+    def test_a_kept_file_with_equations_loads(self) -> None:
         loaded = load(KEPT / "equations.tsf")
         a, b = torch.rand(4, 4) + 4 * torch.eye(4), torch.rand(4)
         torch.testing.assert_close(loaded(a, b), solving(a, b))

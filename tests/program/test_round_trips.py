@@ -104,7 +104,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return f, load(tmp_path / "f.tsf"), calls, by, tmp_path
 
 
-def test_calls(case: Any) -> None:
+def test_a_loaded_program_computes_the_same(case: Any) -> None:
     f, loaded, calls, _, _ = case
     for call in (*calls, *calls):
         alike(outcome(loaded, *call), outcome(f, *call))
@@ -126,7 +126,7 @@ def test_printed_and_known_values(case: Any) -> None:
     assert str(again.properties()) == str(loaded.properties())
 
 
-def test_copies(case: Any) -> None:
+def test_copies_of_a_loaded_program_compute_the_same(case: Any) -> None:
     _, loaded, calls, _, _ = case
     for copied in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         want = copy.deepcopy(loaded)

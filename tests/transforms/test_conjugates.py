@@ -78,7 +78,7 @@ def _examples() -> Tensor:
     return torch.randn(3, 2, dtype=torch.complex128)
 
 
-def test_programs(f: Fn) -> None:
+def test_programs_of_lazy_conjugates(f: Fn) -> None:
     z = _examples()[:, 0]
     for first in (z, z.conj()):
         program = specialize(f)
@@ -88,7 +88,7 @@ def test_programs(f: Fn) -> None:
     _alike(specialize(lambda z: cond(z.real.sum() > -99, f, lambda z: f(z) * 0, z))(z), f(z))
 
 
-def test_batches(f: Fn) -> None:
+def test_batches_of_lazy_conjugates(f: Fn) -> None:
     zs = _examples()
     for x in (zs, zs.conj()):
         want = torch.stack([f(x[:, i]) for i in range(2)])
@@ -96,7 +96,7 @@ def test_batches(f: Fn) -> None:
         _alike(specialize(vmap(f, in_dims=1))(x), want)
 
 
-def test_derivatives(f: Fn) -> None:
+def test_derivatives_of_lazy_conjugates(f: Fn) -> None:
     zs = _examples()
     z = zs[:, 1].clone()
     want = torch.stack([_gradient(f, zs[:, i]) for i in range(2)])
@@ -109,7 +109,7 @@ def test_derivatives(f: Fn) -> None:
     _alike(grad(lambda zs: vmap(_loss(f), in_dims=1)(zs).sum())(zs), want.T)
 
 
-def test_tangents(f: Fn) -> None:
+def test_tangents_of_lazy_conjugates(f: Fn) -> None:
     zs = _examples()
 
     def push(z: Tensor) -> Tensor:

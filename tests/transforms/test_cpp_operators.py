@@ -85,7 +85,7 @@ DERIVATIVES: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("transform", VALUES)
 @pytest.mark.parametrize("name", ["curve", "cubes"])
-def test_values(operators: Any, name: str, transform: str) -> None:
+def test_values_of_operators_in_cpp(operators: Any, name: str, transform: str) -> None:
     def f(x: Tensor) -> Tensor:
         out: Tensor = operators.curve(x, 2.0) if name == "curve" else operators.cubes(x)
         return out
@@ -95,7 +95,7 @@ def test_values(operators: Any, name: str, transform: str) -> None:
 
 
 @pytest.mark.parametrize("transform", DERIVATIVES)
-def test_derivatives(operators: Any, transform: str) -> None:
+def test_derivatives_of_operators_in_cpp(operators: Any, transform: str) -> None:
     def f(x: Tensor) -> Tensor:
         out: Tensor = operators.curve(x, 2.0)
         return out

@@ -35,7 +35,7 @@ class Cube(torch.autograd.Function):
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    # Not the derivative, to tell who was asked.
+    # Not the derivative, so that a result shows which rule ran.
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return g * 4.5 * x**2  # type: ignore[no-any-return]

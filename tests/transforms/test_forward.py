@@ -278,7 +278,7 @@ MESSAGES: list[tuple[Callable[[], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), MESSAGES, ids=range(len(MESSAGES)))
-def test_message(call: Callable[[], Any], message: str) -> None:
+def test_mistakes_in_calls_of_jvp_have_messages(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call()
 

@@ -141,7 +141,7 @@ NOT_DIFFERENTIABLE = ("one of several", "each of several", "out=", "two that ove
 
 
 @pytest.mark.parametrize("name", [n for n in CHANGES if n not in NOT_DIFFERENTIABLE])
-def test_differentiated(name: str) -> None:
+def test_derivatives_of_writes_to_gathered_views(name: str) -> None:
     func = written(CHANGES[name])
     weights = torch.arange(9.0, dtype=torch.float64).view(3, 3).cos()
 
@@ -160,7 +160,7 @@ def test_differentiated(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_traced(name: str) -> None:
+def test_programs_of_writes_to_gathered_views(name: str) -> None:
     """One index of a program that serves all, and the indices of a batch in one program."""
     func = written(CHANGES[name])
     if "slice of its own" not in name and name != "transposed":  # whose sizes a trace can't know

@@ -77,7 +77,7 @@ NOT_DIFFERENTIABLE = ("mul_ itself", "one of several views", "a split")
 
 
 @pytest.mark.parametrize("name", [n for n in CHANGES if n not in NOT_DIFFERENTIABLE])
-def test_differentiated(name: str) -> None:
+def test_derivatives_of_writes_in_place(name: str) -> None:
     func = written(CHANGES[name])
     shape = vmap(func)(X)[0].shape
     weights = torch.arange(float(shape.numel())).view(shape).cos()

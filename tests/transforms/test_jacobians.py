@@ -55,7 +55,7 @@ def test_argnums_from_the_end() -> None:
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 13, 100, None])
-def test_chunks(chunk_size: int | None) -> None:
+def test_jacobians_in_chunks_equal_whole_ones(chunk_size: int | None) -> None:
     got = tsfunc.jacrev(product, argnums=(0, 1), chunk_size=chunk_size)(X, Y)
     same(got, torch.func.jacrev(product, argnums=(0, 1))(X, Y))
 
@@ -146,7 +146,7 @@ def test_hessian_takes_keyword_arguments() -> None:
     same(tsfunc.hessian(lambda a, *, k: (a**k).sum())(W, k=3), torch.diag(6 * W))
 
 
-def test_randomness() -> None:
+def test_random_numbers_of_jacobians() -> None:
     def noisy(a: Tensor) -> Tensor:
         return a * torch.rand(4)
 
@@ -199,6 +199,8 @@ MESSAGES += messages_of("jacrev") + messages_of("jacfwd")
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
-def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_mistakes_in_calls_of_jacobians_have_messages(
+    call: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()

@@ -148,7 +148,9 @@ MESSAGES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), MESSAGES, ids=range(len(MESSAGES)))
-def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_mistakes_in_calls_of_linearize_have_messages(
+    call: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
 

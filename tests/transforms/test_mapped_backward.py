@@ -51,7 +51,7 @@ TOWERS: dict[str, Callable[[Any, Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_towers(name: str) -> None:
+def test_towers_of_backward_passes_and_maps(name: str) -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
     expected = TOWERS[name](torch.func, loss(lambda x, by: x.roll(by, -1)), x)
     torch.testing.assert_close(TOWERS[name](tsfunc, loss(Shifted.apply), x), expected)

@@ -80,7 +80,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NORMS)
-def test_norms(name: str, training: bool) -> None:
+def test_running_statistics_of_a_batch_of_modules(name: str, training: bool) -> None:
     make, shape = NORMS[name]
     model = normed(make()).train(training)
     params, buffers = state(model)
@@ -310,7 +310,7 @@ DROPOUTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", DROPOUTS)
-def test_dropout(name: str) -> None:
+def test_dropout_by_randomness(name: str) -> None:
     make, shape = DROPOUTS[name]
     layer, x = make(), torch.ones(6, *shape)
     with pytest.raises(RuntimeError, match="randomness error mode"):

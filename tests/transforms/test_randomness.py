@@ -35,7 +35,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_refused(name: str) -> None:
+def test_randomness_error_refuses_draws(name: str) -> None:
     with pytest.raises(
         RuntimeError, match="vmap: called random operation while in randomness error mode"
     ):
@@ -44,7 +44,7 @@ def test_refused(name: str) -> None:
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("name", DRAWS)
-def test_different(name: str, chunk_size: int | None) -> None:
+def test_randomness_different_draws_for_each_example(name: str, chunk_size: int | None) -> None:
     out = vmap(DRAWS[name], randomness="different", chunk_size=chunk_size)(X)
     for i in range(5):
         for j in range(i):
@@ -79,7 +79,7 @@ def test_the_layout_does_not_decide(name: str, dims: tuple[int | None, int | Non
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("name", DRAWS)
-def test_same(name: str, chunk_size: int | None) -> None:
+def test_randomness_same_draws_once(name: str, chunk_size: int | None) -> None:
     out = vmap(DRAWS[name], randomness="same", chunk_size=chunk_size)(X)
     assert (out == out[0]).all()
     assert (out != out.flatten()[0]).any()
@@ -98,7 +98,7 @@ def test_the_seed_decides(randomness: str) -> None:
 @pytest.mark.parametrize(
     ("outer", "inner"), [("same", "same"), ("same", "different"), ("different", "same")]
 )
-def test_nested(outer: str, inner: str) -> None:
+def test_randomness_of_nested_vmaps(outer: str, inner: str) -> None:
     out = vmap(vmap(lambda x: torch.rand(()), randomness=inner), randomness=outer)(X)
     assert bool((out == out[:1]).all()) is (outer == "same")
     assert bool((out == out[:, :1]).all()) is (inner == "same")

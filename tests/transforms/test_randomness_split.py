@@ -152,7 +152,7 @@ def test_modules_in_training(name: str) -> None:
 
 
 @given(sizes=st.tuples(st.integers(1, 4), st.integers(1, 5)), inner=st.sampled_from([None, 2]))
-def test_nested(sizes: tuple[int, int], inner: int | None) -> None:
+def test_split_keys_follow_from_both_indices(sizes: tuple[int, int], inner: int | None) -> None:
     """Keys follow from both indices."""
 
     def draw(x: Tensor) -> Tensor:

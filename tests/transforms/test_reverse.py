@@ -322,7 +322,9 @@ ARGUMENTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), ARGUMENTS, ids=range(len(ARGUMENTS)))
-def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_mistakes_in_calls_of_vjp_and_grad_have_messages(
+    call: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
 

@@ -138,7 +138,7 @@ def test_as_the_loop(func: Callable[[Tensor], Tensor], chunk_size: int | None) -
 
 
 @pytest.mark.parametrize("func", SMOOTH)
-def test_derivatives(func: Callable[[Tensor], Tensor]) -> None:
+def test_derivatives_of_split_batches(func: Callable[[Tensor], Tensor]) -> None:
     def scalar(x: Tensor) -> Tensor:
         return func(x).sin().sum()
 
@@ -159,7 +159,7 @@ def test_derivatives(func: Callable[[Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("func", FUNCTIONS)
-def test_nested(func: Callable[[Tensor], Tensor]) -> None:
+def test_nested_split_batches(func: Callable[[Tensor], Tensor]) -> None:
     batch = torch.stack([X[:4], X[2:], X.flip(0)[:4]])
     want = loop(loop(func, 4), 3)(batch)
     same(split(split(func))(batch), want, equal_nan=True)

@@ -216,7 +216,9 @@ def test_a_call_that_could_mean_either_is_refused() -> None:
         ),
     ],
 )
-def test_message(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+def test_mistakes_in_arguments_of_vmap_have_messages(
+    call: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
 

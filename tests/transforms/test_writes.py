@@ -109,7 +109,7 @@ def filled(x: Tensor) -> Tensor:
     return out.clone()
 
 
-def test_differentiated() -> None:
+def test_derivatives_of_writes() -> None:
     weights = torch.arange(12.0).view(3, 4).cos()
 
     def scalar(x: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Config(typing.TypedDict):
         (List["int"], TSList(INT)),
     ],
 )  # fmt: skip
-def test_reads(annotation: object, type_: TSType) -> None:
+def test_annotations_are_read(annotation: object, type_: TSType) -> None:
     assert from_annotation(annotation) == type_
 
 
@@ -185,7 +185,7 @@ def test_strings_see_the_scope(annotation: object, type_: TSType) -> None:
         ("nowhere", "nowhere is neither a word of the grammar nor a class"),
     ],
 )
-def test_refuses(annotation: object, message: str) -> None:
+def test_bad_annotations_are_refused(annotation: object, message: str) -> None:
     with pytest.raises(AnnotationError, match=message):
         from_annotation(annotation)
 

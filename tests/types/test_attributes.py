@@ -89,7 +89,7 @@ MODEL = TSCustomClass(Model)
         (TSEnum(Level), "value", "int"),
     ],
 )  # fmt: skip
-def test_data(type_: TSType, name: str, found: str) -> None:
+def test_types_of_attributes(type_: TSType, name: str, found: str) -> None:
     assert attribute_type(type_, name) == parse(found)
 
 
@@ -107,7 +107,7 @@ def test_data(type_: TSType, name: str, found: str) -> None:
         (parse("RRef[str]"), "to_here", "to_here(*args: Any, **kwargs: Any) -> str"),
     ],
 )  # fmt: skip
-def test_methods(type_: TSType, name: str, found: str) -> None:
+def test_signatures_of_methods(type_: TSType, name: str, found: str) -> None:
     resolved = attribute_type(type_, name)
     assert isinstance(resolved, Signature) and str(resolved) == found
 

@@ -209,7 +209,7 @@ X = torch.ones(2, 3)
         (Value([1, 2]), [1, 3], "x: expected the value [1, 2] (list), got [1, 3] (list)"),
     ],
 )
-def test_messages(descriptor: object, value: object, line: str) -> None:
+def test_violations_have_messages(descriptor: object, value: object, line: str) -> None:
     (found,) = violations({"x": descriptor}, {"x": value})
     assert found.startswith(line)
 

@@ -344,7 +344,9 @@ class TestSplit:
             ({"x": [int]}, r"split\(x=\.\.\.\): int is not narrower than f32\[n<=8, 3\] cpu"),
         ],
     )
-    def test_refuses(self, by: dict[str, Any], message: str) -> None:
+    def test_splits_that_are_not_narrower_are_refused(
+        self, by: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(DescriptorError, match=message):
             Descriptors.parse("x: f32[n<=8, 3] cpu").split(**by)
 
@@ -374,7 +376,7 @@ class TestSplit:
         (lambda: MetaTensorType().join(3), r"expected a MetaTensorType, got 3 of type int"),  # type: ignore[arg-type]
     ],
 )
-def test_mistakes(make: Any, message: str) -> None:
+def test_bad_descriptors_have_messages(make: Any, message: str) -> None:
     with pytest.raises(DescriptorError, match=message):
         make()
 

@@ -146,7 +146,7 @@ class Sized(typing.Protocol):
                                                TSPytree(dict, (), ())))),
     ],
 )  # fmt: skip
-def test_reads(written: object, descriptor: object) -> None:
+def test_descriptors_are_read(written: object, descriptor: object) -> None:
     read = as_descriptor(written)
     assert read == descriptor
     assert hash(read) == hash(descriptor)
@@ -167,7 +167,7 @@ def test_reads(written: object, descriptor: object) -> None:
         (dict[META, int], r"x: the keys of a dict cannot be tensors, got f64\[n\]"),  # type: ignore[valid-type]
     ],
 )
-def test_refuses(written: object, message: str) -> None:
+def test_bad_descriptors_are_refused(written: object, message: str) -> None:
     with pytest.raises(DescriptorError, match=message):
         as_descriptor(written, "x")
 
@@ -288,7 +288,9 @@ def test_tensor_leaves_are_named_by_path() -> None:
         ({"a": (3, META)}, ("b", 1), set()),
     ],
 )
-def test_governing(written: object, path: tuple[Any, ...], metas: set[Any]) -> None:
+def test_descriptors_that_govern_a_path(
+    written: object, path: tuple[Any, ...], metas: set[Any]
+) -> None:
     assert as_descriptor(written).governing(path) == metas
 
 

@@ -211,7 +211,7 @@ class TestJoin:
         ("Linear", "Module", True),
     ],
 )
-def test_order(narrower: str, wider: str, related: bool) -> None:
+def test_subtypes(narrower: str, wider: str, related: bool) -> None:
     assert is_subtype(parse(narrower, SCOPE), parse(wider, SCOPE)) == related
 
 
@@ -280,7 +280,7 @@ def test_order(narrower: str, wider: str, related: bool) -> None:
         ("torch.device", "torch.dtype", "Any"),
     ],
 )
-def test_joins(left: str, right: str, joined: str) -> None:
+def test_least_types_above_two(left: str, right: str, joined: str) -> None:
     assert join(parse(left, SCOPE), parse(right, SCOPE)) == parse(joined, SCOPE)
     assert join(parse(right, SCOPE), parse(left, SCOPE)) == parse(joined, SCOPE)
 

@@ -49,7 +49,7 @@ def test_a_dim_without_bounds_is_its_name() -> None:
     assert MetaTensorType(["n", 3, "n+1", None]).dims == forms
 
 
-def test_devices() -> None:
+def test_equal_devices_are_equal_descriptors() -> None:
     assert MetaTensorType(device="cpu:0") == MetaTensorType(device=torch.device("cpu"))
     assert MetaTensorType(device="cuda") != MetaTensorType(device="cuda:0")
 
@@ -122,7 +122,9 @@ def test_str_and_repr(meta: MetaTensorType, text: str) -> None:
         ((), {"size": 3}, r"no attribute 'size'; it has dtype, rank, shape, device"),
     ],
 )
-def test_refuses(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_meta_are_refused(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DescriptorError, match=message):
         MetaTensorType(*args, **kwargs)
 

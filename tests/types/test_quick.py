@@ -72,7 +72,9 @@ NESTED = {"x": ROWS, "y": {"a": [Meta(["m"])]}}
         ({"x": int}, {}, None),
     ],
 )  # fmt: skip
-def test_cases(d: Any, call: dict[str, Any], sizes: dict[str, int] | None) -> None:
+def test_fast_checks_agree_with_slow_ones(
+    d: Any, call: dict[str, Any], sizes: dict[str, int] | None
+) -> None:
     assert both(d, call) == (sizes, sizes)
     assert compile_descriptors(d, inspect.signature(f))._quick is not None
 

@@ -171,7 +171,7 @@ def test_arrays_compare_as_a_whole() -> None:
         ("a" * 200, "'" + "a" * 76 + "... (str)"),
     ],
 )
-def test_describe(value: object, text: str) -> None:
+def test_values_as_text(value: object, text: str) -> None:
     assert describe(value) == text
 
 

@@ -173,7 +173,7 @@ def test_the_form_that_a_variant_follows(
         (operator(None, X, Argument("y", "Tensor", writes=True)), "writing"),
     ],
 )
-def test_forms(signature: OperatorSignature, form: str) -> None:
+def test_the_form_of_a_signature(signature: OperatorSignature, form: str) -> None:
     assert signature.form == form
 
 

@@ -65,7 +65,7 @@ def test_an_entry() -> None:
         ("aten::zeros_like", "random", False),
     ],
 )
-def test_facts(name: str, field: str, value: Any) -> None:
+def test_facts_of_operators(name: str, field: str, value: Any) -> None:
     assert getattr(lookup(name).facts, field) == value
 
 

@@ -108,7 +108,7 @@ EXAMPLES = {
     ("name", "category"),
     [(f"aten::{name}", c) for c, names in EXAMPLES.items() for name in names.split()],
 )
-def test_examples(name: str, category: Category) -> None:
+def test_categories_of_known_operators(name: str, category: Category) -> None:
     assert tsfunc.ops.lookup(name).category is category
 
 
