@@ -14,6 +14,7 @@ from tsfunc.bridge.tracers.function_registry import Stage, registry
 
 Function = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()
+WITHOUT_DIMS = torch.tensor(0.5, dtype=torch.float64)
 
 FORMS: dict[str, Function] = {
     "sum": lambda x: x.sum(),
@@ -60,6 +61,13 @@ FORMS: dict[str, Function] = {
     "a mask and a number": lambda x: torch.where(x > 0, x, 0.0),
     "two numbers by a mask": lambda x: torch.where(x > 0, 1.0, 0.0),
     "numbers of two types by a mask": lambda x: torch.where(x > 0, x, 2),
+    "a mask by method": lambda x: x.where(x > 0, x * 2),
+    "a mask by method and a number": lambda x: x.where(x > 0, 2),
+    "a mask by method and a tensor without dims": lambda x: x.where(x > 0, WITHOUT_DIMS),
+    "a mask by method of each row": lambda x: WITHOUT_DIMS.where(x[:1] > 0, x),
+    "a mask by method and by name": lambda x: x.where(condition=x > 0, other=x * 2),
+    "a number that is copied": lambda x: torch.zeros_like(x).copy_(2),
+    "a number that is copied to a view": lambda x: (x * 1)[1:].copy_(True),
     "indices": lambda x: x[torch.tensor([0, -1, 2])],
     "indices of the second dim": lambda x: x[:, torch.tensor([[0, 1], [3, 3]])],
     "indices after an ellipsis": lambda x: x[..., torch.tensor([1, 0])],

@@ -84,8 +84,7 @@ def copy_inplace(
     x, at = args[0], dims[0]
     if at is None:
         refuse_inplace(op)
-    source = align_batch_dim(args[1], dims[1], x.dim() - 1 - at)
-    op(x, source, *args[2:])
+    op(x, _aligned_source(args[1], dims[1], x.dim() - 1 - at), *args[2:])
     return x, at
 
 
@@ -97,7 +96,12 @@ def copy(
     x, at = args[0], dims[0]
     if at is None:
         x, at = expand_at(x, None, level.batch_size, 0), 0
-    return op(x, align_batch_dim(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
+    return op(x, _aligned_source(args[1], dims[1], x.dim() - 1 - at), *args[2:]), at
+
+
+def _aligned_source(source: Any, at: int | None, right: int) -> Any:
+    """Align what is copied. It is a number in ``x.copy_(2)``, which has the form of a tensor."""
+    return align_batch_dim(source, at, right) if isinstance(source, torch.Tensor) else source
 
 
 @COPIES.row("aten::fill_.Tensor")

@@ -11,7 +11,7 @@ from tsfunc import pytrees
 from tsfunc.bridge.trace.trace_level import tracing_here
 from tsfunc.bridge.tracers.batch_tracer import BatchLevel
 from tsfunc.bridge.tracers.draw_keys import CallKeys
-from tsfunc.bridge.tracers.generators import rewindable
+from tsfunc.bridge.tracers.generators import RefusesDraws, rewindable
 from tsfunc.ops.compressed import is_compressed
 from tsfunc.ops.splitting import take_examples
 from tsfunc.transforms.chunk_sizes import ChunkSizes, FixedSize, MeasuredSize, MemoryModel
@@ -143,7 +143,7 @@ def run_in_chunks(
     """Run the examples in chunks and join the results."""
     generators = rewindable(spec.randomness)
     if generators is not None and tracing_here():
-        raise RuntimeError(
+        generators = RefusesDraws(
             f"vmap({spec.name}, randomness={spec.randomness!r}, chunk_size={spec.chunk_size}): in "
             f"a trace the chunks can't begin with the same random numbers, as this randomness "
             f"needs it. Leave out chunk_size inside of specialize."

@@ -103,7 +103,7 @@ def linearize(func: Callable[..., Any], *primals: Any, has_aux: bool = False) ->
         return pytrees.unflatten(out_spec, pushed)
 
     output = pytrees.unflatten(out_spec, [recorded.released(out) for out in outs])
-    return (output, jvp_fn, *pytrees.tree_map(recorded.released, aux))
+    return (output, jvp_fn, *recorded.released_aux(aux))
 
 
 def _split(output: Any, has_aux: bool) -> tuple[Any, list[Any]]:

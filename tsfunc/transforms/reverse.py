@@ -100,10 +100,22 @@ class RecordedRun:
         return [autograd.detached(g) for g in pulled] if again and not create else pulled
 
     def released(self, value: Any) -> Any:
-        """Return a value of the recorded run for the outside, without the graph of this run."""
+        """Return an output of the recorded run for the outside, without the graph of this run."""
         if isinstance(value, torch.Tensor) and not self.differentiable:
-            return autograd.detached(value)
+            return autograd.detached_at(value, self.level)
         return value
+
+    def released_aux(self, aux: Any) -> Any:
+        """Return the auxiliary part for the outside; it may depend on what no output depends on."""
+        return pytrees.tree_map(self._released_part, aux)
+
+    def _released_part(self, value: Any) -> Any:
+        kept = (
+            self.outer_grad
+            and isinstance(value, torch.Tensor)
+            and autograd.reaches_other_leaves((value,), self.inputs, self.level)
+        )
+        return value if kept else self.released(value)
 
 
 def record(
@@ -190,7 +202,7 @@ def vjp(func: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
 
     out = pytrees.unflatten(out_spec, [recorded.released(leaf) for leaf in leaves])
     if has_aux:
-        return out, vjp_fn, pytrees.tree_map(recorded.released, aux)
+        return out, vjp_fn, recorded.released_aux(aux)
     return out, vjp_fn
 
 
@@ -240,7 +252,7 @@ def _value_and_grad(
         pulled, value = [autograd.detached(g) for g in pulled], autograd.detached(value)
     grads = pytrees.unflatten(spec, pulled)
     if has_aux:
-        aux = pytrees.tree_map(recorded.released, aux)
+        aux = recorded.released_aux(aux)
     return grads, value, aux
 
 

@@ -235,6 +235,22 @@ def chosen(rule: Rule) -> Rule:
     return rule_of_call
 
 
+def chosen_by_method(rule: Rule) -> Rule:
+    """Return the function rule of ``x.where(mask, y)``, whose mask is the second argument."""
+    rule_of_function = chosen(rule)
+
+    def rule_of_call(
+        op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if len(args) != 3:
+            return NotImplemented
+        x, mask, y = args
+        ordered = (dims[1], dims[0], dims[2])
+        return rule_of_function(torch.where, level, ordered, (mask, x, y), kwargs)
+
+    return rule_of_call
+
+
 def part(rule: Rule) -> Rule:
     """Return the function rule of ``x.real`` and ``x.imag`` for complex tensors."""
 
@@ -278,7 +294,6 @@ _NAMED: tuple[tuple[str, str, CallForm], ...] = (
     ("cumsum", "aten::cumsum", along_dim),
     ("cumprod", "aten::cumprod", along_dim),
     ("flip", "aten::flip", with_sizes),
-    ("where", "aten::where.self", chosen),
 )
 
 # The same for functions that return a view if they can.
@@ -309,9 +324,13 @@ def forms(rule_of: Callable[[str], Rule | None]) -> Iterator[tuple[str, Any, Rul
         if rule is None:
             continue
         rule_of_call = made(rule)
-        may_view = made not in (over_dims, along_dim, chosen)
+        may_view = made not in (over_dims, along_dim)
         for function in {getattr(owner, name, None) for owner in (torch, _T, F)} - {None}:
             yield operator, function, rule_of_call, may_view
+    where = rule_of("aten::where.self")
+    if where is not None:
+        yield "aten::where.self", torch.where, chosen(where), False
+        yield "aten::where.self", _T.where, chosen_by_method(where), False
     indices = "aten::select.int aten::slice.Tensor aten::index.Tensor"
     yield indices, _T.__getitem__, indexed(rule_of("aten::index.Tensor")), True
     yield "aten::t", _T.T.__get__, transposed_matrix, True  # type: ignore[attr-defined]

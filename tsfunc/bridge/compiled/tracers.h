@@ -310,7 +310,7 @@ class OperatorCall : public Call {
       PyObject* held = held_[held_at_++].get();
       // A number that C++ has made a tensor of counts less in type promotion: Python gets the number.
       if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
-        return Owned::copy(type_of_number(tensor));
+        return symbolic_number_of(held) ? Owned() : Owned::copy(type_of_number(tensor));
       Owned kind;
       PyObject* unwrapped = unwrap_tensor(held, kind);
       if (unwrapped != held) value = THPVariable_Unpack(unwrapped);

@@ -126,6 +126,16 @@ bool is_default(const c10::Argument& argument, const c10::IValue& value) {
   return !value.isTensor() && !value.isTensorList() && standard == value;
 }
 
+// The symbolic number that C++ has made a tensor of: torch keeps it in an attribute, since the data
+// of the tensor cannot have it. Null for another tensor.
+Owned symbolic_number_of(PyObject* tensor) {
+  static PyObject* name = interned("_wrapped_number").release();
+  Owned attributes = checked(PyObject_GenericGetDict(tensor, nullptr));
+  PyObject* number = PyDict_GetItemWithError(attributes.get(), name);
+  if (number == nullptr && PyErr_Occurred()) raise();
+  return number == nullptr ? Owned() : Owned::copy(number);
+}
+
 // The number that C++ has made a tensor of.
 Owned number_of(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -220,8 +230,10 @@ class Arguments {
     if (kind == Kind::kFormat)
       return Owned::copy(torch::utils::getTHPMemoryFormat(value.toMemoryFormat()));
     // torch's own fallback gives Python the number, too.
-    if (value.isTensor() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number())
-      return number_of(value.toTensor());
+    if (value.isTensor() && value.toTensor().unsafeGetTensorImpl()->is_wrapped_number()) {
+      Owned symbolic = symbolic_number_of(checked(THPVariable_Wrap(value.toTensor())).get());
+      return symbolic ? std::move(symbolic) : number_of(value.toTensor());
+    }
     return checked(torch::jit::toPyObject(value).release().ptr());
   }
 };

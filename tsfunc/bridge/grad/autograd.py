@@ -248,6 +248,8 @@ def reaches_other_leaves(
 
     with DisableTorchFunctionSubclass():
         outputs = _with_tangents(outputs, level)
+        if any(out.is_leaf and out.requires_grad and is_other(out) for out in outputs):
+            return True
     return _reaches(outputs, is_other)
 
 
@@ -434,6 +436,11 @@ def detached(value: torch.Tensor) -> torch.Tensor:
                 dual: torch.Tensor = forward_ad.make_dual(primal.detach(), tangent.detach())
                 return dual
         return value.detach()
+
+
+def detached_at(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
+    """Return the value without the graph of a level; a value of an outer level has none there."""
+    return detached(value) if level is None or _belongs_to(value, level) else value
 
 
 _dual_lock = threading.RLock()  # entered and left in C: NOTE [interrupts] in ``interrupts``

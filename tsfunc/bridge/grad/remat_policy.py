@@ -10,8 +10,7 @@ An operator that draws random numbers is always called again, because later oper
 same numbers as before. An operator that writes into its arguments is always called again too.
 
 Private names used here (torch 2.13 and 2.14): ``torch.utils._python_dispatch.TorchDispatchMode``
-receives every operator below autograd; ``torch._ops`` has the types of operators;
-``_SetExcludeDispatchKeyGuard`` adds a key to the thread's exclude set, or removes it.
+receives every operator below autograd; ``torch._ops`` has the types of operators.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C import DispatchKey as TorchKey
-from torch._C import _SetExcludeDispatchKeyGuard
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from tsfunc import pytrees
 from tsfunc.bridge.grad.autograd import can_carry_tangents
+from tsfunc.bridge.tracers.torch_state import with_views
 from tsfunc.bridge.tracers.tracer import Tracer
 
 # A function of a context, an operator and its arguments, as in torch.utils.checkpoint.
@@ -171,7 +169,7 @@ def _new_alias(value: Any) -> Any:
         return value.aliased_here()
     if not isinstance(value, torch.Tensor):
         return value
-    with _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False):
+    with with_views():
         return value.detach()  # shares the version counter of the value
 
 

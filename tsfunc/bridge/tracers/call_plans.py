@@ -185,7 +185,11 @@ class Plans:
         """Decide the plan of a call that autograd records at the level, and keep it."""
         if self.composite:
             return _keep(self.recorded, key, self.make(function, (), kwargs, kinds, key))
-        return _keep(self.recorded, key, _recorded_plan(function, kwargs, kinds))
+        if self.operator is not None and self.operator.inplace and type(kinds[0]) is not int:
+            plan = TABLE  # the tensor that is written becomes a tracer first
+        else:
+            plan = _recorded_plan(function, kwargs, kinds)
+        return _keep(self.recorded, key, plan)
 
     def takes(self, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> bool:
         """True if the function rule takes keyword arguments of these kinds."""

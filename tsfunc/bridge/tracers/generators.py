@@ -71,6 +71,32 @@ class GeneratorStates:
         self.drawn = 0
 
 
+class RefusesDraws(GeneratorStates):
+    """Stands for the states where they can't be restored, as in a trace: a draw is an error.
+
+    Args:
+        message: the text of the error.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__()
+        self._message = message
+
+    def draws(self, generator: torch.Generator | None) -> None:
+        """Raise the error.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(self._message)
+
+    def rewind(self) -> None:
+        """Do nothing."""
+
+    def finish(self) -> None:
+        """Do nothing."""
+
+
 def rewindable(randomness: str) -> GeneratorStates | None:
     """Return the generators that a call in parts needs for this randomness, or None."""
     return GeneratorStates() if randomness == "same" else None

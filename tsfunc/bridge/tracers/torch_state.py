@@ -25,6 +25,7 @@ fails by name if one is missing):
 - ``_ForceDispatchKeyGuard``: replaces both sets for a block;
 - ``_ExcludeDispatchKeyGuard``: adds to the exclude set for a block;
 - ``_IncludeDispatchKeyGuard``: adds a key to the include set for a block;
+- ``_SetExcludeDispatchKeyGuard``: adds a key to the exclude set for a block, or removes it;
 - ``_parse_dispatch_key``, ``DispatchKeySet``, ``DispatchKey``;
 - ``_dispatch_keyset_full_after``: all keys of a lower priority than one key;
 - ``_len_torch_dispatch_stack``: the number of active dispatch modes on this thread;
@@ -75,6 +76,7 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _parse_dispatch_key,
     _set_grad_enabled,
+    _SetExcludeDispatchKeyGuard,
     _TorchDispatchModeKey,
 )
 from torch._C import DispatchKey as TorchKey
@@ -346,6 +348,11 @@ def below_autograd() -> bool:
 def without_autograd() -> Any:
     """Context manager: C++ skips autograd, so composites reach ``__torch_dispatch__`` whole."""
     return _ExcludeDispatchKeyGuard(AUTOGRAD)
+
+
+def with_views() -> Any:
+    """Context manager: C++ makes aliases that share a version counter, also below autograd."""
+    return _SetExcludeDispatchKeyGuard(TorchKey.ADInplaceOrView, False)
 
 
 def without_autocast() -> Any:

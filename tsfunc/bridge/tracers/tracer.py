@@ -44,6 +44,7 @@ from tsfunc.bridge.tracers.torch_state import (
     below_autograd,
     is_casting,
     tangents_enabled,
+    with_views,
     without_autograd,
     without_tangents,
 )
@@ -600,9 +601,10 @@ def is_recorded_outside(value: torch.Tensor, level: TracerLevel) -> bool:
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
         return False
     with DisableTorchFunctionSubclass():
-        return value.requires_grad or (
-            forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
-        )
+        if value.requires_grad or forward_ad._current_level < 0:
+            return value.requires_grad
+        with with_views():  # torch's unpack_dual makes an alias
+            return forward_ad.unpack_dual(value).tangent is not None
 
 
 def lift_operands(args: Sequence[Any], level: TracerLevel) -> tuple[Any, ...]:

@@ -1,0 +1,91 @@
+"""Outputs of derivatives that depend only on tensors that an outer transform differentiates by."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import tsfunc
+
+X = torch.tensor([0.3, -0.7], dtype=torch.float64)
+Y = torch.tensor([1.1, 0.2, -0.4], dtype=torch.float64)
+
+# Each returns what a derivative by y passes through: it does not depend on y.
+PASSED: dict[str, Callable[[Any], Any]] = {
+    "vjp": lambda given: tsfunc.vjp(lambda y: given, Y)[0],
+    "vjp, aux": lambda given: tsfunc.vjp(lambda y: (y * 2, given), Y, has_aux=True)[2],
+    "jvp": lambda given: tsfunc.jvp(lambda y: given, (Y,), (Y,))[0],
+    "jvp, aux": lambda given: tsfunc.jvp(lambda y: (y * 2, given), (Y,), (Y,), has_aux=True)[2],
+    "linearize": lambda given: tsfunc.linearize(lambda y: given, Y)[0],
+    "linearize, aux": lambda given: tsfunc.linearize(lambda y: (y, given), Y, has_aux=True)[2],
+    "grad, aux": lambda given: tsfunc.grad(lambda y: (y.sum(), given), has_aux=True)(Y)[1],
+    "grad_and_value": lambda given: tsfunc.grad_and_value(lambda y: given.sum())(Y)[1],
+    "value_and_grad, aux": (
+        lambda given: tsfunc.value_and_grad(lambda y: (y.sum(), given), has_aux=True)(Y)[0][1]
+    ),
+    "jacrev, aux": lambda given: tsfunc.jacrev(lambda y: (y, given), has_aux=True)(Y)[1],
+    "jacfwd, aux": lambda given: tsfunc.jacfwd(lambda y: (y, given), has_aux=True)(Y)[1],
+}
+GIVEN = {"the tensor": lambda x: x, "computed from it": lambda x: x.sin() * 3}
+
+
+def directly(function: Any, x: torch.Tensor) -> Any:
+    return function(x)
+
+
+def under_vmap(function: Any, x: torch.Tensor) -> Any:
+    """Call the function for each of two examples, which close over ``x``."""
+    return tsfunc.vmap(lambda factor: function(x) * factor)(torch.ones(2, dtype=x.dtype)).sum(0) / 2
+
+
+def under_vmap_of_it(function: Any, x: torch.Tensor) -> Any:
+    return tsfunc.vmap(function)(torch.stack([x, x]))[0]
+
+
+DERIVATIVES: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: tsfunc.grad(f)(X),
+    "specialize(grad)": lambda f: tsfunc.specialize(tsfunc.grad(f))(X),
+    "jvp": lambda f: tsfunc.jvp(f, (X,), (torch.ones_like(X),))[1],
+    "hessian": lambda f: tsfunc.hessian(f)(X),
+    "autograd": lambda f: torch.autograd.grad(f(x := X.clone().requires_grad_()), x)[0],
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("called", [directly, under_vmap, under_vmap_of_it])
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("passed", PASSED)
+def test_what_a_derivative_passes_through_keeps_its_outer_derivatives(
+    passed: str, given: str, called: Any, derivative: str
+) -> None:
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return called(lambda v: PASSED[passed](GIVEN[given](v)), x).square().sum()
+
+    def expected(x: torch.Tensor) -> torch.Tensor:
+        value = GIVEN[given](x)
+        return (value.sum() if passed == "grad_and_value" else value).square().sum()
+
+    found = DERIVATIVES[derivative](total)
+    torch.testing.assert_close(found, DERIVATIVES[derivative](expected))
+
+
+def test_outputs_without_outer_derivatives_are_constants() -> None:
+    x = X.clone().requires_grad_()
+    with torch.no_grad():
+        assert not tsfunc.vjp(lambda y: x * 2, Y)[0].requires_grad
+        assert not tsfunc.grad(lambda y: (y.sum(), x * 2), has_aux=True)(Y)[1].requires_grad
+    assert not tsfunc.vjp(lambda y: y * 2, Y)[0].requires_grad
+    assert not tsfunc.grad(lambda y: (y.sum(), y * 2), has_aux=True)(Y)[1].requires_grad
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_jvp_of_jacrev_in_chunks(chunk_size: int | None, mapped: bool) -> None:
+    def jacobian(x: torch.Tensor) -> torch.Tensor:
+        return tsfunc.jacrev(torch.sin, chunk_size=chunk_size)(x)
+
+    function = tsfunc.vmap(jacobian) if mapped else jacobian
+    x = torch.stack([X, X + 1]) if mapped else X
+    tangent = tsfunc.jvp(function, (x,), (x.cos(),))[1]
+    torch.testing.assert_close(tangent, torch.diag_embed(-x.sin() * x.cos()))
