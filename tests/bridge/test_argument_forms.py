@@ -66,8 +66,8 @@ FORMS: dict[str, Function] = {
     "a mask by method and a tensor without dims": lambda x: x.where(x > 0, WITHOUT_DIMS),
     "a mask by method of each row": lambda x: WITHOUT_DIMS.where(x[:1] > 0, x),
     "a mask by method and by name": lambda x: x.where(condition=x > 0, other=x * 2),
-    "a number that is copied": lambda x: torch.zeros_like(x).copy_(2),
-    "a number that is copied to a view": lambda x: (x * 1)[1:].copy_(True),
+    "a number that is copied": lambda x: torch.zeros_like(x).copy_(2),  # type: ignore[arg-type]
+    "a number that is copied to a view": lambda x: (x * 1)[1:].copy_(True),  # type: ignore[arg-type]
     "indices": lambda x: x[torch.tensor([0, -1, 2])],
     "indices of the second dim": lambda x: x[:, torch.tensor([[0, 1], [3, 3]])],
     "indices after an ellipsis": lambda x: x[..., torch.tensor([1, 0])],

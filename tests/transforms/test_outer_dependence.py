@@ -8,18 +8,21 @@ import torch
 
 import tsfunc
 
+VJP: Any = tsfunc.vjp
+GRAD: Any = tsfunc.grad
+
 X = torch.tensor([0.3, -0.7], dtype=torch.float64)
 Y = torch.tensor([1.1, 0.2, -0.4], dtype=torch.float64)
 
 # Each returns what a derivative by y passes through: it does not depend on y.
 PASSED: dict[str, Callable[[Any], Any]] = {
-    "vjp": lambda given: tsfunc.vjp(lambda y: given, Y)[0],
-    "vjp, aux": lambda given: tsfunc.vjp(lambda y: (y * 2, given), Y, has_aux=True)[2],
+    "vjp": lambda given: VJP(lambda y: given, Y)[0],
+    "vjp, aux": lambda given: VJP(lambda y: (y * 2, given), Y, has_aux=True)[2],
     "jvp": lambda given: tsfunc.jvp(lambda y: given, (Y,), (Y,))[0],
     "jvp, aux": lambda given: tsfunc.jvp(lambda y: (y * 2, given), (Y,), (Y,), has_aux=True)[2],
     "linearize": lambda given: tsfunc.linearize(lambda y: given, Y)[0],
     "linearize, aux": lambda given: tsfunc.linearize(lambda y: (y, given), Y, has_aux=True)[2],
-    "grad, aux": lambda given: tsfunc.grad(lambda y: (y.sum(), given), has_aux=True)(Y)[1],
+    "grad, aux": lambda given: GRAD(lambda y: (y.sum(), given), has_aux=True)(Y)[1],
     "grad_and_value": lambda given: tsfunc.grad_and_value(lambda y: given.sum())(Y)[1],
     "value_and_grad, aux": (
         lambda given: tsfunc.value_and_grad(lambda y: (y.sum(), given), has_aux=True)(Y)[0][1]
@@ -59,10 +62,10 @@ DERIVATIVES: dict[str, Callable[[Any], Any]] = {
 def test_what_a_derivative_passes_through_keeps_its_outer_derivatives(
     passed: str, given: str, called: Any, derivative: str
 ) -> None:
-    def total(x: torch.Tensor) -> torch.Tensor:
+    def total(x: torch.Tensor) -> Any:
         return called(lambda v: PASSED[passed](GIVEN[given](v)), x).square().sum()
 
-    def expected(x: torch.Tensor) -> torch.Tensor:
+    def expected(x: torch.Tensor) -> Any:
         value = GIVEN[given](x)
         return (value.sum() if passed == "grad_and_value" else value).square().sum()
 
@@ -73,16 +76,16 @@ def test_what_a_derivative_passes_through_keeps_its_outer_derivatives(
 def test_outputs_without_outer_derivatives_are_constants() -> None:
     x = X.clone().requires_grad_()
     with torch.no_grad():
-        assert not tsfunc.vjp(lambda y: x * 2, Y)[0].requires_grad
-        assert not tsfunc.grad(lambda y: (y.sum(), x * 2), has_aux=True)(Y)[1].requires_grad
-    assert not tsfunc.vjp(lambda y: y * 2, Y)[0].requires_grad
-    assert not tsfunc.grad(lambda y: (y.sum(), y * 2), has_aux=True)(Y)[1].requires_grad
+        assert not VJP(lambda y: x * 2, Y)[0].requires_grad
+        assert not GRAD(lambda y: (y.sum(), x * 2), has_aux=True)(Y)[1].requires_grad
+    assert not VJP(lambda y: y * 2, Y)[0].requires_grad
+    assert not GRAD(lambda y: (y.sum(), y * 2), has_aux=True)(Y)[1].requires_grad
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 @pytest.mark.parametrize("mapped", [False, True])
 def test_jvp_of_jacrev_in_chunks(chunk_size: int | None, mapped: bool) -> None:
-    def jacobian(x: torch.Tensor) -> torch.Tensor:
+    def jacobian(x: torch.Tensor) -> Any:
         return tsfunc.jacrev(torch.sin, chunk_size=chunk_size)(x)
 
     function = tsfunc.vmap(jacobian) if mapped else jacobian

@@ -24,7 +24,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "into a view": lambda y, x: y[0].mul_(x[1]),
     "into a transpose": lambda y, x: y.transpose(0, -1).__imul__(2),
     "of a copy": lambda y, x: y.copy_(x.sin()),
-    "of a number": lambda y, x: y.copy_(2),
+    "of a number": lambda y, x: y.copy_(2),  # type: ignore[arg-type]
 }
 Function = Callable[[Tensor], Tensor]
 
