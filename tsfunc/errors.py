@@ -76,12 +76,12 @@ class ConstraintViolation(TsfuncError, ValueError):
 
     Args:
         message: the error message.
-        mended: for each affected dim, a dim that states the missing fact, as a suggestion.
+        suggested: for each affected dim, a dim that states the missing fact.
     """
 
-    def __init__(self, message: str = "", mended: Mapping[str, object] | None = None) -> None:
+    def __init__(self, message: str = "", suggested: Mapping[str, object] | None = None) -> None:
         super().__init__(message)
-        self.mended = dict(mended or {})
+        self.suggested = dict(suggested or {})
 
 
 class ClosureError(TsfuncError, RuntimeError):

@@ -148,8 +148,8 @@ class RuleCall:
                 returned = func(*self.arguments(sizes, (*own, *operands[self.count :])))
                 leaves, tree = pytrees.flatten(pytrees.tree_map(as_seen_by_current_level, returned))
                 depends = any(map(is_perturbed, leaves))
-        cut = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        return pytrees.unflatten(tree, cut), depends
+        detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+        return pytrees.unflatten(tree, detached), depends
 
     def kept(self, out: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
         """Return the tensors of a result, and store its structure."""

@@ -139,7 +139,7 @@ def _with_flags(call: RuleCall, rest: Any) -> Any:
     return pytrees.unflatten(call.tree[0], leaves)
 
 
-def _cut(leaf: Any) -> Any:
+def _detached(leaf: Any) -> Any:
     """Return a residual without the graph of closed-over tensors, in the form that is saved."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
@@ -151,7 +151,7 @@ class _Vjp(RuleFunction):
 
         def forward(fixed: Any, rest: Any) -> Any:
             out, residuals = rule.forward(call, fixed, rest)
-            kept.append(pytrees.tree_map(_cut, residuals))
+            kept.append(pytrees.tree_map(_detached, residuals))
             return out
 
         kept: list[Any] = []

@@ -17,7 +17,7 @@ from tsfunc.transforms.reverse import vjp
 
 Values = Sequence[Any]
 # Takes values and the closed-over values: tensors, and symbolic sizes of a trace.
-Closed = Callable[[Values, Values], Sequence[Any]]
+WithConsts = Callable[[Values, Values], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -34,35 +34,35 @@ class Linear:
 
     label: str
     count: int
-    product: Closed
-    solve: Closed
-    transposed: Closed
+    product: WithConsts
+    solve: WithConsts
+    transposed: WithConsts
 
-    def adjoint(self, ct: Values, closed: Values) -> Values:
+    def adjoint(self, ct: Values, consts: Values) -> Values:
         """Return the cotangent of the right-hand side from the cotangent of the solution."""
 
-        def product(values: Values, closed: Values) -> Values:
-            return transpose(lambda *v: tuple(self.product(v, closed)), values)
+        def product(values: Values, consts: Values) -> Values:
+            return transpose(lambda *v: tuple(self.product(v, consts)), values)
 
         other = Linear(self.label, self.count, product, self.transposed, self.solve)
-        return _conjugated(solved(other, _conjugated(ct), closed)[: self.count])
+        return _conjugated(solved(other, _conjugated(ct), consts)[: self.count])
 
-    def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
+    def pull(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
         """Return the cotangents of the right-hand side and of the closed-over values."""
-        w = self.adjoint(ct, closed)
-        return w, _pulled(lambda own: self.product(x, own), closed, w)
+        w = self.adjoint(ct, consts)
+        return w, _pulled(lambda own: self.product(x, own), consts, w)
 
-    def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
+    def push(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
         """Return the tangents of the solution for tangents of the equation's inputs.
 
         A tangent None means zeros.
         """
-        moved = _pushed(lambda own: self.product(x, own), closed, tangents)
+        moved = _pushed(lambda own: self.product(x, own), consts, tangents)
         zeros = [torch.zeros_like(value) for value in x]
         rhs = [z if t is None else t for t, z in zip(given, zeros, strict=True)]
         if moved is not None:
             rhs = [r - m for r, m in zip(rhs, moved, strict=True)]
-        return solved(self, rhs, closed)[: self.count]
+        return solved(self, rhs, consts)[: self.count]
 
 
 @dataclass(frozen=True)
@@ -79,38 +79,38 @@ class Root:
 
     label: str
     count: int
-    residual: Closed
-    solve: Closed
-    tangent: Closed
+    residual: WithConsts
+    solve: WithConsts
+    tangent: WithConsts
 
     def at_root(self) -> Linear:
         """Return the tangent equation; the root comes first among its closed-over values."""
         count = self.count
 
-        def product(values: Values, closed: Values) -> Values:
+        def product(values: Values, consts: Values) -> Values:
             def residual(*x: Any) -> Any:
-                return tuple(self.residual(x, closed[count:]))
+                return tuple(self.residual(x, consts[count:]))
 
-            tangents: Values = jvp(residual, tuple(closed[:count]), tuple(values))[1]
+            tangents: Values = jvp(residual, tuple(consts[:count]), tuple(values))[1]
             return tangents
 
-        def solve(values: Values, closed: Values) -> Values:
-            return self.tangent([*closed[:count], *values], closed[count:])
+        def solve(values: Values, consts: Values) -> Values:
+            return self.tangent([*consts[:count], *values], consts[count:])
 
-        def transposed(values: Values, closed: Values) -> Values:
-            return transpose(lambda *v: tuple(solve(v, closed)), values)
+        def transposed(values: Values, consts: Values) -> Values:
+            return transpose(lambda *v: tuple(solve(v, consts)), values)
 
         return Linear(self.label, count, product, solve, transposed)
 
-    def pull(self, x: Values, ct: Values, closed: Values) -> tuple[Values, list[Any]]:
-        w = self.at_root().adjoint(ct, [*x, *closed])
-        return [None] * self.count, _pulled(lambda own: self.residual(x, own), closed, w)
+    def pull(self, x: Values, ct: Values, consts: Values) -> tuple[Values, list[Any]]:
+        w = self.at_root().adjoint(ct, [*x, *consts])
+        return [None] * self.count, _pulled(lambda own: self.residual(x, own), consts, w)
 
-    def push(self, x: Values, given: Values, closed: Values, tangents: Values) -> list[Any]:
-        moved = _pushed(lambda own: self.residual(x, own), closed, tangents)
+    def push(self, x: Values, given: Values, consts: Values, tangents: Values) -> list[Any]:
+        moved = _pushed(lambda own: self.residual(x, own), consts, tangents)
         if moved is None:
             return [torch.zeros_like(value) for value in x]
-        return solved(self.at_root(), [-m for m in moved], [*x, *closed])[: self.count]
+        return solved(self.at_root(), [-m for m in moved], [*x, *consts])[: self.count]
 
 
 def _conjugated(values: Values) -> list[torch.Tensor]:
@@ -123,31 +123,31 @@ def transpose(linear: Callable[..., Any], values: Values) -> list[torch.Tensor]:
     return _conjugated(pull(tuple(_conjugated(values))))
 
 
-def _differentiable(closed: Values) -> list[int]:
-    return [i for i, x in enumerate(closed) if isinstance(x, torch.Tensor) and differentiable(x)]
+def _differentiable(consts: Values) -> list[int]:
+    return [i for i, x in enumerate(consts) if isinstance(x, torch.Tensor) and differentiable(x)]
 
 
-def _pulled(function: Callable[[Values], Values], closed: Values, w: Values) -> list[Any]:
+def _pulled(function: Callable[[Values], Values], consts: Values, w: Values) -> list[Any]:
     """Return the cotangents of the closed-over tensors for the cotangent minus ``w``."""
-    by = _differentiable(closed)
-    gradients: list[Any] = [None] * len(closed)
+    by = _differentiable(consts)
+    gradients: list[Any] = [None] * len(consts)
     if by:
         _, pull = vjp(
-            lambda *own: tuple(function(with_replaced(closed, by, own))), *[closed[i] for i in by]
+            lambda *own: tuple(function(with_replaced(consts, by, own))), *[consts[i] for i in by]
         )
         for i, value in zip(by, pull(tuple(-x for x in w)), strict=True):
             gradients[i] = value
     return gradients
 
 
-def _pushed(function: Callable[[Values], Values], closed: Values, tangents: Values) -> Any:
+def _pushed(function: Callable[[Values], Values], consts: Values, tangents: Values) -> Any:
     """Return the tangents of a function of the closed-over tensors; None if there are none."""
-    by = [i for i in _differentiable(closed) if tangents[i] is not None]
+    by = [i for i in _differentiable(consts) if tangents[i] is not None]
     if not by:
         return None
     return jvp(
-        lambda *own: tuple(function(with_replaced(closed, by, own))),
-        tuple(closed[i] for i in by),
+        lambda *own: tuple(function(with_replaced(consts, by, own))),
+        tuple(consts[i] for i in by),
         tuple(tangents[i] for i in by),
     )[1]
 
@@ -162,22 +162,22 @@ class SolverCall:
         self.equation = equation
         self.rest: list[Any] = []
 
-    def tensors(self, given: Values, closed: Values) -> tuple[torch.Tensor, ...]:
-        leaves = self.equation.solve(given, closed)
+    def tensors(self, given: Values, consts: Values) -> tuple[torch.Tensor, ...]:
+        leaves = self.equation.solve(given, consts)
         self.rest = [TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
 
-def solved(equation: Linear | Root, given: Values, closed: Values) -> list[Any]:
+def solved(equation: Linear | Root, given: Values, consts: Values) -> list[Any]:
     """Return the solution, followed by the solver's other results.
 
     Args:
         given: the right-hand side, or the guess.
-        closed: the values that the equation's functions close over.
+        consts: the values that the equation's functions close over.
     """
     call = SolverCall(equation)
     apply: Any = Solved.apply
-    tensors = iter(apply(call, *given, *closed))
+    tensors = iter(apply(call, *given, *consts))
     return [next(tensors) if x is TENSOR else x for x in call.rest]
 
 
@@ -210,13 +210,13 @@ class Solved(Function):
     @staticmethod
     @restoring_thread_state
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        x, closed = Solved.parts(ctx)
-        given, others = ctx.call.equation.pull(x, cotangents[: len(x)], closed)
+        x, consts = Solved.parts(ctx)
+        given, others = ctx.call.equation.pull(x, cotangents[: len(x)], consts)
         return (None, *given, *others)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        x, closed = Solved.parts(ctx)
-        pushed = ctx.call.equation.push(x, tangents[: len(x)], closed, tangents[len(x) :])
+        x, consts = Solved.parts(ctx)
+        pushed = ctx.call.equation.push(x, tangents[: len(x)], consts, tangents[len(x) :])
         others = ctx.call.rest.count(TENSOR) - len(x)
         return (*pushed, *[None] * others)

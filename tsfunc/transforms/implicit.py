@@ -23,7 +23,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.tracer import current_tracer_level, innermost_level
 from tsfunc.transforms.arguments import flatten_tensors, split_aux
 from tsfunc.transforms.closures import ClosureConverted, converted
-from tsfunc.transforms.equations import Closed, Linear, Root, Values, solved, transpose
+from tsfunc.transforms.equations import Linear, Root, Values, WithConsts, solved, transpose
 from tsfunc.transforms.forward import jvp
 from tsfunc.transforms.vmap import vmap
 
@@ -232,8 +232,8 @@ class _Unknown:
         On plain tensors a solver is called as it is, without a trace.
         """
         plain = current_tracer_level() is None and innermost_level(self.flat) is None
-        closed: dict[int, Any] = {}
-        parts: list[Closed] = []
+        consts: dict[int, Any] = {}
+        parts: list[WithConsts] = []
         for i, function in enumerate(functions):
             if i and plain:
                 parts.append(_untraced(function, self if i == 1 else None))
@@ -241,16 +241,16 @@ class _Unknown:
                 examples = [*self.flat, *self.flat] if kind is Root and i == 2 else self.flat
                 graph = converted(self.label, function, examples)
                 for value in graph.closed:
-                    closed.setdefault(id(value), value)
-                parts.append(_of_closed(graph, [list(closed).index(id(x)) for x in graph.closed]))
+                    consts.setdefault(id(value), value)
+                parts.append(_with_consts(graph, [list(consts).index(id(x)) for x in graph.closed]))
                 self.structure = graph.tree if i == 1 else self.structure
-        leaves = solved(kind(self.label, len(self.flat), *parts), self.flat, [*closed.values()])
+        leaves = solved(kind(self.label, len(self.flat), *parts), self.flat, [*consts.values()])
         x, aux = pytrees.unflatten(self.structure, leaves)
         return (self.tree(x), aux) if self.has_aux else self.tree(x)
 
 
-def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
-    def run(values: Values, closed: Values) -> Values:
+def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> WithConsts:
+    def run(values: Values, consts: Values) -> Values:
         leaves, tree = pytrees.flatten(function(*values))
         if unknown is not None:
             unknown.structure = tree
@@ -259,8 +259,8 @@ def _untraced(function: Callable[..., Any], unknown: _Unknown | None) -> Closed:
     return run
 
 
-def _of_closed(graph: ClosureConverted, at: Sequence[int]) -> Closed:
-    return lambda values, closed: graph.run(*values, *[closed[i] for i in at])
+def _with_consts(graph: ClosureConverted, at: Sequence[int]) -> WithConsts:
+    return lambda values, consts: graph.run(*values, *[consts[i] for i in at])
 
 
 def _joined(values: Values) -> torch.Tensor:

@@ -354,7 +354,7 @@ class _CallSource(CheckCode):
         pairs = ", ".join(f"{name!r}: {variable}" for name, variable in self.sizes.items())
         fits = self.function("fits", "arguments", f"{{{pairs}}}")
 
-        def quick(arguments: Mapping[str, object]) -> dict[str, int] | None:
+        def check(arguments: Mapping[str, object]) -> dict[str, int] | None:
             sizes: Any = fits(arguments)
             if sizes is False:
                 return None
@@ -362,7 +362,7 @@ class _CallSource(CheckCode):
                 return {name: size for name, size in sizes.items() if size != -1}
             return dict(sizes)
 
-        return quick if self.sizes else lambda arguments: None if fits(arguments) is False else {}
+        return check if self.sizes else lambda arguments: None if fits(arguments) is False else {}
 
     def undecided(self, at: str, type_: Generated, indent: str, cls: type | None = None) -> None:
         if cls is None:

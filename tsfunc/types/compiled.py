@@ -97,7 +97,7 @@ class CompiledDescriptors:
     descriptors: Mapping[str, Descriptor]
     dims: Mapping[str, Dim]
     _defaults: Mapping[str, object] = field(repr=False)
-    _quick: CallCheck | None = field(repr=False, default=None)
+    _fast_check: CallCheck | None = field(repr=False, default=None)
 
     def check(self, arguments: Mapping[str, object]) -> Bindings:
         """Check the arguments of a call.
@@ -109,8 +109,8 @@ class CompiledDescriptors:
             DescriptorViolation: the call breaks the descriptors; the message lists every mismatch
                 by its path, as expected and got.
         """
-        quick = self._quick
-        sizes = None if quick is None else quick(arguments)
+        fast_check = self._fast_check
+        sizes = None if fast_check is None else fast_check(arguments)
         if sizes is not None:
             return Bindings(sizes, lambda: self._run(arguments).leaves, self._alternatives)
         context = self._run(arguments)
@@ -118,8 +118,8 @@ class CompiledDescriptors:
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
         """Return True if a call fits, by a fast check if there is one, which can miss a fit."""
-        if self._quick is not None:
-            return self._quick(arguments) is not None
+        if self._fast_check is not None:
+            return self._fast_check(arguments) is not None
         try:
             self._run(arguments)
         except DescriptorViolation:

@@ -83,7 +83,7 @@ class HiddenVmaps:
 
     def __init__(self, levels: Iterable[BatchLevel] = ()) -> None:
         self.levels = {level.depth: level for level in levels}
-        self._arranged: dict[int, tuple[Any, Any]] = {}
+        self._batch_first: dict[int, tuple[Any, Any]] = {}
 
     def stack(self, frames: dict[int, Frame]) -> TracerStack:
         """Return the layout of a tensor with these frames: the dims of these vmaps come first."""
@@ -122,11 +122,11 @@ class HiddenVmaps:
 
         All bodies of a call get the same object.
         """
-        known = self._arranged.get(id(value))
+        known = self._batch_first.get(id(value))
         if known is None:
             made = rewrap_as(value, self.stack(needed_frames(value, levels)))
-            known = self._arranged[id(value)] = value, made
-            self._arranged.setdefault(id(made), (made, made))
+            known = self._batch_first[id(value)] = value, made
+            self._batch_first.setdefault(id(made), (made, made))
         return known[1]
 
 
@@ -184,7 +184,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         taken: for each outer tensor (by id) that tensor, and its input in the body.
         inputs: the outer tensors, in the order of the graph's inputs.
         around: the active levels where the body is called.
-        surroundings: the dispatch state there.
+        outer_state: the dispatch state there.
         sizes: records symbolic numbers; its outer numbers are inputs after the tensors.
         hidden: the vmaps that the body does not see.
     """
@@ -194,8 +194,8 @@ class BodyLevel(TraceLevel, LevelProxy):
         "around",
         "hidden",
         "inputs",
+        "outer_state",
         "parent",
-        "surroundings",
         "taken",
     )
 
@@ -203,7 +203,7 @@ class BodyLevel(TraceLevel, LevelProxy):
         self.copy_from(parent)
         self.parent = parent
         self.hidden = hidden
-        self.surroundings = tls.state
+        self.outer_state = tls.state
         self.around = tls.state.levels
         self.graph = torch.fx.Graph()
         self.lifted = {}
@@ -261,7 +261,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             like: a fake tensor that the input looks like, instead of the operand.
         """
         outer = self.outside(value)
-        with self._surroundings():
+        with self._outside_subsets():
             outer = self.hidden.rewrap_as(outer, self.around)
         inner, stack = unwrap_all(outer)
         if not isinstance(inner, TraceTracer):
@@ -281,7 +281,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             return self.fake_like(value, value.shape[dims:], value.stride()[dims:])
 
     @contextmanager
-    def _surroundings(self) -> Iterator[None]:
+    def _outside_subsets(self) -> Iterator[None]:
         """Context manager: the active levels are those where the body is called, not subsets."""
         outside = {level.depth: level for level in self.around}
         replaced = [
@@ -301,7 +301,7 @@ class BodyLevel(TraceLevel, LevelProxy):
                 ]
             )
 
-        with capturing(self.around, seen), using(self.surroundings):
+        with capturing(self.around, seen), using(self.outer_state):
             yield
 
     def argument(self, value: torch.Tensor) -> Any:
@@ -318,7 +318,7 @@ class BodyLevel(TraceLevel, LevelProxy):
             return self.input(value, self.fake_like(known, known.shape, known.stride()))
 
     def outside(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as the surroundings of the body see it."""
+        """Return a tensor as the code around the body sees it."""
         if isinstance(self.parent, BodyLevel):
             value = self.parent.remap(value)
         inner, stack = unwrap_all(value)

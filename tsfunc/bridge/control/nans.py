@@ -86,7 +86,7 @@ class _NanRecorder(Recorder):
         outermost = not self.running
         out = super().run(use, call, alone=alone)
         if outermost and _is_written(use.operator):
-            _look(use.operator, out, use.location, use.backward)
+            _check_for_nans(use.operator, out, use.location, use.backward)
         return out
 
 
@@ -102,7 +102,7 @@ class _NanMode(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not self.recorder.running and _is_written(func.name()) and _tensors((args, kwargs)):
             location, backward = self.lines.here()
-            _look(func.name(), out, _program_location() or location, backward)
+            _check_for_nans(func.name(), out, _program_location() or location, backward)
         return out
 
 
@@ -129,7 +129,7 @@ def _program_location() -> Location | None:
     return None
 
 
-def _look(operator: str, out: Any, location: Location, backward: bool) -> None:
+def _check_for_nans(operator: str, out: Any, location: Location, backward: bool) -> None:
     """Raise an error if a result has a NaN."""
     for result in _tensors(out):
         value, stack = unwrap_all(result)

@@ -321,21 +321,21 @@ class ArgRemapper:
     def __call__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         subset = self.subset
         known = self.taken
-        quick: list[Any] = []
+        remapped: list[Any] = []
         for arg in args:
             kind = type(arg)
             if kind in _PLAIN or (kind is SlottedBatchTracer and arg.dispatch_level is subset):
-                quick.append(arg)
+                remapped.append(arg)
             elif id(arg) in known:
-                quick.append(known[id(arg)][1])
+                remapped.append(known[id(arg)][1])
             else:
                 break
         else:
             if not kwargs:
-                if all(map(is_, quick, args)) or not is_remapped(func):
+                if all(map(is_, remapped, args)) or not is_remapped(func):
                     return None
-                if quick[0] is args[0] or not _writes(func):
-                    return quick, kwargs
+                if remapped[0] is args[0] or not _writes(func):
+                    return remapped, kwargs
         if not is_remapped(func):
             return None
         if args and isinstance(args[0], Tracer) and _writes(func) and subset.replaces(args[0]):

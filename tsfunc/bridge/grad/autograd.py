@@ -56,8 +56,8 @@ def lift(value: torch.Tensor, level: TracerLevel | None) -> torch.Tensor:
     if level is None:
         return value
     if isinstance(value, Tracer) and value.dispatch_level.depth >= level.depth:
-        found: torch.Tensor = as_seen_by_current_level(value)
-        return found
+        seen: torch.Tensor = as_seen_by_current_level(value)
+        return seen
     sync(value)
     return level.lift(value)
 

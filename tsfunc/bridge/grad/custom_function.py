@@ -253,6 +253,6 @@ def _apply_vmap_staticmethod(cls: Any, level: BatchLevel, args: Sequence[Any], t
     info = SimpleNamespace(batch_size=level.batch_size, randomness=level.randomness)
     called = f"{cls.__qualname__}.apply"
     with level.restored():
-        found = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
+        returned = run_as(called, level, cls.vmap, info, dims, *pytrees.unflatten(tree, values))
     label = f"the vmap staticmethod of {cls.__name__}"
-    return results_of_rule(found, label, values, args, level)
+    return results_of_rule(returned, label, values, args, level)

@@ -91,11 +91,11 @@ class Duals:
 
 
 class _TangentCollector(TorchFunctionMode):
-    """Calls ``look`` on the tensors from outside among the arguments of each call."""
+    """Calls ``replace`` on the tensors from outside among the arguments of each call."""
 
-    def __init__(self, look: Callable[[torch.Tensor], torch.Tensor], around: Any) -> None:
+    def __init__(self, replace: Callable[[torch.Tensor], torch.Tensor], around: Any) -> None:
         super().__init__()
-        self.look, self.around = look, around
+        self.replace, self.around = replace, around
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -108,7 +108,7 @@ class _TangentCollector(TorchFunctionMode):
         if not isinstance(value, torch.Tensor):
             return value
         if not isinstance(value, BatchTracer | GradTracer) or value.dispatch_level in self.around:
-            return self.look(value)
+            return self.replace(value)
         # A tracer of a transform inside of the function, which may wrap a tensor from outside.
         value.value = self.seen(value.value)
         return value

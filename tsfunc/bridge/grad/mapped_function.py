@@ -162,15 +162,15 @@ class FunctionContext:
 
     def save_to(self, ctx: Any) -> None:
         """Copy the saved tensors and settings to torch's ctx."""
-        told = dict(vars(self))
-        saved, forward = told.pop("saved_tensors"), told.pop("saved_for_forward")
+        attributes = dict(vars(self))
+        saved, forward = attributes.pop("saved_tensors"), attributes.pop("saved_for_forward")
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*(saved if forward is None else forward))
-        ctx.mark_dirty(*told.pop("dirty"))
-        ctx.mark_non_differentiable(*told.pop("not_differentiable"))
-        ctx.set_materialize_grads(told.pop("materialize"))
-        del told["needs_input_grad"]
-        for name, value in told.items():
+        ctx.mark_dirty(*attributes.pop("dirty"))
+        ctx.mark_non_differentiable(*attributes.pop("not_differentiable"))
+        ctx.set_materialize_grads(attributes.pop("materialize"))
+        del attributes["needs_input_grad"]
+        for name, value in attributes.items():
             setattr(ctx, name, value)
 
 

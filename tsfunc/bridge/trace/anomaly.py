@@ -53,7 +53,7 @@ def _message(node: Any) -> str:
 
 def _line_of(entry: str) -> str | None:
     """Return the location of a line of a traceback; None if it is code of a library."""
-    found = re.match(r'\s*File "(.*)", line (\d+), in (.*)', entry)
-    if found is None or found[1].startswith(LIBRARIES):
+    match = re.match(r'\s*File "(.*)", line (\d+), in (.*)', entry)
+    if match is None or match[1].startswith(LIBRARIES):
         return None
-    return f"{found[1]}:{found[2]}, in {found[3]}"
+    return f"{match[1]}:{match[2]}, in {match[3]}"

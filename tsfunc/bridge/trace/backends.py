@@ -147,14 +147,14 @@ def backend_of(name: str) -> Backend:
     from torch._dynamo.exc import InvalidBackend
 
     try:
-        found: Any = lookup_backend(name)
+        backend: Any = lookup_backend(name)
     except InvalidBackend:
         known = ", ".join(torch.compiler.list_backends())
         raise ValueError(
             f"there is no backend {name!r}: expected 'python', a function of a torch.fx module "
             f"and example inputs, or one of {known}"
         ) from None
-    return functools.partial(_compiled, found)
+    return functools.partial(_compiled, backend)
 
 
 def can_run_compiled(tensors: Sequence[torch.Tensor]) -> bool:

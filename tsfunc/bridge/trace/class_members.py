@@ -78,8 +78,8 @@ def _tracer_class(cls: type) -> type[TraceTracer]:
         if inherited
         else _function_with(of_results, _keeping_calls)
     )
-    found: type[TraceTracer] = made
-    return found
+    tracer_class: type[TraceTracer] = made
+    return tracer_class
 
 
 class _Refusal:

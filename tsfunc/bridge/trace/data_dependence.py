@@ -17,14 +17,14 @@ def data_dependent_message(name: str, label: str) -> str:
     location = user_location()
     frame = caller_of_handlers()
     advice = NUMPY_ADVICE if name in NUMPY_READS else remedies()
-    asked = ""
+    library = ""
     if frame.f_code.co_filename.startswith(LIBRARIES[1]):
-        asker = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        asked = f", by {asker}{source_line(asker, ': ')}"
+        caller = Location(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        library = f", by {caller}{source_line(caller, ': ')}"
     return (
         f"{label}: a traced tensor was used as a Python number or bool ({name}, at "
-        f"{location}{source_line(location, ': ')}{asked}), but a trace has no data: `if`, `while`, "
-        f"int() and float() on it can't be served. {advice}"
+        f"{location}{source_line(location, ': ')}{library}), but a trace has no data: "
+        f"`if`, `while`, int() and float() on it can't be served. {advice}"
     )
 
 

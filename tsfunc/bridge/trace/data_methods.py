@@ -61,11 +61,11 @@ def _batch_norm(
     x, weight, bias, mean, variance, training, momentum, *rest = args
     if not isinstance(momentum, torch.SymFloat) or not training or mean is None or kwargs:
         return NotImplemented
-    found = mean.clone(), variance.clone()
-    out = func(x, weight, bias, *found, True, 1.0, *rest)
+    statistics = mean.clone(), variance.clone()
+    out = func(x, weight, bias, *statistics, True, 1.0, *rest)
     kept: Any = 1.0 - momentum  # type: ignore[operator]
     with torch.no_grad():
-        for running, of_batch in zip((mean, variance), found, strict=True):
+        for running, of_batch in zip((mean, variance), statistics, strict=True):
             running.mul_(kept).add_(of_batch * momentum)
     return out
 

@@ -100,9 +100,9 @@ def _name_symbols(graph: torch.fx.Graph, loop: torch.fx.Node, at: int) -> None:
 
 
 def _numbers(args: Any) -> Iterator[torch.SymInt]:
-    found: list[torch.fx.Node] = []
-    torch.fx.node.map_arg(args, found.append)
-    for node in found:
+    nodes: list[torch.fx.Node] = []
+    torch.fx.node.map_arg(args, nodes.append)
+    for node in nodes:
         if isinstance(node.meta.get("val"), torch.SymInt):
             yield node.meta["val"]
 

@@ -128,8 +128,8 @@ class BackwardPasses:
         if known is None:
             argument = self._argument_of(owner)
             tracer = self.level.lift(owner) if argument is None else argument
-            found = self._read(owner)
-            before = None if found is None else self.level.lift(found)
+            grad = self._read(owner)
+            before = None if grad is None else self.level.lift(grad)
             with DisableTorchFunctionSubclass():
                 tracer.grad = before
             known = self.slots[id(owner)] = GradSlot(tracer, owner, before)

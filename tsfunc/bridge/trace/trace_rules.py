@@ -149,5 +149,5 @@ def guard_or_none(guard: Callable[..., T | None], *args: Any) -> T | None:
         open_facts = [
             stack.enter_context(defer_guards(env)) for env in environments if env is not None
         ]
-        found = guard(*args)
-    return None if any(open_facts) else found
+        value = guard(*args)
+    return None if any(open_facts) else value

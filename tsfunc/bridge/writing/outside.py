@@ -118,10 +118,10 @@ def live_tensors(generation: int | None = None) -> list[torch.Tensor]:
 
 
 def _live_tensors(generation: int | None = None) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for each in range(len(gc.get_count())) if generation is None else (generation,):
-        found.extend(_chosen(each))
-    return found
+        tensors.extend(_chosen(each))
+    return tensors
 
 
 def _chosen(generation: int) -> Any:

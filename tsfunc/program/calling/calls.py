@@ -356,8 +356,8 @@ class FirstCall:
         entry = CachedProgram(
             program,
             self.tree,
-            reads.function(self.ambient, lines, scope, late=opening is not None),
-            reads.function(self.ambient, late=True),
+            reads.function(self.ambient, lines, scope, lazy=opening is not None),
+            reads.function(self.ambient, lazy=True),
             self._reason(assumptions),
             signature,
             call_spec,

@@ -413,8 +413,8 @@ class _Trace:
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):
             out = without_opaque_values(out)
-        apart = with_placeholders(request.label, out, self.instances.builder.placeholder_of)
-        leaves, out_tree = pytrees.flatten(apart)
+        replaced = with_placeholders(request.label, out, self.instances.builder.placeholder_of)
+        leaves, out_tree = pytrees.flatten(replaced)
         check_texts(request.label, leaves, out_tree, symbols)
         check_bodies(request.label, updates, leaves, level)
         values = (*leaves, *updates.tensors)

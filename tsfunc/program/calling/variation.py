@@ -73,7 +73,7 @@ def varying(
     seen: dict[Names, set[tuple[Any, ...]]] = {}
     for others in history:
         names = differing(facts, others)
-        if not names or not all(_alike(name, facts, others, sizes, numbers) for name in names):
+        if not names or not all(_may_vary(name, facts, others, sizes, numbers) for name in names):
             continue
         then = {others[name] for name in names if name in sizes}
         now = {sizes[name] for name in names if name in sizes}
@@ -103,7 +103,7 @@ def seen_values(
     calls: dict[Names, list[Facts]] = {}
     for others in history:
         names = differing(facts, others)
-        if names and all(_alike(name, facts, others, sizes, numbers) for name in names):
+        if names and all(_may_vary(name, facts, others, sizes, numbers) for name in names):
             calls.setdefault(frozenset(names), []).append(others)
     seen: dict[str, list[Any]] = {}
     for group, earlier in calls.items():
@@ -114,7 +114,7 @@ def seen_values(
     return seen
 
 
-def _alike(
+def _may_vary(
     name: str,
     facts: Facts,
     others: Facts,
@@ -157,10 +157,14 @@ def narrowed(assumptions: Assumptions, size: int, error: Exception) -> Assumptio
     dim = assumptions.dim
     if dim is None or not isinstance(error, ConstraintViolation):
         return None
-    mended = error.mended.get(dim.name)
-    if not isinstance(mended, Dim) or len(error.mended) > 1 or assumptions.narrowed == _ATTEMPTS:
+    suggested = error.suggested.get(dim.name)
+    if (
+        not isinstance(suggested, Dim)
+        or len(error.suggested) > 1
+        or assumptions.narrowed == _ATTEMPTS
+    ):
         return None
-    narrower = mended.meet(Dim(dim.name, min=2))
+    narrower = suggested.meet(Dim(dim.name, min=2))
     if not narrower.admits(size):
         return None
     return assumptions.moved(dim=narrower, narrowed=assumptions.narrowed + 1)

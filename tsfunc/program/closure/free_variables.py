@@ -47,7 +47,7 @@ from tsfunc.user_code import is_installed
 
 _METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))
-_TOLD = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
+_DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
 _FILLED = (list, dict, set, deque)
 _NO_TENSORS = (*CODE, *_PLAIN, torch.dtype, torch.layout, torch.device, enum.Enum)
 
@@ -317,7 +317,7 @@ class FreeVariables:
 
     def _of_object(self, owner: Any, name: str, text: str) -> None:
         """Guard the names of functions and classes, and attributes that tensors lack."""
-        if name in _TOLD and isinstance(owner, types.FunctionType | type):
+        if name in _DESCRIPTIONS and isinstance(owner, types.FunctionType | type):
             source = Source.of_object(owner, text).attribute(name)
             self.builder.guard(getattr(owner, name), source)
         elif isinstance(owner, torch.Tensor) and not hasattr(owner, name):

@@ -49,12 +49,12 @@ def key_orders(tree: optree.PyTreeSpec, of_keywords: bool) -> tuple[Any, ...]:
     args, kwargs = optree.tree_unflatten(tree, range(tree.num_leaves))
     orders: list[Any] = []
 
-    def look(value: Any) -> bool:
+    def is_leaf(value: Any) -> bool:
         if isinstance(value, dict) and (value is not kwargs or (of_keywords and len(value) > 1)):
             orders.append(tuple(map(_exact, value)))
         return False
 
-    optree.tree_flatten((args, kwargs), look, none_is_leaf=True, namespace=pytrees.NAMESPACE)
+    optree.tree_flatten((args, kwargs), is_leaf, none_is_leaf=True, namespace=pytrees.NAMESPACE)
     return tuple(orders)
 
 
@@ -220,7 +220,7 @@ _GONE = "(AttributeError, LookupError, TypeError, ValueError)"
 
 
 def compiled(
-    parameters: str, lines: Sequence[str], results: str, scope: dict[str, Any], late: bool = False
+    parameters: str, lines: Sequence[str], results: str, scope: dict[str, Any], lazy: bool = False
 ) -> Any:
     """Return the guard function with these lines.
 
@@ -229,7 +229,7 @@ def compiled(
         lines: its body; a line returns None if a guard fails.
         results: the expression that it returns.
         scope: the objects that the lines refer to by name.
-        late: whether it is compiled at its first call.
+        lazy: whether it is compiled at its first call.
     """
     body = "".join(f"        {line}\n" for line in (*lines, f"return {results}"))
     ending = f"    except {_GONE}:\n        return None\n"
@@ -239,7 +239,7 @@ def compiled(
         exec(compile(source, "<tsfunc guard>", "exec"), scope)
         return scope["closure_guard"]
 
-    if not late:
+    if not lazy:
         return make()
     made: list[Any] = []
 

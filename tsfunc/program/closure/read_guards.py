@@ -426,7 +426,7 @@ class ReadGuards:
         now: tuple[Any, ...],
         lines: Sequence[str] = (),
         scope: Mapping[str, Any] = MappingProxyType({}),
-        late: bool = False,
+        lazy: bool = False,
     ) -> ClosureGuard:
         """Return the guard function of the flattened arguments, which returns the results.
 
@@ -434,11 +434,11 @@ class ReadGuards:
             now: torch's settings.
             lines: lines about the arguments, which come first.
             scope: the names that these lines use.
-            late: whether the function is compiled at its first call, which may never happen.
+            lazy: whether the function is compiled at its first call, which may never happen.
         """
         code, results = self._code(now, lines, scope)
         given = "".join(f"{name}, " for name in results)
-        made: ClosureGuard = compiled("args", code.lines, f"({given})", code.scope, late)
+        made: ClosureGuard = compiled("args", code.lines, f"({given})", code.scope, lazy)
         return made
 
     def entry_code(

@@ -355,10 +355,10 @@ class _Results:
     def replace_objects(self, value: Any) -> Any:
         """Return a value in which stand-ins replace the objects that a program has to make."""
         leaves, structure = pytrees.flatten(value, self._is_from_outside)
-        apart = [leaf if _is_simple(leaf) else self._leaf(leaf) for leaf in leaves]
-        if all(a is b for a, b in zip(apart, leaves, strict=True)):
+        replaced = [leaf if _is_simple(leaf) else self._leaf(leaf) for leaf in leaves]
+        if all(a is b for a, b in zip(replaced, leaves, strict=True)):
             return value
-        return pytrees.unflatten(structure, apart)
+        return pytrees.unflatten(structure, replaced)
 
     def _is_from_outside(self, value: Any) -> bool:
         """Return True if a list or dict from outside is a result itself."""

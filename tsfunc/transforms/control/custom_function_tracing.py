@@ -308,13 +308,13 @@ class Methods:
         numbers = {id(x): j for j, x in enumerate(results)}
         self.outputs = [numbers.get(id(x)) for x in outputs]
         made.results = len(results)
-        told = dict(vars(ctx))
+        attributes = dict(vars(ctx))
         known = [*values[: made.tensors], *results]
-        made.dirty = [_place(x, known) for x in told.pop("dirty")]
-        inert = [_place(x, known) - made.tensors for x in told.pop("not_differentiable")]
+        made.dirty = [_place(x, known) for x in attributes.pop("dirty")]
+        inert = [_place(x, known) - made.tensors for x in attributes.pop("not_differentiable")]
         made.inert = [j for j in inert if j >= 0]
-        self.materialize = told.pop("materialize")
-        self.kept = Kept(told)
+        self.materialize = attributes.pop("materialize")
+        self.kept = Kept(attributes)
         others: list[torch.Tensor] = []
         positions = []
         for x in self.kept.tensors:

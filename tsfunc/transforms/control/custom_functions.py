@@ -24,7 +24,7 @@ from tsfunc.program.files.operators import TENSOR
 from tsfunc.transforms.custom_jvp import custom_jvp
 from tsfunc.transforms.custom_rules import apply
 from tsfunc.transforms.custom_vjp import custom_vjp
-from tsfunc.transforms.equations import Closed, Linear, Root, solved
+from tsfunc.transforms.equations import Linear, Root, WithConsts, solved
 from tsfunc.transforms.symbolic_zeros import SymbolicZero
 
 
@@ -279,7 +279,7 @@ class RootSolution(_Solution):
     tangent: CalleeGraph
 
 
-def _closed(part: CalleeGraph) -> Closed:
+def _closed(part: CalleeGraph) -> WithConsts:
     return lambda values, closed: part(*values, *closed)
 
 

@@ -184,9 +184,9 @@ class While(ControlFlowOperator):
 
     def narrowed(self, count: int, used: Collection[int]) -> Narrowed:
         condition, body = self.bodies
-        asked = live_inputs(condition, {0})
-        carried, live = _carried({*used, *asked}, self.carried, body, ())
-        operands, numbers = _numbered(carried | live | asked)
+        of_condition = live_inputs(condition, {0})
+        carried, live = _carried({*used, *of_condition}, self.carried, body, ())
+        operands, numbers = _numbered(carried | live | of_condition)
         kept = sorted(carried)
         bodies = [narrowed_body(condition, {0}, numbers), narrowed_body(body, kept, numbers)]
         op = While(self.name, bodies, len(kept), self.checkpoint)
@@ -243,8 +243,8 @@ class Scan(ControlFlowOperator):
             return recorded
         if not (along[0].shape[0] if along else self.length):
             none = [slice_like(x, 0) for x in along]
-            looks = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
-            return (*carry, *stack_of_no_steps(tuple(looks), 0))
+            like = abstract_results("scan", body, (*carry, *none, *rest), {})[carried:]
+            return (*carry, *stack_of_no_steps(tuple(like), 0))
         step: Any = body.function
         results: list[Sequence[Any]] = []
         for row in self.rows(along):

@@ -81,8 +81,8 @@ def _looked_at(
     flat, tree = pytrees.flatten(tuple(operands))
     try:
         seen = _seen.setdefault(codes[0], {})
-        surroundings = [_key(value) for branch in branches for value in _closed_over(branch)]
-        key = (*map(id, codes[1:]), tree, *[_key(leaf) for leaf in flat], *surroundings)
+        consts = [_key(value) for branch in branches for value in _closed_over(branch)]
+        key = (*map(id, codes[1:]), tree, *[_key(leaf) for leaf in flat], *consts)
         known = seen.get(key)
     except TypeError:  # a callable that can't be referred to weakly
         return ()

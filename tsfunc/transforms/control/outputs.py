@@ -203,11 +203,11 @@ def _path(path: Sequence[Any]) -> str:
 
 def show(tree: Any) -> str:
     """Return a tree as text with the types of its leaves."""
-    described = pytrees.tree_map(lambda leaf: _Shown(describe(leaf)), tree)
+    described = pytrees.tree_map(lambda leaf: _Description(describe(leaf)), tree)
     return repr(described)
 
 
-class _Shown:
+class _Description:
     """Placeholder of a leaf in a printed structure."""
 
     def __init__(self, text: str) -> None:
@@ -262,7 +262,7 @@ def stacked_dim(rank: int, dim: int) -> int:
     return dim if -rank - 1 <= dim <= rank else 0
 
 
-def stack_of_no_steps(looks: Any, dim: int) -> Any:
+def stack_of_no_steps(like: Any, dim: int) -> Any:
     """Return the stacked results of no steps: tensors with a dim of size 0."""
 
     def empty(leaf: Any) -> Any:
@@ -276,4 +276,4 @@ def stack_of_no_steps(looks: Any, dim: int) -> Any:
         shape = [*leaf.shape[:at], 0, *leaf.shape[at:]]
         return torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
 
-    return pytrees.tree_map(empty, looks)
+    return pytrees.tree_map(empty, like)

@@ -24,27 +24,27 @@ def f(x: Any, y: Any = None, *rest: Any, **more: Any) -> None: ...
 def both(d: Mapping[str, object], call: dict[str, Any]) -> tuple[Any, Any]:
     """The sizes by the generated check, and by the whole one; None where it is refused."""
     contract = compile_descriptors(d, inspect.signature(f))
-    quick = contract._quick(call) if contract._quick is not None else None
+    fast_check = contract._fast_check(call) if contract._fast_check is not None else None
     try:
-        return quick, dict(contract._run(call).sizes)
+        return fast_check, dict(contract._run(call).sizes)
     except DescriptorViolation:
-        return quick, None
+        return fast_check, None
 
 
 @given(described, examples)
 @settings(max_examples=200)
 def test_accepted_values_are_valid(d: Descriptors, call: dict[str, Any]) -> None:
-    quick, whole = both(d, call)
-    assert quick is None or quick == whole
+    fast_check, whole = both(d, call)
+    assert fast_check is None or fast_check == whole
 
 
 @given(st.lists(examples, min_size=1, max_size=2))
 def test_valid_values_are_accepted(several: list[dict[str, Any]]) -> None:
     d = infer_descriptors(*several)
     for call in several:
-        quick, whole = both(d, call)
-        generated = compile_descriptors(d, inspect.signature(f))._quick is not None
-        assert whole is not None and (not generated or quick == whole)
+        fast_check, whole = both(d, call)
+        generated = compile_descriptors(d, inspect.signature(f))._fast_check is not None
+        assert whole is not None and (not generated or fast_check == whole)
 
 
 ROWS = Meta(["n", Dim("m", min=2)], dtype=torch.float32)
@@ -76,7 +76,7 @@ def test_fast_checks_agree_with_slow_ones(
     d: Any, call: dict[str, Any], sizes: dict[str, int] | None
 ) -> None:
     assert both(d, call) == (sizes, sizes)
-    assert compile_descriptors(d, inspect.signature(f))._quick is not None
+    assert compile_descriptors(d, inspect.signature(f))._fast_check is not None
 
 
 def test_the_metadata_of_each_leaf_can_be_read_later() -> None:
