@@ -5,7 +5,7 @@ The reference is a formula of plain operators, differentiated by torch.autograd 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,9 +21,10 @@ SIZE = 3  # of the batch
 Function = Callable[[Tensor], Tensor]
 
 
-def standardized(x: Tensor, dims: Sequence[int], eps: float = 1e-5) -> Tensor:
+def standardized(x: Tensor, dims: list[int], eps: float = 1e-5) -> Tensor:
     centered = x - x.mean(dims, keepdim=True)
-    return centered / ((centered * centered).mean(dims, keepdim=True) + eps).sqrt()
+    out: Tensor = centered / ((centered * centered).mean(dims, keepdim=True) + eps).sqrt()
+    return out
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

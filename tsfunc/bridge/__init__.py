@@ -46,15 +46,15 @@ from tsfunc.bridge.tracers import (
     methods,
 )
 from tsfunc.bridge.tracers.function_registry import registry
-from tsfunc.bridge.writing import outside, reshaped_views, reshaping, writes
+from tsfunc.bridge.writing import outside, reshaped_views, reshaping, strided_views, writes
 from tsfunc.ops.catalogue.reader import install
 
 # The modules that declare function rules.
 _RULES = (
     attributes, backward, batching_functions, checks, composites, compressed, data_methods,
     foreach, indexing, kernel_sizes, masks, methods, recurrent_layers, reshaped_views, reshaping,
-    selection_items, selection_rows, selection_sums, symbolic_composites, tensor_guards,
-    trace_rules, writes,
+    selection_items, selection_rows, selection_sums, strided_views, symbolic_composites,
+    tensor_guards, trace_rules, writes,
 )  # fmt: skip
 # The modules that fill cells and columns of the dispatch table, by decorators.
 _KERNELS = (anomaly, batching, grad_level, trace_level, trace_rules)

@@ -94,7 +94,8 @@ class EmulatedView(TracerHook):
         base = self.base
         if base.shape == self.shape and base.stride() == self.stride:
             return base
-        return base.as_strided(self.shape, self.stride)
+        out: torch.Tensor = torch.ops.aten.as_strided.default(base, self.shape, self.stride)
+        return out
 
     def prepare(self, name: str, values: Sequence[Any]) -> None:
         """Make the innermost base a tracer of the level, before ``name`` writes to a view."""

@@ -136,7 +136,7 @@ def _viewing(
         return call_torch(func, types, args, kwargs)
     except NoView:
         base, *rest = args
-        strides = _strides_alone(base)
+        strides = strides_alone(base)
         alone = torch.empty_strided(base.shape, strides, dtype=base.dtype, device="meta")
         try:
             shape = func(alone, *rest, **kwargs).shape
@@ -148,11 +148,11 @@ def _viewing(
     return _emulated(base, pair[0](base), *pair)
 
 
-def _strides_alone(x: torch.Tensor) -> list[int]:
+def strides_alone(x: torch.Tensor) -> list[int]:
     """Return the strides of one example laid out without the batch dims."""
     if not isinstance(x, BatchTracer):
         return list(x.stride())
-    strides, at = _strides_alone(x.value), x.bdim
+    strides, at = strides_alone(x.value), x.bdim
     if at is None:
         return strides
     size, step = x.value.shape[at], hint_of(strides.pop(at))
@@ -182,11 +182,11 @@ def _reshaping(
     out: torch.Tensor = call_torch(func, types, args, kwargs)
     if in_backward_formula():
         return out
-    memory = _memory(base)
-    if memory == _memory(out) or _is_argument(base, memory):
+    memory = memory_under_views(base)
+    if memory == memory_under_views(out) or is_argument(base, memory):
         return out
     with DisableTorchFunctionSubclass():
-        sizes = [[*map(hint_of, each)] for each in (base.shape, _strides_alone(base), out.shape)]
+        sizes = [[*map(hint_of, each)] for each in (base.shape, strides_alone(base), out.shape)]
     if 0 in sizes[0] or not has_view(*sizes):
         return out
     return _emulated(base, out, _reshape(out.shape), _reshape(base.shape))
@@ -201,17 +201,17 @@ def _lies_between(x: Any) -> bool:
     return False
 
 
-def _memory(x: torch.Tensor) -> Any:
+def memory_under_views(x: torch.Tensor) -> Any:
     """Return an identifier of a tensor's memory; in a trace, of the tensor that it is a view of."""
     plain = physical(x)
     return id(base_of(x)) if plain is None else memory_of(plain)
 
 
-def _is_argument(x: Any, memory: Any) -> bool:
+def is_argument(x: Any, memory: Any) -> bool:
     """Return True if the memory is that of an argument of one of the tensor's levels."""
     while isinstance(x, BatchTracer):
         for value in pytrees.leaves_of(x.dispatch_level.roots[1:]):
-            if isinstance(value, torch.Tensor) and _memory(value) == memory:
+            if isinstance(value, torch.Tensor) and memory_under_views(value) == memory:
                 return True
         x = x.value
     return False

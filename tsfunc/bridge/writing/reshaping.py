@@ -18,12 +18,13 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer
 from tsfunc.bridge.writing.promotion import swap_identity
 
-_NAMES = "t transpose swapaxes swapdims squeeze unsqueeze as_strided".split()
+_NAMES = "t transpose swapaxes swapdims squeeze unsqueeze".split()
 
 
-def _reshape(
+def reshape_in_place(
     func: Callable[..., Any], types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Make the tensor the view that the functional operator returns."""
     x = args[0] if args else None
     if not isinstance(x, Tracer) or not x.dispatch_level.alive:
         return NotImplemented
@@ -37,5 +38,6 @@ def _reshape(
 
 
 function_rules: Final = FunctionRules()
-_METHODS = [getattr(torch.Tensor, f"{name}_") for name in _NAMES]
-function_rules.add(Stage.METHOD, _reshape, torch.as_strided_, *_METHODS)
+function_rules.add(
+    Stage.METHOD, reshape_in_place, *(getattr(torch.Tensor, f"{name}_") for name in _NAMES)
+)
