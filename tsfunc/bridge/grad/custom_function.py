@@ -169,7 +169,8 @@ def _returning_tracers(cls: Any) -> Any:
     """Return the class with results lifted to the level of its arguments.
 
     ``forward`` may return other tensors, which would count as results with a graph of an outer
-    level.
+    level. A derivative in ``forward`` may return tracers of an inner level (NOTE [values that
+    outlive a vmap]), which stand for values of this level.
     """
     made = cls.__dict__.get(_RETURNING_TRACERS)
     if made is None:
@@ -177,7 +178,7 @@ def _returning_tracers(cls: Any) -> Any:
         def forward(*args: Any) -> Any:
             level = innermost_level(args)
             assert level is not None
-            return pytrees.tree_map(lambda x: _lifted(x, level), cls.forward(*args))
+            return pytrees.tree_map(lambda x: _lifted(_shared(x, level), level), cls.forward(*args))
 
         made = type(cls.__name__, (cls,), {"forward": staticmethod(forward)})
         setattr(cls, _RETURNING_TRACERS, made)
@@ -204,6 +205,13 @@ def _lifted(arg: Any, level: TracerLevel) -> Any:
     ):
         return level.lift(arg)
     return arg
+
+
+def _shared(x: Any, level: TracerLevel) -> Any:
+    """Return the value of an unbatched tracer of a level inside of the given one."""
+    while isinstance(x, BatchTracer) and x.bdim is None and x.dispatch_level.depth > level.depth:
+        x = x.value
+    return x
 
 
 def _differentiated_by_outer(arg: Any, level: TracerLevel) -> bool:

@@ -29,7 +29,8 @@ from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
-from tsfunc.dispatch.state import outside_all_levels, tls, using
+from tsfunc.dispatch import Level
+from tsfunc.dispatch.state import State, outside_all_levels, tls, using
 from tsfunc.ops.dims import expand_at
 
 _torch_setup_context = Function.setup_context
@@ -220,10 +221,7 @@ class MappedFunction:
     def run(self, call: Callable[..., Any], values: Sequence[Any], at: Sequence[Any]) -> Any:
         """Call a function with a new level and tracers of it for the values."""
         outer = self.outer
-        # A derivative may run inside of levels that began after ``outer`` ended: those have the
-        # cotangents' tracers.
-        later = not outer.alive and bool(tls.state.levels)
-        with using(tls.state if later else outer.outer):
+        with using(_state_outside(outer)):
             if not isinstance(outer, BatchLevel):
                 return call(outer, list(values))
             level = outer.twin(f"vmap of {self.cls.__name__}")
@@ -368,6 +366,33 @@ class MappedFunction:
         return value if to is None else expand_at(value, dim, _size(level), to)
 
 
+def _state_outside(level: TracerLevel) -> State:
+    """Return the state outside of a level, for a call on the values of its tracers.
+
+    A derivative may run inside of levels that began after the level ended: those have the
+    cotangents' tracers. In a call by another mapped function, the values are tracers of that
+    function's twin (``BatchLevel.twin``), which is then in the place of the twin's own level.
+    """
+    now = tls.state
+    if not level.alive and now.levels:
+        return now
+    outside = level.outer.levels
+    origins = [_origin(each) for each in outside]
+    for active in reversed(now.levels):
+        is_twin = _is_twin(active) and active not in outside
+        if is_twin and active.depth < level.depth and _origin(active) in origins:
+            return active.inner
+    return level.outer
+
+
+def _is_twin(level: Level) -> bool:
+    return _origin(level) is not level
+
+
+def _origin(level: Level) -> Level:
+    return level.origin if isinstance(level, BatchLevel) else level
+
+
 def _wrapped(values: Sequence[Any], at: Sequence[Any], level: BatchLevel) -> list[Any]:
     return [
         wrap(value, dim, level) if dim is not None and isinstance(value, torch.Tensor) else value
@@ -401,13 +426,18 @@ def on_primals(jvp: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inside_level_of(values: Sequence[Any]) -> AbstractContextManager[None]:
-    """Context manager: no level inside of the innermost level of some values is active."""
-    depth = max((x.dispatch_level.depth for x in values if isinstance(x, Tracer)), default=-1)
+    """Context manager: no level inside of the innermost level of some values is active.
+
+    The twins of mapped functions that are running stay active.
+    """
     levels = tls.state.levels
+    own = [x.dispatch_level for x in values if isinstance(x, Tracer)]
+    twins = [level for level in levels if _is_twin(level)]  # of the calls that this one is part of
+    depth = max((level.depth for level in (*own, *twins)), default=-1)
     if not any(level.depth > depth for level in levels):
         return nullcontext()
-    own: Any = next((level for level in levels if level.depth == depth), None)
-    return outside_all_levels() if own is None else using(own.inner)
+    last: Any = next((level for level in levels if level.depth == depth), None)
+    return outside_all_levels() if last is None else using(last.inner)
 
 
 def with_outer_tangents(jvp: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,11 +129,14 @@ def _note_shape(node: torch.fx.Node, args: Sequence[Any]) -> None:
 
 
 def _drop_states(graph: torch.fx.Graph) -> None:
-    """Remove unused states of random generators."""
+    """Remove states of random generators, and views of them, that no operator uses."""
+    states: list[torch.fx.Node] = []
     for node in graph.nodes:
-        if isinstance(node.target, RandomStates) and not any(user.users for user in node.users):
-            for user in list(node.users):
-                graph.erase_node(user)
+        viewed = any(each in states for each in node.all_input_nodes) and _may_be_view(node)
+        if viewed or isinstance(node.target, RandomStates):
+            states.append(node)
+    for node in reversed(states):
+        if not node.users:
             graph.erase_node(node)
 
 
