@@ -26,6 +26,7 @@ from tsfunc import (
     jacfwd,
     jacrev,
     jvp,
+    linear_solve,
     pytrees,
     scan,
     specialize,
@@ -134,6 +135,15 @@ def fixed_point(x: Tensor) -> Any:
     return implicit_root(lambda z: z - torch.tanh(z * x / 8 + x), torch.zeros(3), solver)
 
 
+def linear_solution(x: Tensor, y: Tensor) -> Any:
+    """The solution of a diagonally dominant system, by steps of a fixed number."""
+
+    def solver(f: Any, b: Tensor) -> Any:
+        return fori_loop(0, 60, lambda i, z: z - (f(z) - b) / 3, torch.zeros_like(b))
+
+    return linear_solve(lambda v: v * (3 + x.sin()) + v.flip(0) * y.cos() / 4, x * y, solver)
+
+
 def mixed(x: Tensor) -> Any:
     return cond(x.sum() > 0, lambda: x.mT.sin(), lambda: x.mT.contiguous().cos())
 
@@ -181,6 +191,12 @@ LOOPS: dict[str, Case] = {
         hessian(lambda h, xs: rnn(h, xs)[0].square().sum()), [(3,), (5, 3)]
     ),
     "Jacobian of an implicit root": Case(jacrev(fixed_point), [(3,)], quick=True),
+    "Hessian of an implicit root": Case(
+        hessian(lambda x: fixed_point(x).sin().sum()), [(3,)]
+    ),
+    "Hessian of a linear solution": Case(
+        hessian(lambda x, y: linear_solution(x, y).sin().sum(), argnums=(0, 1)), [(3,), (3,)]
+    ),
     "slices that are not contiguous": Case(
         lambda h, xs: scan(lambda c, x: (c * x.flatten()[:3].sin(), x.flatten(0, 1)), h,
                            xs.permute(2, 1, 3, 0)),
@@ -327,6 +343,31 @@ def test_arguments_that_share_memory(backend: str) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+CAPTURED: dict[str, Callable[..., Any]] = {
+    "scan": lambda x, y: scan(lambda c, _: (c * y + x, c), torch.ones(3), None, length=3),
+    "cond": lambda x, y: cond(x.sum() > 0, lambda: x * y, lambda: x - y),
+    "while_loop": lambda x, y: while_loop(
+        lambda c: c.sum() < 9, lambda c: c * (1 + y) + x + 1, torch.ones(3)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("flow", "backend"),
+    [
+        *((flow, "aot_eager") for flow in CAPTURED),
+        pytest.param("scan", "inductor", marks=needs_gcc),
+    ],
+)
+def test_captured_arguments_that_share_memory(flow: str, backend: str) -> None:
+    """torch's control flow refuses operands of one storage while it is traced."""
+    func, both = CAPTURED[flow], torch.rand(2, 3)
+    f = specialize(func, backend=backend)
+    for pair in [both, both[:1].expand(2, 3), both[[1, 1]], both.T.contiguous().T, both + 1]:
+        torch.testing.assert_close(f(*pair), func(*pair))
+    torch.testing.assert_close(f(both[1], both[1]), func(both[1], both[1]))
+
+
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[needs_gcc, pytest.mark.slow])]
 )
@@ -406,6 +447,58 @@ def test_second_derivatives_of_loops(name: str) -> None:
     x, w = torch.rand(3), torch.rand(3) + 1
     torch.testing.assert_close(specialize(f)(x, w), f(x, w))
     torch.testing.assert_close(specialize(f, backend="aot_eager")(x, w), f(x, w))
+
+
+SECOND_OF_SOLUTIONS: dict[str, Callable[..., Any]] = {
+    "hessian": lambda f: hessian(lambda x, y: f(x, y).sin().sum(), argnums=(0, 1)),
+    "jacfwd of jacfwd": lambda f: jacfwd(jacfwd(f, 1)),
+    "jacfwd of jacrev": lambda f: jacfwd(jacrev(f, 1)),
+    "jacrev of jacfwd": lambda f: jacrev(jacfwd(f, 1)),
+    "jacrev of jacrev": lambda f: jacrev(jacrev(f, 1)),
+    "hessian of vmap": lambda f: hessian(
+        lambda x, y: vmap(f, (None, 0))(x, torch.stack([y, y * 2])).sin().sum()
+    ),
+    "vmap of hessian": lambda f: (
+        lambda x, y: vmap(hessian(lambda x, y: f(x, y).sin().sum()), (-1, None))(
+            torch.stack([x, y, x * y, x + y], 1), y
+        )
+    ),
+    "jvp of hessian": lambda f: (
+        lambda x, y: jvp(hessian(lambda x: f(x, y).sin().sum()), (x,), (y,))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_OF_SOLUTIONS)
+@pytest.mark.parametrize("solution", ["root", "linear"])
+def test_second_derivatives_of_solutions(solution: str, name: str) -> None:
+    """Compared with the derivatives through the steps of the solver, which are torch's own."""
+    x, y = torch.rand(2, 3, dtype=torch.float64)
+    if solution == "root":
+
+        def f(x: Tensor, y: Tensor) -> Any:
+            def solver(f: Any, z: Tensor) -> Any:
+                return while_loop(lambda z: f(z).norm() > 1e-12, lambda z: z - f(z), z)
+
+            return implicit_root(lambda z: z - torch.tanh(z * x / 8 + y.sin()), y * 0, solver)
+
+        def by_steps(x: Tensor, y: Tensor) -> Any:
+            z = torch.zeros_like(y)
+            for _ in range(40):
+                z = torch.tanh(z * x / 8 + y.sin())
+            return z
+    else:
+        f = linear_solution
+
+        def by_steps(x: Tensor, y: Tensor) -> Any:
+            matrix = torch.diag(3 + x.sin()) + torch.diag(y.cos() / 4).flip(1)
+            return torch.linalg.solve(matrix, x * y)
+
+    derivative = SECOND_OF_SOLUTIONS[name]
+    want = derivative(by_steps)(x, y)
+    for backend in BACKENDS[:2]:
+        got = specialize(derivative(f), backend=backend)(x, y)
+        torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-7)
 
 
 def _two_carries(x: Tensor, first: Tensor, w: Tensor) -> Any:

@@ -208,6 +208,8 @@ class Compiled:
         examples = [*_examples(self._program, self._given(values), symbols), *self._lifted]
         if bounds:
             examples = [_fake(x, x.shape, symbols) for x in examples]
+        else:
+            examples = _apart(examples)
         donated = nullcontext() if self._separate else without_donated_buffers()
         with torch_state.outside_all_levels(), state.outside_all_levels(), donated:
             try:
@@ -326,6 +328,33 @@ def _examples(
         _fake(x, shapes.get(position, list(x.shape)), symbols)
         for position, x in zip(program.inputs, given, strict=True)
     ]
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return example inputs of which no two share memory, as torch requires of its control flow.
+
+    A program may be compiled for such inputs: a program that writes into its inputs runs as Python
+    if they share memory.
+    """
+    known: set[int] = set()
+    examples = []
+    for x in tensors:
+        if x.layout is torch.strided and not x.is_conj() and not x.is_neg():
+            memory = x.untyped_storage().data_ptr()
+            if memory in known:
+                x = _with_own_memory(x).requires_grad_(x.requires_grad)
+            known.add(memory)
+        examples.append(x)
+    return examples
+
+
+def _with_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with the same strides."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    memory = tensor.detach().as_strided((last + 1,), (1,)).clone()
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.Tensor:
