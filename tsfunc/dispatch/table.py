@@ -134,19 +134,27 @@ class Operator:
     def __repr__(self) -> str:
         return f"Operator({self.name!r})"
 
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The kernels of the operator's own: those registered for it, and ``native``."""
+        entries = (*self._cells.values(), self._catch_all)
+        kernels = tuple(entry.kernel for entry in entries if entry is not None)
+        return kernels if self.native is None else (*kernels, self.native)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         state = tls.state
         keys, level = keys_of_arguments(args, kwargs)
         if level is not None and level.autograd and level.alive and level.bits & state.mask:
-            return self._run_differentiable(args, kwargs)
+            return self.run_on_backend(args, kwargs)
         return self._run((keys | state.include | global_set.bits) & state.mask, level, args,
                          kwargs, True)  # fmt: skip
 
-    def _run_differentiable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the backend's kernel on a level's values while derivatives are recorded on them.
+    def run_on_backend(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run the backend's kernel on a level's tracers, for a level that records what it calls.
 
-        The kernel of the level's key computes on the values inside, which the level's autograd
-        does not see. The operators that the backend's kernel calls are recorded one by one.
+        A level whose autograd records does not see what the kernel of its key computes on the
+        values inside, and a trace has no name for an operator that torch does not have. They
+        record the operators that the backend's kernel calls, one by one.
         """
         keys = backends_of_arguments(args, kwargs)
         kernel, boxed, _, _ = self._cache.get(keys) or self._choose(keys, args, kwargs)

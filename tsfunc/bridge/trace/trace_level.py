@@ -83,7 +83,7 @@ from tsfunc.dispatch import (
     register_fallback,
     running_level,
 )
-from tsfunc.errors import DataDependentError, MissingRuleError
+from tsfunc.errors import DataDependentError
 from tsfunc.user_code import source_line, user_location
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -546,11 +546,9 @@ def trace_kernel(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """The column of the Trace key: compute the results, and record the call."""
     level = running_level()
     assert isinstance(level, TraceLevel)
-    if not isinstance(op, TorchOperator):
-        raise MissingRuleError(
-            f"{level.name}: {op.name} is not a torch operator, so a program can't name it. "
-            f"Register a Trace kernel for it (tsfunc.dispatch.register(op, DispatchKey.Trace))."
-        )
+    if not isinstance(op, TorchOperator):  # a program can't name it: it has the operator's parts
+        with level.at_own_level():
+            return op.run_on_backend(args, kwargs)
     if op.reshapes and isinstance(args[0], TraceTracer):
         with DisableTorchFunction(), level.fake:  # keep the value that the graph's node has
             args[0].value = torch.ops.aten.alias.default(args[0].value)

@@ -17,6 +17,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 import types
@@ -29,6 +30,7 @@ import torch
 
 from tsfunc import pytrees
 from tsfunc.bridge.tracers.tracer import Tracer
+from tsfunc.dispatch import Operator
 from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
@@ -45,6 +47,7 @@ from tsfunc.program.closure.side_effects import (
 )
 from tsfunc.user_code import is_installed
 
+_kernels_of = operator.attrgetter("kernels")
 _METHODS = (types.FunctionType, property, functools.cached_property)
 _PLAIN = (int, float, bool, str, type(None))
 _DESCRIPTIONS = frozenset({"__name__", "__qualname__", "__doc__", "__module__", "__annotations__"})
@@ -104,6 +107,8 @@ class FreeVariables:
             elif isinstance(code, types.MethodType):
                 self._object("self", code.__self__)
                 self.scan(code.__func__)
+            elif isinstance(code, Operator):
+                self._operator(code)
             elif is_instance(code):
                 # An object that is reached from a variable already has a source.
                 self._object(type(code).__name__, code)
@@ -118,6 +123,13 @@ class FreeVariables:
                 # assigns.
                 for text, state in getattr(code, "__assigned_state__", {}).items():
                     self._value(Source.of_object(state, text), state)
+
+    def _operator(self, op: Operator) -> None:
+        """Guard the kernels of a user's operator, of which a trace runs those of the backend."""
+        kernels = op.kernels
+        self.guards.add(ResultIs(_kernels_of, (Source.of_object(op),), kernels))
+        for kernel in kernels:
+            self.scan(kernel)
 
     def _function(self, func: types.FunctionType) -> None:
         inner = getattr(func, "__wrapped__", None)
