@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tsfunc import specialize
 from tsfunc.bridge.tracers.torch_settings import SETTINGS
 from tsfunc.program.closure import read_guards
 from tsfunc.program.closure.guard_codegen import Guard, SettingsAre, Source
 from tsfunc.program.closure.read_guards import (
+    IN_DICT,
     Distinct,
     EqualValue,
     KeysAre,
@@ -62,13 +67,15 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((SameContents(FIRST, {1, 2}),), [[{1, 2}]], [[{1, 3}], [frozenset({1, 2})]]),
     ((TypeOf(FIRST, Holder),), [[HOLDER], [OTHER]], [[1], [Holder]]),
     ((KeysAre(FIRST, ["a", 1]),), [[{"a": 0, 1: 0}]], [[{1: 0, "a": 0}], [{"a": 0, 1.0: 0}]]),
+    ((KeysAre(FIRST, []),), [[{}]], [[{"a": 0}]]),
+    ((KeysAre(FIRST, [], plain=True),), [[{}]], [[{"a": 0}]]),
     ((LengthIs(FIRST, 2),), [[[1, 2]]], [[[1]], [3]]),
     ((LengthIs(FIRST, 1, 2),), [[deque([1], 2)]], [[deque([1], 3)], [deque([1])]]),
     ((SameObjectAs(FIRST, SECOND),), [[HOLDER, HOLDER]], [[HOLDER, OTHER]]),
     ((Distinct((FIRST, SECOND)),), [[HOLDER, OTHER]], [[HOLDER, HOLDER]]),
     ((NotOneOf(FIRST, (HOLDER,)),), [[OTHER]], [[HOLDER]]),
     ((Missing(FIRST, "other"),), [[HOLDER]], [[type("T", (), {"other": 1})()]]),
-    ((Missing(FIRST, "a", "{1!r} in {0}"),), [[{"b": 1}]], [[{"a": 1}]]),
+    ((Missing(FIRST, "a", IN_DICT),), [[{"b": 1}]], [[{"a": 1}]]),
     ((OwnTensor(FIRST, TENSOR),), [[TENSOR]], [[MORE], [TINY]]),
     ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
@@ -109,6 +116,69 @@ def test_values_that_are_gone() -> None:
     source = FIRST.attribute("a", "x.a").item("b", "x.a['b']")
     answers = ReadGuards([EqualValue(source, 1)]).function(now())
     assert answers([Holder()]) is None and answers([None]) is None
+
+
+def guards_of(value: Any, source: Source) -> Iterator[Guard]:
+    """Guard a nested value as a trace does, with some facts said twice."""
+    yield TypeOf(source, type(value))
+    yield TypeOf(source, type(value))
+    if isinstance(value, Holder):
+        yield Missing(source, "other")
+        yield from guards_of(value.value, source.attribute("value"))
+    elif isinstance(value, dict):
+        yield KeysAre(source, list(value), plain=True)
+        yield Missing(source, "z", IN_DICT)
+        for key, item in value.items():
+            yield from guards_of(item, source.item(key, ""))
+    else:
+        yield EqualValue(source, value)
+
+
+KEYS = st.sampled_from(["a", "b", 1, 1.0, True, None, (1, "a"), (1.0, "a")])
+NESTED = st.recursive(
+    st.sampled_from([0, 0.0, -0.0, False, None, "a"]),
+    lambda inner: (
+        st.dictionaries(KEYS, inner, max_size=3)
+        | st.lists(st.tuples(st.sampled_from("abc"), inner), max_size=3).map(OrderedDict)
+        | inner.map(Holder)
+    ),
+)
+
+
+def equals(a: Any, b: Any) -> bool:
+    """Return True if two nested values are the same in types, order and signs."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Holder):
+        return equals(a.value, b.value)
+    if isinstance(a, dict):
+        same = [*map(repr, a)] == [*map(repr, b)]
+        return same and all(map(equals, a.values(), b.values()))
+    return repr(a) == repr(b)
+
+
+def changed(draw: Any, value: Any) -> Any:
+    """Return a copy of a nested value in which at most one place differs."""
+    if draw(st.integers(0, 3)) == 0:
+        return draw(NESTED)
+    if isinstance(value, Holder):
+        return Holder(changed(draw, value.value))
+    if isinstance(value, dict) and value:
+        at = draw(st.sampled_from(list(value)))
+        items = [(k, changed(draw, x) if k is at else x) for k, x in value.items()]
+        kind = draw(st.sampled_from([type(value), dict]))
+        return kind(items if draw(st.booleans()) else reversed(items))
+    return copy.copy(value)
+
+
+@given(st.data())
+def test_guards_together_accept_equal_values_and_no_others(data: st.DataObject) -> None:
+    before = data.draw(NESTED)
+    answers = ReadGuards(list(guards_of(before, FIRST))).function(now())
+    assert answers([copy.deepcopy(before)]) == ()
+    for _ in range(3):
+        after = changed(data.draw, before)
+        assert (answers([after]) == ()) == equals(before, after), after
 
 
 def test_a_path_has_one_variable() -> None:

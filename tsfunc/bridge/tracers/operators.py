@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import (
@@ -367,6 +367,8 @@ def _function_of(op: TorchOperator) -> tuple[Any, int | None]:
     """Return torch's Python function of an operator's name, and the position of ``reduction``."""
     overload = op.overload
     name = overload._schema.name.removeprefix("aten::")
+    if op.name in METHODS:
+        return METHODS[op.name], None
     if overload.namespace == "aten" and name not in _OVERLOAD_ONLY:
         for owner in (torch, torch.nn.functional):
             function = getattr(owner, name, None)
@@ -381,6 +383,8 @@ def _argument_position(overload: OpOverload, name: str) -> int | None:
     return names.index(name) if name in names else None
 
 
+# Operators that torch has as methods alone; these take the sizes as arguments of their own, too.
+METHODS: Final = {"aten::view": torch.Tensor.view, "aten::expand": torch.Tensor.expand}
 # Python functions of these names differ from the operators of the same names.
 _OVERLOAD_ONLY = frozenset({"to", "view", "dropout", "pad", "split", "norm", "stft", "istft"})
 

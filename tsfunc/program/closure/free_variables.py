@@ -35,7 +35,14 @@ from tsfunc.program.closure.code_reads import Access, LibraryReads, code_reads
 from tsfunc.program.closure.guard_builder import ContainerSnapshot, is_instance, restore
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.instances import OURS, Instances
-from tsfunc.program.closure.read_guards import MemberIs, Missing, NoMember, ResultIs, SameObject
+from tsfunc.program.closure.read_guards import (
+    IN_DICT,
+    MemberIs,
+    Missing,
+    NoMember,
+    ResultIs,
+    SameObject,
+)
 from tsfunc.program.closure.side_effects import (
     CODE,
     MISSING,
@@ -388,7 +395,7 @@ class FreeVariables:
         if name is None:
             self.guards.add(ResultIs(is_empty, (source,), True))
         elif isinstance(variable.owner, dict):
-            self.guards.add(Missing(source, name, "{1!r} in {0}"))
+            self.guards.add(Missing(source, name, IN_DICT))
         else:
             for base in bases_of(variable.owner):
                 if base is not object:

@@ -51,7 +51,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import ChainMap, UserDict, UserList, UserString, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, UserString, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -464,7 +464,8 @@ class GuardBuilder:
             return
         namespace = is_namespace(value)
         if isinstance(value, dict) or namespace:
-            guards.add(KeysAre(source.at("vars({})") if namespace else source, list(items)))
+            plain = namespace or type(value) in (dict, OrderedDict, defaultdict)
+            guards.add(KeysAre(source.at("vars({})") if namespace else source, list(items), plain))
             self._elements(items, source)
         elif isinstance(value, deque):
             guards.add(LengthIs(source, len(items), value.maxlen))

@@ -18,6 +18,7 @@ returns the tensors among these values that are inputs of the program, or None i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -74,18 +75,34 @@ def _exact(key: Any) -> Any:
     return kind, key
 
 
-def other_keys(at: str, keys: Sequence[Any], name: Callable[[Any], str]) -> str:
-    """Return the Python condition that a dict has other keys, or another order of the keys.
+def other_keys(
+    dicts: Sequence[str], keys: Sequence[Iterable[Any]], name: Callable[[Any], str]
+) -> str:
+    """Return the Python condition that some dicts have other keys, or another order of the keys.
 
     Args:
-        at: the Python expression of the dict.
-        keys: the expected keys.
+        dicts: the Python expressions of the dicts.
+        keys: the expected keys of each.
         name: returns a name for an object that the condition uses.
     """
-    if all(type(key) in _COMPARED for key in keys):
-        kinds = f"[*map(type, {at})] != {name(list(map(type, keys)))}"
-        return f"[*{at}] != {name(list(keys))} or {kinds}"
-    return f"{name(_exact_keys)}({at}) != {name(_exact_keys(keys))}"
+    compared: list[tuple[str, list[Any]]] = []
+    others: list[str] = []
+    for at, each in zip(dicts, keys, strict=True):
+        if all(type(key) in _COMPARED for key in each):
+            compared.append((at, list(each)))
+        else:
+            others.append(f"{name(_exact_keys)}({at}) != {name(_exact_keys(each))}")
+    if len(compared) == 1:
+        [(at, expected)] = compared
+        kinds = f"[*map(type, {at})] != {name(list(map(type, expected)))}"
+        return " or ".join([f"[*{at}] != {name(expected)}", kinds, *others])
+    if compared:
+        found = f"({', '.join(at for at, _ in compared)})"
+        joined = itertools.chain.from_iterable
+        every = [expected for _, expected in compared]
+        kinds = f"[*map(type, {name(joined)}({found}))] != {name(list(map(type, joined(every))))}"
+        return " or ".join([f"[*map(list, {found})] != {name(every)}", kinds, *others])
+    return " or ".join(others)
 
 
 def _exact_keys(keys: Iterable[Any]) -> list[Any]:
@@ -151,7 +168,7 @@ class _Opening:
 
     def other_keys(self, at: str, value: dict[Any, Any]) -> str:
         """Return the Python condition that a dict has other keys than this one."""
-        return other_keys(at, list(value), self.name)
+        return other_keys([at], [list(value)], self.name)
 
     def name(self, value: Any) -> str:
         """Return a name for an object."""
@@ -306,6 +323,11 @@ class Source:
         return source if type(key) in (int, str) else replace(source, key=key)
 
     @cached_property
+    def depth(self) -> int:
+        """The number of steps of the path."""
+        return 0 if self.base is None else self.base.depth + 1
+
+    @cached_property
     def path(self) -> tuple[Any, ...]:
         """The steps of the path; equal for two sources of one value."""
         last = self.step, None if self.key is _NO_KEY else id(self.key)
@@ -364,6 +386,10 @@ class GuardCode:
 
 class Guard:
     """A fact that holds for every call that a program serves."""
+
+    def places(self) -> tuple[Source, ...]:
+        """Return the sources of the values that the guard is on, if it is on values of paths."""
+        return ()
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         """Return lines of Python over the list ``args`` that return None if the guard fails."""

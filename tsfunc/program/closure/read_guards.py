@@ -7,6 +7,14 @@ the value. A new kind of guard is a class in this file. The guards on arguments 
 
 :class:`ReadGuards` collects the guards of a trace, and the values on these paths that the program
 is called with.
+
+NOTE [guards by depth]
+The guards of a model are on thousands of values: each submodule has dicts of parameters, buffers,
+submodules and hooks, most of them empty. Checked one after the other in Python, they took longer
+than a small model itself. The values whose paths have the same number of steps are therefore
+checked together: the types of all of them in one call into C, then the keys of all dicts and the
+missing names, then the other facts in the order of the reads. A step is taken only from a value
+whose own guards, and those of all shorter paths, hold.
 """
 
 from __future__ import annotations
@@ -44,6 +52,9 @@ class ReadGuard(Guard):
     """A guard on the value at the end of a path."""
 
     source: Source
+
+    def places(self) -> tuple[Source, ...]:
+        return (self.source,)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         return (f"if {self.refused(code.variable(self.source), code)}: return None",)
@@ -125,18 +136,48 @@ class TypeOf(ReadGuard):
         contents = text and not issubclass(self.cls, list | tuple | dict)  # these show their own
         return (f"type({text}) is {self.cls.__qualname__}",) if contents else ()
 
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[TypeOf], code: GuardCode) -> Iterator[str]:
+        """Compare all types in one call into C."""
+        found = ", ".join(code.variable(guard.source) for guard in guards)
+        code.scope["is_"] = operator.is_
+        expected = code.name([guard.cls for guard in guards])
+        yield f"if not all(map(is_, map(type, ({found},)), {expected})): return None"
+
 
 @dataclass(frozen=True, eq=False)
 class KeysAre(ReadGuard):
-    """The keys of a dict and their order; 1 and 1.0 are equal but different keys."""
+    """The keys of a dict and their order; 1 and 1.0 are equal but different keys.
+
+    Attributes:
+        keys: the keys.
+        plain: whether the value is one of Python's own dicts, which are false if they are empty.
+    """
 
     keys: Sequence[Any]
+    plain: bool = False
 
     def refused(self, at: str, code: GuardCode) -> str:
-        return other_keys(at, self.keys, code.name)
+        return other_keys([at], [self.keys], code.name)
 
     def shown(self) -> str:
         return f"has the keys {', '.join(map(describe, self.keys))}" if self.keys else "is empty"
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[KeysAre], code: GuardCode) -> Iterator[str]:
+        """Compare the keys of all dicts in three calls into C."""
+        empty = [code.variable(guard.source) for guard in guards if guard.falsy]
+        if empty:
+            yield f"if any(({', '.join(empty)},)): return None"
+        rest = [guard for guard in guards if not guard.falsy]
+        if rest:
+            found = [code.variable(guard.source) for guard in rest]
+            yield f"if {other_keys(found, [guard.keys for guard in rest], code.name)}: return None"
+
+    @property
+    def falsy(self) -> bool:
+        """True if the guard holds exactly for values that are false."""
+        return self.plain and not self.keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +201,9 @@ class SameObjectAs(ReadGuard):
 
     other: Source
 
+    def places(self) -> tuple[Source, ...]:
+        return self.source, self.other
+
     def refused(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.variable(self.other)}"
 
@@ -177,6 +221,10 @@ class NotOneOf(ReadGuard):
         return f"id({at}) in {code.name(frozenset(map(id, self.others)))}"
 
 
+# The condition that a dict has a key.
+IN_DICT = "{1!r} in {0}"
+
+
 @dataclass(frozen=True, eq=False)
 class Missing(ReadGuard):
     """An attribute, a key or a variable that is missing.
@@ -191,6 +239,19 @@ class Missing(ReadGuard):
 
     def refused(self, at: str, code: GuardCode) -> str:
         return self.how.format(at, self.name)
+
+    @classmethod
+    def lines_of_many(cls, guards: Sequence[Missing], code: GuardCode) -> Iterator[str]:
+        """Look for all missing keys in one call into C."""
+        keys = [guard for guard in guards if guard.how == IN_DICT]
+        if keys:
+            found = ", ".join(code.variable(guard.source) for guard in keys)
+            code.scope["contains"] = operator.contains
+            names = code.name([guard.name for guard in keys])
+            yield f"if any(map(contains, ({found},), {names})): return None"
+        for guard in guards:
+            if guard.how != IN_DICT:
+                yield from guard.lines(code)
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +362,9 @@ class ResultIs(Guard):
     sources: tuple[Source, ...]
     answer: Any
 
+    def places(self) -> tuple[Source, ...]:
+        return self.sources
+
     def lines(self, code: GuardCode) -> Iterable[str]:
         given = ", ".join(map(code.variable, self.sources))
         called = f"{code.name(self.function)}({given})"
@@ -312,6 +376,9 @@ class Distinct(Guard):
     """Objects of which no two are the same."""
 
     sources: tuple[Source, ...]
+
+    def places(self) -> tuple[Source, ...]:
+        return self.sources
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         ids = ", ".join(f"id({code.variable(source)})" for source in self.sources)
@@ -359,6 +426,7 @@ class NoMember(Guard):
 
 
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
+_BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
 _LAST: tuple[type[Guard], ...] = (OwnTensor,)
 
 
@@ -466,9 +534,26 @@ class ReadGuards:
         code.lines.extend(lines)
         for kind in _FIRST:
             code.add([each for each in self.guards if type(each) is kind])
-        for each in self.guards:
-            if type(each) not in (*_FIRST, *_LAST):
-                code.lines.extend(each.lines(code))
+        for together in self._by_depth():
+            for kind in _BY_KIND:
+                code.add([each for each in together if type(each) is kind])
+            for each in together:
+                if type(each) not in _BY_KIND:
+                    code.lines.extend(each.lines(code))
         for kind in _LAST:
             code.add([each for each in self.guards if type(each) is kind])
         return code, [code.variable(source) for source, _ in self.results]
+
+    def _by_depth(self) -> Iterator[list[Guard]]:
+        """Yield the guards whose paths are equally long: NOTE [guards by depth].
+
+        Conditions on several values come last.
+        """
+        groups: dict[int, list[Guard]] = {}
+        last: list[Guard] = []
+        for each in self.guards:
+            if type(each) not in (*_FIRST, *_LAST):
+                depths = [source.depth for source in each.places()]
+                (groups.setdefault(max(depths), []) if depths else last).append(each)
+        yield from (groups[depth] for depth in sorted(groups))
+        yield last

@@ -18,6 +18,7 @@ from tsfunc.errors import TypeCheckError
 from tsfunc.program.closure.guard_builder import GuardBuilder, is_instance
 from tsfunc.program.closure.guard_codegen import Source
 from tsfunc.program.closure.read_guards import (
+    IN_DICT,
     KeysAre,
     MemberIs,
     Missing,
@@ -250,7 +251,7 @@ class WatchedObject:
         """Guard that the object has no attribute of this name, which would hide the class's."""
         if name not in self._held and _has_dict(self.value):
             own = self.source.attribute("__dict__")
-            self._guards.add(Missing(own, name, "{1!r} in {0}"))
+            self._guards.add(Missing(own, name, IN_DICT))
         self._held.add(name)
 
     def _absent(self, name: str) -> None:

@@ -26,7 +26,7 @@ from tsfunc.bridge.mesh.failures import reporting
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
-from tsfunc.bridge.tracers.operators import TorchOperator, fast_function, runs_in_cpp
+from tsfunc.bridge.tracers.operators import METHODS, TorchOperator, fast_function, runs_in_cpp
 from tsfunc.bridge.writing.module_state import note_assignment
 from tsfunc.program.closure.results import OutsideRef, Update, fill
 from tsfunc.program.graphs.properties import properties_of
@@ -134,6 +134,9 @@ def _expression(node: torch.fx.Node, names: SourceNames) -> str:
         called = names.of(function, getattr(function, "__name__", "function"))
     elif isinstance(op, TorchOperator):
         function = fast_function(op, node.args, node.kwargs)
+        sizes: Any = args[1] if op.name in METHODS else None
+        if sizes and function is METHODS[op.name] and len(args) == 2:
+            args = (args[0], *sizes)  # parsed faster than a list
         called = names.of(function, op.name.partition("::")[2].partition(".")[0])
     else:
         called = names.of(target, getattr(target, "__name__", "function"))
