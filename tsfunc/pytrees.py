@@ -185,7 +185,7 @@ def _has_become_container(value: Any) -> bool:
 
 
 def _can_be_container(kind: type) -> bool:
-    """Return True if instances of a class can be containers: NOTE [dataclasses as containers]."""
+    """True if instances of a class can be containers: NOTE [dataclasses as containers]."""
     return (
         dataclasses.is_dataclass(kind)
         and kind.__new__ is object.__new__

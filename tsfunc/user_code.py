@@ -223,12 +223,12 @@ def root_package(code: Any) -> str:
 
 
 def is_library(code: Any) -> bool:
-    """Return True for a module, class or function of Python, torch, NumPy or this package."""
+    """True for a module, class or function of Python, torch, NumPy or this package."""
     return isinstance(code, _C_FUNCTIONS) or root_package(code) in _LIBRARY_PACKAGES
 
 
 def is_installed(code: Any) -> bool:
-    """Return True for a module, class or function of a library or of an installed package."""
+    """True for a module, class or function of a library or of an installed package."""
     if isinstance(code, _C_FUNCTIONS):
         return True
     package = root_package(code)
@@ -237,7 +237,7 @@ def is_installed(code: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_installed_package(package: types.ModuleType | None) -> bool:
-    """Return True if the directory around a package or module is one that installers write to."""
+    """True if the directory around a package or module is one that installers write to."""
     folders = getattr(package, "__path__", None)
     paths = [getattr(package, "__file__", None) or ""] if folders is None else list(folders)
     return any(os.path.basename(os.path.dirname(path)) in _INSTALLERS for path in paths)

@@ -91,7 +91,7 @@ class Assumptions:
         return of_symbols, of_objects, len(self.other_hints)
 
     def is_followed_by(self, other: Assumptions) -> bool:
-        """Return True if one of the assumptions has moved on, and none has moved back."""
+        """True if one of the assumptions has moved on, and none has moved back."""
         for mine, others in zip(self.steps[:2], other.steps[:2], strict=True):
             if any(now < before for before, now in zip(mine, others, strict=True)):
                 return False

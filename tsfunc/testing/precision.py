@@ -51,7 +51,7 @@ def _wide(leaf: Any) -> Any:
 
 
 def is_narrow(tree: Any) -> bool:
-    """Return True if a tree has a tensor of less than double precision."""
+    """True if a tree has a tensor of less than double precision."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in pytrees.leaves_of(tree)
     )

@@ -427,7 +427,7 @@ class Specialized(Generic[_Params, _Result]):
         return _unpickled, pickled(function_to_save(self.target, self.cache, (), exact))
 
     def _is_named(self) -> bool:
-        """Return True if an import of the function's module and name gives this object."""
+        """True if an import of the function's module and name gives this object."""
         value: Any = sys.modules.get(getattr(self, "__module__", ""))
         for name in getattr(self, "__qualname__", "<none>").split("."):
             value = getattr(value, name, None)

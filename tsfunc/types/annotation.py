@@ -442,7 +442,7 @@ def attribute_types(cls: type) -> Mapping[str, TSType]:
 
 
 def says_any(cls: type, name: str) -> bool:
-    """Return True if an attribute is annotated as ``Any`` itself."""
+    """True if an attribute is annotated as ``Any`` itself."""
     return name in _declared(cls).any
 
 

@@ -66,7 +66,7 @@ class TSType(TSAllType):
 
     @classmethod
     def has_origin(cls, origin: type) -> bool:
-        """Return True if typing objects with an origin (``list`` of ``list[X]``) are such types."""
+        """True if typing objects with an origin (``list`` of ``list[X]``) are such types."""
         return False
 
     @classmethod
@@ -94,7 +94,7 @@ class TSType(TSAllType):
         return self if same else self.rebuilt(tuple(parts))
 
     def differs_in_parts(self, other: TSType) -> bool:
-        """Return True if another type is of the same kind, with the same number of parts."""
+        """True if another type is of the same kind, with the same number of parts."""
         return (
             type(other) is type(self)
             and len(other.parts) == len(self.parts)
@@ -145,7 +145,7 @@ class TSType(TSAllType):
         return None
 
     def fits_class(self, cls: type) -> bool:
-        """Return True if each value is an instance of a class.
+        """True if each value is an instance of a class.
 
         In the language neither a bool nor the member of an enum is an int.
         """
@@ -191,7 +191,7 @@ class TSType(TSAllType):
 
     @abc.abstractmethod
     def is_above(self, narrower: TSType, order: Order) -> bool:
-        """Return True if a type, which is not a union, is below this type."""
+        """True if a type, which is not a union, is below this type."""
 
     # --- text
 
@@ -218,13 +218,13 @@ class Order:
     of_call: bool
 
     def below(self, narrower: TSType, wider: TSType) -> bool:
-        """Return True if one type is below another."""
+        """True if one type is below another."""
         if narrower.is_union:
             return all(self.below(each, wider) for each in narrower.choices)
         return wider.is_above(narrower, self)
 
     def below_any(self, narrower: TSType, alternatives: Sequence[TSType]) -> bool:
-        """Return True if a type is below an alternative; the first such assigns its names."""
+        """True if a type is below an alternative; the first such assigns its names."""
         for wider in alternatives:
             trial = self.sizes.copy()
             if Order(trial, self.of_call).below(narrower, wider):
@@ -233,11 +233,11 @@ class Order:
         return False
 
     def all_below(self, narrower: Sequence[TSType] | None, wider: TSType) -> bool:
-        """Return True if there are types, each below one type."""
+        """True if there are types, each below one type."""
         return narrower is not None and all(self.below(each, wider) for each in narrower)
 
     def pairs_below(self, ones: Sequence[TSType] | None, others: Sequence[TSType]) -> bool:
-        """Return True if there are as many types as others, each below the other at its "
+        """True if there are as many types as others, each below the other at its "
         "position."""
         return ones is not None and len(ones) == len(others) and all(map(self.below, ones, others))
 

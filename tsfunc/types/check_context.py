@@ -117,7 +117,7 @@ class CheckContext(abc.ABC):
             self.fail(path, "", f"the value {text}", f"another {got}" if got == text else got)
 
     def instance(self, value: Any, cls: type, path: Path) -> bool:
-        """Return True for an instance of a class; else add a mismatch."""
+        """True for an instance of a class; else add a mismatch."""
         # In Python a bool and the members of some enums are ints; in the language they are not.
         other = cls in (int, float, str) and isinstance(value, bool | enum.Enum)
         if other or not is_instance(value, cls):

@@ -93,7 +93,7 @@ class TypeCheck(CheckContext):
 
 
 def leaves_names_open(type_: TSAllType) -> bool:
-    """Return True if generated code can't compare the named sizes of a type.
+    """True if generated code can't compare the named sizes of a type.
 
     The code reads sizes in order. A computed size can come before its names, and the functions of
     `decide` do not return the sizes that they have read.
@@ -167,7 +167,7 @@ def _accepts(cls: type, own: Any, interface: type, wanted: Any) -> bool:
 
 
 def _is_below(one: Any, other: Any, one_scope: Any, other_scope: Any) -> bool:
-    """Return True if an annotation is a subtype of another, or one of them is missing."""
+    """True if an annotation is a subtype of another, or one of them is missing."""
     if inspect.Parameter.empty in (one, other):
         return True
     try:

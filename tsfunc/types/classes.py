@@ -143,7 +143,7 @@ def interface(cls: _C) -> _C:
 
 
 def is_interface(cls: type) -> bool:
-    """Return True if the class itself, not only a base class, is an interface."""
+    """True if the class itself, not only a base class, is an interface."""
     own = vars(cls)
     # torch.jit.interface marks a class by the second name.
     marked = _MARK in own or "__torch_script_interface__" in own
@@ -191,7 +191,7 @@ def _faults(cls: type) -> Iterator[str]:
 
 
 def _is_machinery(name: str, value: Any) -> bool:
-    """Return True for an entry that Python, abc or typing adds to a class."""
+    """True for an entry that Python, abc or typing adds to a class."""
     if isinstance(value, types.FunctionType):
         return value.__module__ in ("typing", "typing_extensions", "abc")
     return name.startswith("_")
@@ -210,7 +210,7 @@ _NOTHING = {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
 
 
 def _is_empty(method: types.FunctionType) -> bool:
-    """Return True if a body is a docstring, ``pass``, ``...`` or ``raise NotImplementedError``."""
+    """True if a body is a docstring, ``pass``, ``...`` or ``raise NotImplementedError``."""
     code = method.__code__
     if code.co_names == ("NotImplementedError",):
         return any(step.opname == "RAISE_VARARGS" for step in dis.get_instructions(code))

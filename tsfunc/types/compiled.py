@@ -117,7 +117,7 @@ class CompiledDescriptors:
         return Bindings(context.sizes, context.leaves)
 
     def is_kept(self, arguments: Mapping[str, object]) -> bool:
-        """Return True if a call fits, by a fast check if there is one, which can miss a fit."""
+        """True if a call fits, by a fast check if there is one, which can miss a fit."""
         if self._fast_check is not None:
             return self._fast_check(arguments) is not None
         try:

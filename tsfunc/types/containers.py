@@ -332,12 +332,12 @@ def key_error(key: TSType, value: TSType) -> AnnotationError:
 
 
 def is_key_type(key: object) -> bool:
-    """Return True if annotations allow dicts with such keys."""
+    """True if annotations allow dicts with such keys."""
     return key in (STR, INT, FLOAT, BOOL, ANY) or isinstance(key, TSTensor)
 
 
 def may_be_key(key: TSType) -> bool:
-    """Return True if a dict can have such keys."""
+    """True if a dict can have such keys."""
     return key != NONE and not isinstance(key, TSOptional | TSList | TSDict | LaterType)
 
 

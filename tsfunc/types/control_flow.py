@@ -138,7 +138,7 @@ def carry_faults(before: TSType, after: TSType, path: str = "") -> list[str]:
 
 
 def _same_sizes(before: TSType, after: TSType) -> bool:
-    """Return True if known sizes stay the same.
+    """True if known sizes stay the same.
 
     Here a name is the size of the initial value, not any size.
     """

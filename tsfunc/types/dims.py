@@ -116,7 +116,7 @@ class Dim:
         return not (self.min is None and self.max is None and self.multiple_of is None)
 
     def admits(self, size: int) -> bool:
-        """Return True if a size is allowed."""
+        """True if a size is allowed."""
         if self.one_of is not None:
             return size in self.one_of
         return (
@@ -126,7 +126,7 @@ class Dim:
         )
 
     def admits_all(self, other: Dim) -> bool:
-        """Return True if this dim allows every size that `other` allows."""
+        """True if this dim allows every size that `other` allows."""
         if other.one_of is not None:
             return all(map(self.admits, other.one_of))
         if other.max is not None and other.max - (other.min or 0) <= _FEW * (

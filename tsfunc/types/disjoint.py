@@ -18,14 +18,14 @@ _SizeKey = tuple[int, str]
 
 
 def are_disjoint(left: Mapping[str, Descriptor], right: Mapping[str, Descriptor]) -> bool:
-    """Return True if no call can fit both sets; False if that can't be shown."""
+    """True if no call can fit both sets; False if that can't be shown."""
     sizes: list[tuple[DimForm, DimForm]] = []
     disjoint = any(_disjoint(left[name], right[name], sizes) for name in left if name in right)
     return disjoint or _contradict(sizes)
 
 
 def _disjoint(left: Descriptor, right: Descriptor, sizes: list[tuple[DimForm, DimForm]]) -> bool:
-    """Return True if no value fits both; add the pairs of sizes that would have to be equal."""
+    """True if no value fits both; add the pairs of sizes that would have to be equal."""
     if ANY in (left, right):
         return False
     if left.is_union or right.is_union:
@@ -78,7 +78,7 @@ def _disjoint_parts(
 
 
 def _disjoint_elements(ones: Sequence[Descriptor] | None, others: Any) -> bool:
-    """Return True if elements of the two containers can't have a common type."""
+    """True if elements of the two containers can't have a common type."""
     return any(_all_disjoint(one, other) for one in ones or () for other in others or ())
 
 
@@ -107,7 +107,7 @@ def _disjoint_tensors(
 
 
 def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
-    """Return True if the sizes of all pairs can't be equal at once."""
+    """True if the sizes of all pairs can't be equal at once."""
     group: dict[_SizeKey, _SizeKey] = {}
     allowed: dict[_SizeKey, Dim] = {}
 
@@ -149,7 +149,7 @@ def _contradict(pairs: Sequence[tuple[DimForm, DimForm]]) -> bool:
 
 
 def _differ(pair: tuple[DimForm, DimForm], known: Mapping[_SizeKey, int | None]) -> bool:
-    """Return True if both sizes are known and differ."""
+    """True if both sizes are known and differ."""
     values: list[int | None] = []
     for side, form in enumerate(pair):
         if isinstance(form, DimExpr):

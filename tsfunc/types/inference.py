@@ -98,7 +98,7 @@ def _elements(values: Sequence[Any], tensor: _DESCRIBED, default: TSType) -> TST
 
 
 def is_tuple(value: object) -> bool:
-    """Return True if a value is a tuple of the language; ``torch.Size`` is a separate class."""
+    """True if a value is a tuple of the language; ``torch.Size`` is a separate class."""
     return isinstance(value, tuple) and type(value) not in BUILTIN_CLASSES
 
 

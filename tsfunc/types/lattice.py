@@ -82,7 +82,7 @@ from tsfunc.user_code import folding
 
 @folding()
 def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
-    """Return True if values of one type are allowed where another is expected.
+    """True if values of one type are allowed where another is expected.
 
     See NOTE [the order of types].
 
@@ -107,7 +107,7 @@ def is_subtype(narrower: TSAllType, wider: TSAllType) -> bool:
 
 
 def is_below(narrower: Iterable[TSType], wider: Iterable[TSType]) -> bool:
-    """Return True if every call that fits the narrower types fits the wider types.
+    """True if every call that fits the narrower types fits the wider types.
 
     See NOTE [the order of descriptors].
 

@@ -141,7 +141,7 @@ class MetaTensorType:
             raise AnnotationError(f"{text!r} does not describe a tensor: {error}") from None
 
     def __le__(self, other: object) -> bool:
-        """Return True if `other` describes every tensor that this describes.
+        """True if `other` describes every tensor that this describes.
 
         Example:
             >>> MetaTensorType([3, 3]) <= MetaTensorType(["n", "n"]) <= MetaTensorType(rank=2)
@@ -253,7 +253,7 @@ class MetaTensorType:
         return None if leading < 0 else (None,) * leading + self.trailing
 
     def is_laid_out(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor has the memory format and the strides that are numbers."""
+        """True if a tensor has the memory format and the strides that are numbers."""
         if self.strides is None and self.memory_format is None:
             return True
         if tensor.layout != torch.strided:
@@ -309,7 +309,7 @@ class MetaTensorType:
 
 
 def is_in_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
-    """Return True if a tensor is contiguous in a memory format."""
+    """True if a tensor is contiguous in a memory format."""
     rank = FORMAT_RANKS.get(memory_format)
     of_rank = rank is None or tensor.dim() == rank
     return of_rank and tensor.is_contiguous(memory_format=memory_format)
@@ -331,7 +331,7 @@ def _forms(shape: Iterable[Any]) -> tuple[DimForm, ...]:
 
 
 def on_device(got: torch.device, expected: torch.device) -> bool:
-    """Return True if a device is the expected one; without an index any device of its type is."""
+    """True if a device is the expected one; without an index any device of its type is."""
     return got == expected or (expected.index is None and got.type == expected.type)
 
 
@@ -339,7 +339,7 @@ def on_device(got: torch.device, expected: torch.device) -> bool:
 
 
 def describes_less(narrower: MetaTensorType, wider: MetaTensorType, sizes: SizeMatch) -> bool:
-    """Return True if every property in `wider` follows from `narrower`."""
+    """True if every property in `wider` follows from `narrower`."""
     for name in _EXACT:
         known = getattr(wider, name)
         if known is not None and getattr(narrower, name) != known:

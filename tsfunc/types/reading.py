@@ -252,7 +252,7 @@ def signature_of(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def takes_any_keyword(func: Callable[..., Any]) -> bool:
-    """Return True if a function has ``**kwargs``, and therefore sees their order.
+    """True if a function has ``**kwargs``, and therefore sees their order.
 
     The signature of a wrapped function does not count.
     """

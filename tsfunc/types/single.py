@@ -329,7 +329,7 @@ def primitive_of(value: Any) -> TSPrimitiveType | None:
 
 
 def _is_derived(kind: str, value: object) -> bool:
-    """Return True if a value of a class derived from int, float or str counts as one."""
+    """True if a value of a class derived from int, float or str counts as one."""
     own = primitive_of(value)
     return own is not None and own.name == kind
 

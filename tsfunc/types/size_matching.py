@@ -67,7 +67,7 @@ class SizeMatch:
         self._meaning, self._pending = dict(other._meaning), list(other._pending)
 
     def fits(self, size: DimForm, wider: DimForm) -> bool:
-        """Return True if the wider size allows a size, under the names assigned so far."""
+        """True if the wider size allows a size, under the names assigned so far."""
         if wider is None:
             return True
         low, high = self._range(size)
@@ -106,7 +106,7 @@ class SizeMatch:
         return True
 
     def _holds(self, wider: DimExpr, value: SizeSum) -> bool:
-        """Return True if an expression has a value in terms of the narrower type's sizes."""
+        """True if an expression has a value in terms of the narrower type's sizes."""
         meaning = {name: self._meaning.get(name, SizeSum.of_name(name)) for name in wider.names}
         has_open = any(not self._opens.isdisjoint(each.names) for each in meaning.values())
         return not has_open and wider.sum.substitute(meaning) == value
@@ -286,7 +286,7 @@ def parsed(text: str) -> DimForm:
 
 
 def _same(one: SideForm, other: DimForm) -> bool:
-    """Return True if two sizes are equal for all values of their names."""
+    """True if two sizes are equal for all values of their names."""
     if one is None or other is None or isinstance(one, Absent):
         return False
     return sum_of(one) == sum_of(other)

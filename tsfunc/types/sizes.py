@@ -40,12 +40,12 @@ Range: TypeAlias = tuple[int, "int | None"]
 
 
 def is_dim_name(name: object) -> bool:
-    """Return True if `name` can name a dim: a Python identifier that is not a keyword."""
+    """True if `name` can name a dim: a Python identifier that is not a keyword."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def is_int(value: object) -> bool:
-    """Return True for an int that is not a bool."""
+    """True for an int that is not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -534,5 +534,5 @@ def _form_of(node: ast.expr, names: dict[str, None], text: str) -> Any:
 
 
 def _has_power(node: ast.expr) -> bool:
-    """Return True if an expression contains a power; powers of powers could be huge."""
+    """True if an expression contains a power; powers of powers could be huge."""
     return any(isinstance(each, ast.Pow) for each in ast.walk(node))

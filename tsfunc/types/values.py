@@ -34,7 +34,7 @@ _LONGEST_REPR = 80
 
 
 def same_value(expected: object, got: object) -> bool:
-    """Return True if a program with the constant `expected` is right for `got`.
+    """True if a program with the constant `expected` is right for `got`.
 
     The comparison is stricter than ``==``. The types must agree too (``1``, ``1.0`` and ``True``
     give different dtypes), ``0.0`` differs from ``-0.0``, and NaN equals NaN. Tensors are equal if
@@ -56,7 +56,7 @@ def same_value(expected: object, got: object) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Return True if a value is a NumPy array, which no transform takes as a tensor.
+    """True if a value is a NumPy array, which no transform takes as a tensor.
 
     NumPy is not imported for the test: arrays occur only where a user has imported it.
     """

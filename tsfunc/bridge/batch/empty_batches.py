@@ -27,7 +27,7 @@ _DELIBERATE = (TsfuncError, InplaceRefused, NotImplementedError)
 
 
 def may_fail_on_empty_batch(level: BatchLevel, error: Exception) -> bool:
-    """Return True if an operator may have failed because the batch has no examples."""
+    """True if an operator may have failed because the batch has no examples."""
     size = level.batch_size
     return type(size) is int and size == 0 and not isinstance(error, _DELIBERATE)
 

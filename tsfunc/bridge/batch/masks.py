@@ -22,7 +22,7 @@ _ALL = slice(None)
 
 
 def is_recorded_mask(item: Any, *others: Any) -> bool:
-    """Return True if autograd records a write by this mask and the mask is batched.
+    """True if autograd records a write by this mask and the mask is batched.
 
     Args:
         item: the index item that may be a mask.

@@ -45,7 +45,7 @@ def _lstm(given: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) ->
 
 
 def _projects(h: Tensor, c: Tensor) -> bool:
-    """Return True if an LSTM has a projection: its result is smaller than its cell state."""
+    """True if an LSTM has a projection: its result is smaller than its cell state."""
     return h.shape[-1] != c.shape[-1]
 
 

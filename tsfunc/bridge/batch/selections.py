@@ -207,7 +207,7 @@ class Selection(Tracer):
 
 
 def is_lazy(mask: Any) -> bool:
-    """Return True if ``x[mask]`` is a selection: the mask is batched at a level without splits."""
+    """True if ``x[mask]`` is a selection: the mask is batched at a level without splits."""
     if not isinstance(mask, BatchTracer) or mask.dtype is not torch.bool:
         return False
     value: Any = mask
@@ -300,7 +300,7 @@ def together(args: Sequence[Any], by: str) -> tuple[Selection, list[Any]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return True if two masks are the same tensor, without a write between."""
+    """True if two masks are the same tensor, without a write between."""
     if one is None or other is None or one[0] is not other[0] or one[1] is None:
         return False
     return other[1] is not None and one[1][0] is other[1][0] and one[1][1] == other[1][1]
@@ -368,7 +368,7 @@ _OTHERS = frozenset({
 
 @functools.cache
 def _is_elementwise(func: Any) -> bool:
-    """Return True if each element of the result depends on one element of each argument."""
+    """True if each element of the result depends on one element of each argument."""
     name = getattr(func, "__name__", "")
     owners = (torch, _T, torch.nn.functional, torch.special)
     if not any(getattr(owner, name, None) is func for owner in owners):
@@ -387,7 +387,7 @@ def _is_elementwise(func: Any) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Return True if a function of torch with this name writes into its first argument."""
+    """True if a function of torch with this name writes into its first argument."""
     if name.endswith("__"):
         return name.startswith("__i") and name != "__invert__"
     return name.endswith("_")

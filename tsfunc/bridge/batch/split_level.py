@@ -153,7 +153,7 @@ class SplitLevel(BatchLevel):
         return kept
 
     def _keeps_splitting(self) -> bool:
-        """Return True if examples kept leaving in small groups until a quarter was gone.
+        """True if examples kept leaving in small groups until a quarter was gone.
 
         The condition is at least three splits with at most two examples per split on average. The
         remaining examples are then expected to part as well, as in a loop that ends at a different
@@ -207,7 +207,7 @@ class SplitLevel(BatchLevel):
 
 
 def was_written(value: torch.Tensor) -> bool:
-    """Return True if a cloned tensor, or a view of it, may have been written into since."""
+    """True if a cloned tensor, or a view of it, may have been written into since."""
     return isinstance(value, Tracer) or value._version > 0
 
 

@@ -55,7 +55,7 @@ def run_torch_rule(
 
 
 def has_torch_rule(op: TorchOperator) -> bool:
-    """Return True if a rule for torch.vmap is registered."""
+    """True if a rule for torch.vmap is registered."""
     return bool(_dispatch_has_kernel_for_dispatch_key(op.name, "FuncTorchBatched"))
 
 

@@ -285,7 +285,7 @@ def run_guarded(
 
 
 def is_remapped(func: Any) -> bool:
-    """Return True if a call made while a body runs belongs to the body and has arguments to remap.
+    """True if a call made while a body runs belongs to the body and has arguments to remap.
 
     The arguments of a kernel's call are remapped already. A query of a tensor's type has the same
     answer inside and outside, and the code that runs a nested body makes such queries too.

@@ -108,7 +108,7 @@ def _not_inference(value: Any) -> Any:
 
 
 def differentiates_here() -> bool:
-    """Return True if the running code is inside of a derivative by tsfunc, at any level."""
+    """True if the running code is inside of a derivative by tsfunc, at any level."""
     return outermost.recording > 0 or outermost.forward > 0
 
 
@@ -191,7 +191,7 @@ class recording(_Recorded):
 
 
 def _belongs_to(value: Any, level: TracerLevel) -> bool:
-    """Return True if a tensor belongs to the level's transform, including its subsets."""
+    """True if a tensor belongs to the level's transform, including its subsets."""
     return isinstance(value, Tracer) and value.dispatch_level.root is level.root
 
 
@@ -216,7 +216,7 @@ def outside_graph(grad_mode: bool) -> Iterator[None]:
 
 
 def requires_grad(value: torch.Tensor, level: TracerLevel | None) -> bool:
-    """Return True if the value depends on an outer differentiated input of the same level."""
+    """True if the value depends on an outer differentiated input of the same level."""
     if level is not None and not _belongs_to(value, level):
         return False
     with DisableTorchFunctionSubclass():
@@ -236,7 +236,7 @@ def _with_tangents(
 def reaches_other_leaves(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], level: TracerLevel | None
 ) -> bool:
-    """Return True if the outputs depend on leaves of the level other than the given ones.
+    """True if the outputs depend on leaves of the level other than the given ones.
 
     The derivatives of such outputs must be differentiable, because an outer transform may
     differentiate by those leaves.
@@ -254,7 +254,7 @@ def reaches_other_leaves(
 
 
 def is_perturbed(value: Any) -> bool:
-    """Return True if a tensor is differentiated by, at any level and in either mode."""
+    """True if a tensor is differentiated by, at any level and in either mode."""
     recorded, forward = torch.is_grad_enabled(), can_carry_tangents()
     with DisableTorchFunctionSubclass():
         while isinstance(value, torch.Tensor):
@@ -272,7 +272,7 @@ def next_sequence_number() -> int:
 
 
 def depends_on_leaves(value: Any, leaves: Sequence[torch.Tensor], since: int) -> bool:
-    """Return True if a tensor, or a value that it wraps, was computed from leaves of a graph.
+    """True if a tensor, or a value that it wraps, was computed from leaves of a graph.
 
     Args:
         value: the tensor.
@@ -304,12 +304,12 @@ def _has_node_from(value: torch.Tensor, leaves: Sequence[torch.Tensor], since: i
 
 
 def depends_on(outputs: Sequence[torch.Tensor], leaf: torch.Tensor) -> bool:
-    """Return True if an output is a leaf, or depends on it."""
+    """True if an output is a leaf, or depends on it."""
     return any(out is leaf for out in outputs) or _reaches(outputs, lambda x: x is leaf)
 
 
 def _reaches(outputs: Sequence[torch.Tensor], wanted: Callable[[torch.Tensor], bool]) -> bool:
-    """Return True if the graph of the outputs has a leaf for which ``wanted`` is True."""
+    """True if the graph of the outputs has a leaf for which ``wanted`` is True."""
     with DisableTorchFunctionSubclass():
         return any(map(wanted, _leaves(outputs)))
 
@@ -338,7 +338,7 @@ _leaves: Callable[[Sequence[torch.Tensor]], Iterable[torch.Tensor]] = (
 
 
 def differentiated_by_outer(outputs: Sequence[torch.Tensor]) -> bool:
-    """Return True if the outputs carry tangents, or an outer level differentiates by their inputs.
+    """True if the outputs carry tangents, or an outer level differentiates by their inputs.
 
     Some backward formulas (for example that of ``linalg.det``) use saved values without
     derivatives, unless grad mode is on when they run.
@@ -472,7 +472,7 @@ def _leave_dual_level(before: int) -> None:
 
 
 def can_carry_tangents() -> bool:
-    """Return True if values on this thread can carry tangents.
+    """True if values on this thread can carry tangents.
 
     The jvp of another thread does not count, since it may exit the dual level at any moment.
     """
@@ -482,7 +482,7 @@ def can_carry_tangents() -> bool:
 
 
 def may_carry_outer_tangents(level: TracerLevel | None) -> bool:
-    """Return True if tensors of this level may carry tangents of an enclosing jvp."""
+    """True if tensors of this level may carry tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
     return outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_level_entered)

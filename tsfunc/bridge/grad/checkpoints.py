@@ -138,7 +138,7 @@ def _recording_at(levels: Sequence[tuple[TracerLevel, int]]) -> Iterator[None]:
 
 
 def is_reentrant(cls: type) -> bool:
-    """Return True if a Function is the reentrant form and a transform is active."""
+    """True if a Function is the reentrant form and a transform is active."""
     if cls is not CheckpointFunction:
         return False
     return differentiates_here() or current_tracer_level() is not None

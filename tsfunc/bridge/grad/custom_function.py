@@ -104,7 +104,7 @@ def _apply(cls: Any, *args: Any) -> Any:
 
 
 def _lacks_rule(cls: Any, args: Sequence[Any]) -> bool:
-    """Return True if an argument is batched, and a user's class has no rule for it."""
+    """True if an argument is batched, and a user's class has no rule for it."""
     has_rule = cls.vmap is not _torch_vmap or cls.generate_vmap_rule
     is_ours = cls.__module__.partition(".")[0] == "tsfunc"
     return not has_rule and not is_ours and any(map(_is_batched, args))
@@ -215,7 +215,7 @@ def _shared(x: Any, level: TracerLevel) -> Any:
 
 
 def _differentiated_by_outer(arg: Any, level: TracerLevel) -> bool:
-    """Return True if an outer level differentiates by an argument, in either mode."""
+    """True if an outer level differentiates by an argument, in either mode."""
     value = value_of(arg, level)
     with DisableTorchFunction():
         while isinstance(value, torch.Tensor):

@@ -85,7 +85,7 @@ def rebuilt(tracer: Any, value: torch.Tensor, bdim: Any = _SAME) -> Any:
 
 
 def is_recorded(value: Tracer) -> bool:
-    """Return True if the tracer's own level differentiates by it."""
+    """True if the tracer's own level differentiates by it."""
     level = value.dispatch_level
     if level.forward:
         return True

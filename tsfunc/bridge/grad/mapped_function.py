@@ -38,7 +38,7 @@ torch_jvp = Function.jvp
 
 
 def has_setup(cls: Any) -> bool:
-    """Return True if the class has ``setup_context``, so that ``forward`` takes no ctx."""
+    """True if the class has ``setup_context``, so that ``forward`` takes no ctx."""
     return cls.setup_context is not _torch_setup_context
 
 
@@ -406,7 +406,7 @@ def _size(level: TracerLevel) -> Any:
 
 
 def differentiable(x: torch.Tensor) -> bool:
-    """Return True if the dtype is floating point or complex."""
+    """True if the dtype is floating point or complex."""
     return x.is_floating_point() or x.is_complex()
 
 

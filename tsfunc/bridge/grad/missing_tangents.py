@@ -204,7 +204,7 @@ def _require_tangent(
 
 
 def _has_autograd(name: str) -> bool:
-    """Return True if an operator has an autograd kernel for any device."""
+    """True if an operator has an autograd kernel for any device."""
     return any(
         _dispatch_has_kernel_for_dispatch_key(name, key)
         for key in ("Autograd", "AutogradCPU", "AutogradCUDA", "AutogradOther")

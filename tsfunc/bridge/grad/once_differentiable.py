@@ -34,12 +34,12 @@ _GUARDED: Final = "__tsfunc_guarded__"
 
 
 def is_marked(cls: Any) -> bool:
-    """Return True if the ``backward`` of a class is marked ``@once_differentiable``."""
+    """True if the ``backward`` of a class is marked ``@once_differentiable``."""
     return getattr(cls.backward, "__code__", None) is _CODE
 
 
 def is_once_differentiable(cls: Any, args: Sequence[Any]) -> bool:
-    """Return True if the class is marked and a transform differentiates by an argument."""
+    """True if the class is marked and a transform differentiates by an argument."""
     return is_marked(cls) and differentiates_here() and any(is_perturbed(x) for x in args)
 
 

@@ -174,7 +174,7 @@ def _new_alias(value: Any) -> Any:
 
 
 def _may_be_saved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return True if the result of a call may be saved: see NOTE [results that a policy saves]."""
+    """True if the result of a call may be saved: see NOTE [results that a policy saves]."""
     if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     tracers = [x for x in pytrees.leaves_of((args, kwargs)) if isinstance(x, Tracer)]

@@ -94,7 +94,7 @@ def _packing(pack: Callable[[torch.Tensor], Any], entered: int) -> Callable[[tor
 
 
 def _is_traced_after(serial: int) -> bool:
-    """Return True if the running code is traced at a level with a larger serial number."""
+    """True if the running code is traced at a level with a larger serial number."""
     return any(
         level.key is DispatchKey.Trace and level.serial > serial
         for level in tls.state.levels

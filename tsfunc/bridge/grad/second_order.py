@@ -160,7 +160,7 @@ def _replaced(
 
 
 def _is_of_number(overload: Any, args: Sequence[Any]) -> bool:
-    """Return True if C++ made a tensor argument of a number.
+    """True if C++ made a tensor argument of a number.
 
     The kernel gets the number, with which the operator can't be called again.
     """
@@ -182,7 +182,7 @@ def _recorded(values: Sequence[Any]) -> bool:
 
 
 def _has_tangent(values: Sequence[Any]) -> bool:
-    """Return True if one of the tensors has a tangent."""
+    """True if one of the tensors has a tangent."""
     if forward_ad._current_level < 0:
         return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
@@ -191,12 +191,12 @@ def _has_tangent(values: Sequence[Any]) -> bool:
 
 
 def _has_tangent_and_is_differentiated(values: Sequence[Any]) -> bool:
-    """Return True if an argument has a tangent and another transform differentiates by one."""
+    """True if an argument has a tangent and another transform differentiates by one."""
     return _has_tangent(values) and (_recorded(values) or _differentiated_inside(values))
 
 
 def _differentiated_twice(values: Sequence[Any]) -> bool:
-    """Return True if two transforms differentiate by the arguments, or one does in a trace."""
+    """True if two transforms differentiate by the arguments, or one does in a trace."""
     recorded, pushed = _recorded(values), _has_tangent(values)
     if not (recorded or pushed):
         return False
@@ -205,12 +205,12 @@ def _differentiated_twice(values: Sequence[Any]) -> bool:
 
 
 def _recorded_again(values: Sequence[Any]) -> bool:
-    """Return True if autograd records a call inside of several derivatives."""
+    """True if autograd records a call inside of several derivatives."""
     return outermost.recording > 1 and _recorded(values)
 
 
 def _differentiated_inside(values: Sequence[Any]) -> bool:
-    """Return True if a value inside of a tracer is differentiated by."""
+    """True if a value inside of a tracer is differentiated by."""
     with DisableTorchFunctionSubclass():
         return any(_differentiated(inner) for x in values for inner in _inside(x))
 

@@ -85,7 +85,7 @@ def _wait_and_read_reports(work: Any, mesh: Mesh, axis: str, error: RuntimeError
 
 
 def has_unusable_groups() -> bool:
-    """Return True if this process has left a collective, so that its group can't be used again."""
+    """True if this process has left a collective, so that its group can't be used again."""
     return bool(_abandoned_axes)
 
 

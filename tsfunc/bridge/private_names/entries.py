@@ -70,7 +70,7 @@ PRIVATE_NAMES: list[PrivateNames] = []
 
 
 def covered(name: str) -> bool:
-    """Return True if the list has ``name``, a parent of it, or an attribute below it."""
+    """True if the list has ``name``, a parent of it, or an attribute below it."""
     if not name.startswith("torch."):  # an attribute of values
         return any(
             known.rpartition(".")[2] == name

@@ -26,7 +26,7 @@ def smallest(dim: Dim) -> int:
 
 
 def holds(fact: Any, dims: Mapping[str, Dim]) -> bool:
-    """Return True if a fact provably holds for all sizes that the dims allow.
+    """True if a fact provably holds for all sizes that the dims allow.
 
     If there are few combinations of sizes, each is tried. Otherwise the proof uses the multiples
     that the dims guarantee, the bounds of both sides of a comparison, or the remainders of the

@@ -21,7 +21,7 @@ _MOST = 256  # combinations of remainders that are tried
 
 
 def holds_by_remainders(fact: Any, sizes: Mapping[str, tuple[int, int]]) -> bool:
-    """Return True if a comparison provably holds for all sizes: NOTE [facts from remainders].
+    """True if a comparison provably holds for all sizes: NOTE [facts from remainders].
 
     Args:
         fact: a sympy relation between named dims.

@@ -150,7 +150,7 @@ class ShapeProbe:
                 return None
 
     def _is_small(self, sizes: Mapping[Any, int]) -> bool:
-        """Return True if a real kernel may run at given sizes, in place of a missing fake rule.
+        """True if a real kernel may run at given sizes, in place of a missing fake rule.
 
         The kernel runs on zeros, and its result may be as large as all sizes of all arguments
         together: a histogram over a hundred bins in each of five dims is larger than any memory.
@@ -165,7 +165,7 @@ class ShapeProbe:
         return math.prod(max(1, count) for count in (*numbers, *counts))
 
     def agrees(self, results: Any) -> bool:
-        """Return True if symbolic results match the operator's results at other sizes too."""
+        """True if symbolic results match the operator's results at other sizes too."""
         taken = 0
         for sizes in itertools.islice(self.sizes(), 1, None):
             expected = self.results(sizes)

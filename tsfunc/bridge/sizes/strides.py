@@ -63,7 +63,7 @@ def kernel_strides(op: TorchOperator, args: Sequence[Any], result: Any) -> list[
 
 
 def _wraps_number(op: TorchOperator, args: Sequence[Any]) -> bool:
-    """Return True if a number is an operand: a tensor without dims for the kernel."""
+    """True if a number is an operand: a tensor without dims for the kernel."""
     if not any(isinstance(x, int | float | complex) for x in args):
         return False
     if op.name.partition(".")[2] in _NUMBER_OPERANDS:
@@ -87,7 +87,7 @@ def _common_strides(operands: Sequence[torch.Tensor]) -> list[int] | None:
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Return True if the tensor has no gaps and does not overlap itself."""
+    """True if the tensor has no gaps and does not overlap itself."""
     expected = 1
     for step, n in sorted((step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1):
         if step != expected:
@@ -166,7 +166,7 @@ def check_view(name: str, args: Sequence[Any], result: Any) -> None:
 
 
 def has_view(shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Return True if a tensor of these sizes and strides has a view of the wanted sizes.
+    """True if a tensor of these sizes and strides has a view of the wanted sizes.
 
     Both have the same number of elements, which is not 0.
     """

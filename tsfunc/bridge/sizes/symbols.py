@@ -368,7 +368,7 @@ class Symbols:
                      and self._names.get(side) in self.scalars), None)  # fmt: skip
 
     def reads_as_number(self, number: Any) -> bool:
-        """Return True if a text of a symbolic number must be the text of its value."""
+        """True if a text of a symbolic number must be the text of its value."""
         names = [self._names.get(symbol) for symbol in number.node.expr.free_symbols]
         return bool(names) and self._read_as_numbers.issuperset(names)
 

@@ -36,7 +36,7 @@ def _local_scalar_dense(value: TraceTracer) -> Any:
 
 
 def _is_engine_query(value: TraceTracer) -> bool:
-    """Return True if the engine reads a number for its check for NaN."""
+    """True if the engine reads a number for its check for NaN."""
     if not torch.is_anomaly_check_nan_enabled() or not torch.is_anomaly_enabled():
         return False
     is_check = value.node.target is torch.ops.aten._is_any_true.default

@@ -168,7 +168,7 @@ def can_run_compiled(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def any_wrapped(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return True if some tensors are values of a transform, which no backend can take."""
+    """True if some tensors are values of a transform, which no backend can take."""
     return _functorch.maybe_current_level() is not None or any(
         isinstance(x, Tracer) for x in tensors
     )

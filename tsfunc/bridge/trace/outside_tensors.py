@@ -145,7 +145,7 @@ class BackwardPasses:
         return (slot for slot in self.slots.values() if slot.now is not slot.before)
 
     def records_needlessly(self, results: Sequence[Any]) -> bool:
-        """Return True if no result, and no tensor from outside, needs the program's own graph."""
+        """True if no result, and no tensor from outside, needs the program's own graph."""
         if not self._freed:
             return False
         outside = [tracer for _, tracer in self.level.lifted.values()]
@@ -155,7 +155,7 @@ class BackwardPasses:
             return all(not self._freed.isdisjoint(nodes_of([x])) for x in graphs)
 
     def _is_here(self, value: Any) -> bool:
-        """Return True if a tensor is the trace's own."""
+        """True if a tensor is the trace's own."""
         return isinstance(value, TraceTracer) and value.dispatch_level is self.level
 
     def _reach(self, leaf: Any) -> None:

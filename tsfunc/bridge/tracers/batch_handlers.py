@@ -96,7 +96,7 @@ _TABLE, _DIRECT, _SAME_RANK, _BROADCAST, _UNBATCHED, _DECOMPOSED, _COMPOSITE, _B
 
 
 def _is_users_error(level: BatchLevel, values: Sequence[Any]) -> bool:
-    """Return True if an error is the user's, and must be raised at once.
+    """True if an error is the user's, and must be raised at once.
 
     A second attempt would call hooks again. Empty batches (NOTE [no examples]) and sparse batches
     have their own rules, and are tried again.
@@ -215,7 +215,7 @@ def _computed(
 
 
 def _is_recordable(plan: Plan, level: BatchLevel, values: Sequence[Any]) -> bool:
-    """Return True if torch, which a plan calls, records the call at the level and no outer one."""
+    """True if torch, which a plan calls, records the call at the level and no outer one."""
     if plan.step is _TABLE or is_inference_mode_enabled():
         return False
     if plan.innermost and not is_innermost(values):

@@ -118,7 +118,7 @@ def _draw(generator: torch.Generator | None) -> torch.Tensor:
 
 
 def _refuse_draws(levels: Sequence[Level]) -> bool:
-    """Return True if a draw that reaches these levels raises an error."""
+    """True if a draw that reaches these levels raises an error."""
     for level in reversed(levels):
         randomness = getattr(level, "randomness", None)
         if randomness == "error" or level.forbids_random:

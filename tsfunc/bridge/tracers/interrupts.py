@@ -299,7 +299,7 @@ def _restore_dispatch_modes(before: _Modes | None) -> None:
 
 
 def _same_hooks(one: Any, other: Any) -> bool:
-    """Return True for two pairs of hooks of saved tensors, or None, that are the same."""
+    """True for two pairs of hooks of saved tensors, or None, that are the same."""
     return one is other or (
         None not in (one, other) and all(a is b for a, b in zip(one, other, strict=True))
     )
@@ -344,7 +344,7 @@ _YIELDS = tuple(opmap[name] for name in ("YIELD_VALUE", "YIELD_FROM", "SEND") if
 
 
 def _may_go_on(frame: FrameType) -> bool:
-    """Return True for the frame of a generator that may not have ended: clearing it ends it."""
+    """True for the frame of a generator that may not have ended: clearing it ends it."""
     code = frame.f_code
     return bool(code.co_flags & _SUSPENDABLE) and code.co_code[max(frame.f_lasti, 0)] in _YIELDS
 
@@ -439,7 +439,7 @@ def _restore(before: tuple[Any, ...]) -> None:
 
 
 def _compiled_code_is_unsupported() -> bool:
-    """Return True inside the transforms whose values compiled code can't take."""
+    """True inside the transforms whose values compiled code can't take."""
     return bool(tls.state.levels or outermost.forward or outermost.recording > 1)
 
 

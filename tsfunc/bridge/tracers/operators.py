@@ -250,7 +250,7 @@ _ALSO_MADE = frozenset({*_FACTORY_ATTRIBUTES, "layout", "pin_memory"})
 
 
 def runs_in_cpp(function: Any) -> bool:
-    """Return True for an overload of an operator of torch's own, whose kernels are C++."""
+    """True for an overload of an operator of torch's own, whose kernels are C++."""
     return isinstance(function, OpOverload) and function.namespace == "aten"
 
 

@@ -218,7 +218,7 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def has_import(code: types.CodeType) -> bool:
-    """Return True if a function's code, or nested code, has an import statement."""
+    """True if a function's code, or nested code, has an import statement."""
     nested = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return _IMPORT_NAME in code.co_code[::2] or any(map(has_import, nested))
 

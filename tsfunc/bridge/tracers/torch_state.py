@@ -238,7 +238,7 @@ def _with_autocast(exclude: Any) -> Any:
 
 
 def records_inside(state: TorchState) -> bool:
-    """Return True if autograd records on the values inside of a level's tensors.
+    """True if autograd records on the values inside of a level's tensors.
 
     The engine turns grad mode off while it runs a backward pass, which does not mean these values.
     """
@@ -277,7 +277,7 @@ def rerunning(states: Sequence[TorchState]) -> Iterator[None]:
 
 
 def in_backward_formula() -> bool:
-    """Return True in a backward pass, except in a function that the pass runs again."""
+    """True in a backward pass, except in a function that the pass runs again."""
     return _current_graph_task_id() not in (-1, _reruns.by)
 
 
@@ -377,7 +377,7 @@ def after(key: str) -> Any:
 
 
 def is_storing_data() -> bool:
-    """Return True while ``torch.tensor(data)`` makes the tensor that it will write the data to.
+    """True while ``torch.tensor(data)`` makes the tensor that it will write the data to.
 
     torch.tensor disables torch.func's wrappers meanwhile, which have no memory either. A call of
     ``lift_fresh`` follows, which returns the result.

@@ -158,7 +158,7 @@ class TracerLevel(Level):
         return value
 
     def sees_factory(self, name: str, random: bool) -> bool:
-        """Return True if the level handles a factory function, or a random function.
+        """True if the level handles a factory function, or a random function.
 
         The innermost level that returns True gets the call.
         """
@@ -172,7 +172,7 @@ class TracerLevel(Level):
         """Note that a backward pass runs while the level is active."""
 
     def serves_backward(self, call: BackwardPass) -> bool:
-        """Return True if a backward pass at the level's tensors may reach tensors from outside.
+        """True if a backward pass at the level's tensors may reach tensors from outside.
 
         The level gets every pass that the user's code starts on its tensors before it runs.
         """
@@ -322,7 +322,7 @@ class Tracer(torch.Tensor):
         return None
 
     def conjugated(self) -> bool:
-        """Return True if the value is lazily conjugated: C++ can't read this from the tracer."""
+        """True if the value is lazily conjugated: C++ can't read this from the tracer."""
         value = getattr(self, "value", None)
         if isinstance(value, Tracer):
             return value.conjugated()

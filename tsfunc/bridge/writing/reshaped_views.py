@@ -193,7 +193,7 @@ def _reshaping(
 
 
 def _lies_between(x: Any) -> bool:
-    """Return True if a batch dim is not in front of the dims of an example."""
+    """True if a batch dim is not in front of the dims of an example."""
     while isinstance(x, BatchTracer):
         if x.bdim:
             return True
@@ -208,7 +208,7 @@ def memory_under_views(x: torch.Tensor) -> Any:
 
 
 def is_argument(x: Any, memory: Any) -> bool:
-    """Return True if the memory is that of an argument of one of the tensor's levels."""
+    """True if the memory is that of an argument of one of the tensor's levels."""
     while isinstance(x, BatchTracer):
         for value in pytrees.leaves_of(x.dispatch_level.roots[1:]):
             if isinstance(value, torch.Tensor) and memory_under_views(value) == memory:

@@ -125,7 +125,7 @@ class Target:
         return refuses if narrower or guaranteed else None
 
     def _keeps(self, arguments: Mapping[str, Any]) -> bool:
-        """Return True if a call satisfies one of the contracts."""
+        """True if a call satisfies one of the contracts."""
         with implementation():
             if any(each.is_kept(arguments) for each in self.contracts):  # fast; False may be wrong
                 return True
@@ -162,7 +162,7 @@ class Target:
 
 
 def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
-    """Return True if a descriptor makes a guarantee that the guard of a program does not check."""
+    """True if a descriptor makes a guarantee that the guard of a program does not check."""
     match descriptor:
         case Value(value):
             return isinstance(value, torch.Tensor) or is_instance(value) or is_container(value)

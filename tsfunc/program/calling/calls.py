@@ -398,7 +398,7 @@ class FirstCall:
         return other, same_reached
 
     def _is_equivalent(self, general: CachedProgram, exact: CachedProgram) -> bool:
-        """Return True if a program does the same as one in which some of its inputs are fixed."""
+        """True if a program does the same as one in which some of its inputs are fixed."""
         values = _ValuesByName(self.sizes)
         values.update({spec.name: spec.value for spec in general.call_spec.scalars})
         values.update({name: any_size(dim) for name, dim in exact.call_spec.bounds.items()})
@@ -458,7 +458,7 @@ class FirstCall:
 
 
 def _is_small(entry: CachedProgram, name: str, size: int) -> bool:
-    """Return True if a program for any size of a named dim does not serve a size this small."""
+    """True if a program for any size of a named dim does not serve a size this small."""
     bounds = entry.call_spec.bounds
     return name in bounds and (size < 2 or size < (bounds[name].min or 0))
 
@@ -499,7 +499,7 @@ def raise_user_assertion(
 
 
 def _is_user_check(program: Program, message: str) -> bool:
-    """Return True if a check of the function has the message, and nothing is written before it."""
+    """True if a check of the function has the message, and nothing is written before it."""
     for node in program.graph.nodes:
         if writes(node):
             return False

@@ -85,7 +85,7 @@ def varying(
 
 
 def is_special(value: int | float) -> bool:
-    """Return True if a program for a size or number alone may be simpler: ``x * 1`` is ``x``."""
+    """True if a program for a size or number alone may be simpler: ``x * 1`` is ``x``."""
     return value in (0, 1)
 
 
@@ -121,7 +121,7 @@ def _may_vary(
     sizes: Mapping[str, int],
     numbers: Mapping[str, int | float],
 ) -> bool:
-    """Return True if a difference is between two sizes, or two numbers of one type."""
+    """True if a difference is between two sizes, or two numbers of one type."""
     return (name in sizes or name in numbers) and type(others.get(name)) is type(facts[name])
 
 
@@ -376,7 +376,7 @@ class Variation:
         )
 
     def has_numbers(self, assumptions: Assumptions) -> bool:
-        """Return True if numbers that have varied are inputs: a program needs a comparison."""
+        """True if numbers that have varied are inputs: a program needs a comparison."""
         return not assumptions.varying.isdisjoint(self.positions)
 
     def record_outcome(self, assumptions: Assumptions) -> None:
@@ -487,7 +487,7 @@ class Variation:
 
 
 def _is_bounded(entry: CachedProgram, known: Mapping[str, Dim]) -> bool:
-    """Return True if a program does not serve each size of 2 or more of its new named dims."""
+    """True if a program does not serve each size of 2 or more of its new named dims."""
     return any(
         name not in known and dim != Dim(name, min=2)
         for name, dim in entry.call_spec.bounds.items()

@@ -196,14 +196,14 @@ def _kind(step: dis.Instruction) -> str:
 
 
 def _follows(steps: Sequence[dis.Instruction], pattern: Sequence[str]) -> bool:
-    """Return True if the instructions begin with a pattern."""
+    """True if the instructions begin with a pattern."""
     return len(steps) >= len(pattern) and all(
         _kind(step).startswith(wanted) for step, wanted in zip(steps, pattern, strict=False)
     )
 
 
 def _is_statement(steps: Sequence[dis.Instruction]) -> bool:
-    """Return True if a method that was just loaded is called and its result is dropped."""
+    """True if a method that was just loaded is called and its result is dropped."""
     depth = 2  # the method and its object, or the stack entries that replace them
     for i, step in enumerate(steps):
         if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
@@ -318,7 +318,7 @@ def _setting_getters() -> frozenset[Callable[[], Any]]:
 
 
 def is_torch_setting_getter(value: Any) -> bool:
-    """Return True if a value is a function of torch that returns a setting."""
+    """True if a value is a function of torch that returns a setting."""
     return isinstance(value, types.FunctionType | types.BuiltinFunctionType) and (
         value in _setting_getters()
     )
@@ -328,7 +328,7 @@ _OF_ENVIRONMENT = (os.getenv, getattr(os, "getenvb", None))
 
 
 def asks_environment(owner: Any, name: str | None, value: Any) -> bool:
-    """Return True if a value or attribute reads the environment variables of the process."""
+    """True if a value or attribute reads the environment variables of the process."""
     by_name = owner is os and name in ("environ", "environb")
     return by_name or (isinstance(value, types.FunctionType) and value in _OF_ENVIRONMENT)
 
@@ -385,7 +385,7 @@ def _module_of(value: Any) -> str:
 
 
 def changes_of_object(value: Any, name: str) -> bool:
-    """Return True if a method of an object reads a file or the random source of the system."""
+    """True if a method of an object reads a file or the random source of the system."""
     if isinstance(value, pathlib.PurePath):
         return name in _OF_PATHS
     return isinstance(value, random.SystemRandom)
@@ -395,7 +395,7 @@ _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
 def changes_by_itself(owner: Any, name: str | None, value: Any, bare: bool = False) -> bool:
-    """Return True if a function may give another result at another call.
+    """True if a function may give another result at another call.
 
     Such a function reads a clock, a file, random bytes or a state of the process.
 

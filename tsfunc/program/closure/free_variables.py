@@ -283,7 +283,7 @@ class FreeVariables:
             text = f"{text}.{name}"
 
     def _may_hold_tensor(self, func: types.FunctionType, access: Access | None) -> bool:
-        """Return True if the object of an identity comparison may be a tensor."""
+        """True if the object of an identity comparison may be a tensor."""
         root = None if access is None else _root(func, access)
         if root is None:
             return True
@@ -296,7 +296,7 @@ class FreeVariables:
         return isinstance(value, torch.Tensor) or not isinstance(value, _NO_TENSORS)
 
     def _has_methods(self, func: types.FunctionType, access: Access) -> bool:
-        """Return True if a variable holds an object of a class with methods of its own."""
+        """True if a variable holds an object of a class with methods of its own."""
         root = _root(func, access)
         if root is None:
             return False
@@ -430,7 +430,7 @@ class FreeVariables:
 
 
 def _has_tracers(container: Any) -> bool:
-    """Return True if the elements of a container include a tracer."""
+    """True if the elements of a container include a tracer."""
     items: Iterable[Any] = container.values() if isinstance(container, dict) else container
     return any(isinstance(leaf, Tracer) for leaf in pytrees.flatten(list(items))[0])
 

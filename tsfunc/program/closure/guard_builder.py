@@ -134,7 +134,7 @@ class InputNumbers:
         return self.read[text] is not value
 
     def are_inputs(self, values: tuple[Any, ...], text: str) -> bool:
-        """Return True if one of the elements of a tuple is an input of the program."""
+        """True if one of the elements of a tuple is an input of the program."""
         inputs = [self.is_input(each, f"{text}[{i}]") for i, each in enumerate(values)]
         return any(inputs)
 
@@ -178,7 +178,7 @@ class InputNumbers:
         self._replaced.clear()
 
     def is_same(self, now: Any, before: Any) -> bool:
-        """Return True if an element is the one before, or the symbol in its place."""
+        """True if an element is the one before, or the symbol in its place."""
         return now is before or any(now is x and before is y for _, _, x, y in self._replaced)
 
 
@@ -187,7 +187,7 @@ def _elements_by_key(container: Any) -> Mapping[Any, Any]:
 
 
 def _can_be_symbol(value: int | float) -> bool:
-    """Return True if a symbol can have the value."""
+    """True if a symbol can have the value."""
     return math.isfinite(value) if isinstance(value, float) else abs(value) < 1 << 62
 
 
@@ -202,7 +202,7 @@ _OF_MEMBERS = {"_value_", "_name_", "__objclass__", "_sort_order_"}  # every enu
 
 
 def has_contents(value: Any) -> bool:
-    """Return True if an object that is not a pytree container has elements or shows contents."""
+    """True if an object that is not a pytree container has elements or shows contents."""
     array_like = hasattr(type(value), "__array__") and not isinstance(value, torch.Tensor)
     return array_like or isinstance(value, set) or viewed_state(value) is not None
 
@@ -306,7 +306,7 @@ class GuardBuilder:
         return self._own if own else self.read_guards
 
     def is_known(self, value: Any) -> bool:
-        """Return True if the trace has met an object from outside."""
+        """True if the trace has met an object from outside."""
         return id(value) in self._known
 
     def source_of(self, value: Any) -> Source | None:
@@ -535,17 +535,17 @@ def _items(value: Any) -> dict[Any, Any]:
 
 
 def is_container(value: Any) -> bool:
-    """Return True if an object is guarded element by element."""
+    """True if an object is guarded element by element."""
     return isinstance(value, (*_SEQUENCES, dict)) or is_namespace(value)
 
 
 def is_namespace(value: Any) -> bool:
-    """Return True for a namespace object: a ``SimpleNamespace`` or a plain ``threading.local``."""
+    """True for a namespace object: a ``SimpleNamespace`` or a plain ``threading.local``."""
     return isinstance(value, types.SimpleNamespace) or type(value) is threading.local
 
 
 def changed(copied: ContainerSnapshot, numbers: InputNumbers) -> bool:
-    """Return True if the elements of a container differ from those at its first read."""
+    """True if the elements of a container differ from those at its first read."""
     if isinstance(copied.value, set):
         return bool(copied.value != copied.before)
     now, before = _items(copied.value), _items(copied.before)
@@ -566,7 +566,7 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of CPython's type flags
 
 
 def can_watch(cls: type) -> bool:
-    """Return True if attributes of the class can be set."""
+    """True if attributes of the class can be set."""
     # Metaclasses of C extensions (pybind11's) refuse `type.__setattr__` on their classes.
     plain: Any = type(cls).__setattr__
     mutable = cls.__flags__ & _HEAP_TYPE and not cls.__flags__ & _IMMUTABLE_TYPE
@@ -574,7 +574,7 @@ def can_watch(cls: type) -> bool:
 
 
 def is_instance(value: Any) -> bool:
-    """Return True if the attributes of an object are watched."""
+    """True if the attributes of an object are watched."""
     cls = type(value)
     root = cls.__module__.partition(".")[0]
     return (
@@ -599,7 +599,7 @@ _OPAQUE = frozenset({*sys.stdlib_module_names, "tsfunc"}) - {"builtins"}
 
 
 def has_value(cls: type) -> bool:
-    """Return True if the objects of a class are compared by value: paths, dates, patterns."""
+    """True if the objects of a class are compared by value: paths, dates, patterns."""
     compares: Any = cls.__eq__
     # Weak references compare their referents, which may be tensors.
     by_value = compares is not object.__eq__ and not issubclass(cls, weakref.ref)

@@ -442,5 +442,5 @@ class OutsideGradients:
 
 
 def _is_plain_leaf(tensor: torch.Tensor) -> bool:
-    """Return True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
+    """True if a backward pass adds to the ``.grad`` of a tensor and does nothing else."""
     return tensor.is_leaf and not has_hooks(tensor)

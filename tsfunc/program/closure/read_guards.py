@@ -431,7 +431,7 @@ _LAST: tuple[type[Guard], ...] = (OwnTensor,)
 
 
 def same_float(a: Any, b: float) -> bool:
-    """Return True if a value is this float: of its class, equal or both NaN, of the same sign."""
+    """True if a value is this float: of its class, equal or both NaN, of the same sign."""
     if type(a) is not type(b):
         return False
     return (a == b or (a != a and b != b)) and math.copysign(1, a) == math.copysign(1, b)

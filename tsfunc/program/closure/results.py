@@ -155,7 +155,7 @@ def fill(value: Any, tensors: Sequence[Any]) -> Any:
 
 
 def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
-    """Return True if two programs end with the same assignments, apart from their tensors."""
+    """True if two programs end with the same assignments, apart from their tensors."""
     return len(some) == len(others) and all(
         (a.text, a.owner, a.target, a.fills, a.deletes)
         == (b.text, b.owner, b.target, b.fills, b.deletes)
@@ -209,7 +209,7 @@ class UpdateValues:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for a number, string or the like, and for a tuple or frozenset of these."""
+    """True for a number, string or the like, and for a tuple or frozenset of these."""
     inside = type(value) in (tuple, frozenset)
     return all(map(_is_plain, value)) if inside else isinstance(value, PLAIN)
 
@@ -228,7 +228,7 @@ def replaced(before: Any, after: Any) -> Iterator[torch.Tensor]:
 
 
 def unchanged(before: Any, after: Any) -> bool:
-    """Return True if two values differ at most in their tensors."""
+    """True if two values differ at most in their tensors."""
     if isinstance(before, torch.Tensor) or isinstance(after, torch.Tensor):
         return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
     if isinstance(before, dict) and isinstance(after, dict):
@@ -247,7 +247,7 @@ _SHARED = (type, types.ModuleType, types.BuiltinFunctionType)
 
 
 def has_tensor(value: Any) -> bool:
-    """Return True if a value is a tensor or a container with a tensor in it."""
+    """True if a value is a tensor or a container with a tensor in it."""
     if isinstance(value, torch.Tensor):
         return True
     return any(has_tensor(item) for item in _elements(value))
@@ -361,7 +361,7 @@ class _Results:
         return pytrees.unflatten(structure, replaced)
 
     def _is_from_outside(self, value: Any) -> bool:
-        """Return True if a list or dict from outside is a result itself."""
+        """True if a list or dict from outside is a result itself."""
         return isinstance(value, _CHANGEABLE) and isinstance(self.known(value), OutsideRef)
 
     def _leaf(self, value: Any) -> Any:
@@ -400,12 +400,12 @@ _ITERATORS = ("builtins", "itertools")
 
 
 def _is_simple(value: Any) -> bool:
-    """Return True if a leaf is a value of the program or has the type of a constant."""
+    """True if a leaf is a value of the program or has the type of a constant."""
     return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, *PLAIN))
 
 
 def _is_container(value: Any) -> bool:
-    """Return True for a container; as a leaf it is of a class that is not a registered pytree."""
+    """True for a container; as a leaf it is of a class that is not a registered pytree."""
     return isinstance(value, _BASES)
 
 
@@ -442,7 +442,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _reaches(value: Any, seen: set[int]) -> bool:
-    """Return True if an object is traced or refers to a traced value, directly or indirectly."""
+    """True if an object is traced or refers to a traced value, directly or indirectly."""
     if isinstance(value, Tracer | torch.SymInt | torch.SymFloat | torch.SymBool):
         return True
     if isinstance(value, _NOT_SEARCHED) or id(value) in seen:

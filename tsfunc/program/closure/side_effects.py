@@ -246,7 +246,7 @@ class Variable:
 
 
 def is_empty(cell: types.CellType) -> bool:
-    """Return True if a variable of an enclosing function has no value yet."""
+    """True if a variable of an enclosing function has no value yet."""
     try:
         cell.cell_contents  # noqa: B018 - it may raise
     except ValueError:
@@ -263,7 +263,7 @@ def bases_of(owner: Any) -> tuple[Any, ...]:
 
 
 def is_followed(owner: Any, name: str) -> bool:
-    """Return True if an attribute of a module, class or function is guarded itself.
+    """True if an attribute of a module, class or function is guarded itself.
 
     It is not if its owner is library code, or if it is code of an installed package.
     """

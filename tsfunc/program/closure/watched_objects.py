@@ -134,7 +134,7 @@ class WatchedObject:
             )
 
     def _is_assigned_anew(self, name: str, value: Any) -> bool:
-        """Return True if an attribute was assigned the value that it had, which no guard holds."""
+        """True if an attribute was assigned the value that it had, which no guard holds."""
         held = name in self._held and (self.source.own or not has_tensor(value))
         return name in self.lines and not held
 
@@ -353,5 +353,5 @@ def _is_data_descriptor(member: Any) -> bool:
 
 
 def _is_slot(member: Any) -> bool:
-    """Return True if a descriptor reads a field of the object itself."""
+    """True if a descriptor reads a field of the object itself."""
     return isinstance(member, types.MemberDescriptorType | types.GetSetDescriptorType)

@@ -65,7 +65,7 @@ def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
 
 
 def _is_of_edges(fact: Any) -> bool:
-    """Return True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
+    """True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
     from sympy.core.relational import Relational
 
     if not isinstance(fact, Relational):

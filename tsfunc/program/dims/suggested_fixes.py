@@ -88,7 +88,7 @@ def _shown(fact: Any, dim: Dim, size: int) -> Dim:
 
 
 def _seems_guaranteed(fact: Any, dim: Dim) -> bool:
-    """Return True if a fact holds for the sizes that a dim allows, as far as trials show."""
+    """True if a fact holds for the sizes that a dim allows, as far as trials show."""
     if holds(fact, {dim.name: dim}):
         return True
     step = dim.multiple_of or 1
@@ -474,7 +474,7 @@ class _Suggestion:
         self.solved[name] = value
 
     def is_expressible(self) -> bool:
-        """Return True if no new name has bounds, since a new name is not a dim of any shape."""
+        """True if no new name has bounds, since a new name is not a dim of any shape."""
         return not any(dim.is_bounded for name, dim in self.bounded.items()
                        if name not in self.given)  # fmt: skip
 

@@ -47,7 +47,7 @@ def reached(program: ProgramData) -> tuple[Any, ...] | None:
 
 
 def is_current(program: ProgramData) -> bool:
-    """Return True if the guards on the values that a program read from outside still hold."""
+    """True if the guards on the values that a program read from outside still hold."""
     call_spec = program.call_spec
     of_objects = call_spec is not None and any(
         isinstance(leaf, WatchedPlaceholder) for leaf in call_spec.leaves
@@ -107,7 +107,7 @@ class StateWriter:
         return encoded_cells
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor is in a cell."""
+        """True if a tensor is in a cell."""
         return id(tensor) in self._cells_of_tensors
 
     def of_program(self, program: ProgramData, lifted: Sequence[torch.fx.Node]) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _is_resolved_first(tensor: torch.Tensor) -> bool:
-    """Return True for a lazy conjugate or negative, and for a tensor without elements."""
+    """True for a lazy conjugate or negative, and for a tensor without elements."""
     return tensor.is_conj() or tensor.is_neg() or not tensor.numel()
 
 

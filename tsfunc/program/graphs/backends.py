@@ -371,7 +371,7 @@ def _fake(like: torch.Tensor, shape: Sequence[Any], symbols: Symbols) -> torch.T
 
 
 def _writes_outside(graph: torch.fx.Graph) -> bool:
-    """Return True if the program writes into its inputs or into tensors from outside."""
+    """True if the program writes into its inputs or into tensors from outside."""
     aliases = Aliases(graph)
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     return any(writes(node) for node in graph.nodes) and any(map(aliases.is_written, inputs))

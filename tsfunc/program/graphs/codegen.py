@@ -264,7 +264,7 @@ _KEEPING = frozenset({"_operator", "builtins", "math"})  # modules of functions 
 
 
 def _keeps_state(graph: torch.fx.Graph) -> bool:
-    """Return True if no statement changes the state of the thread for a while.
+    """True if no statement changes the state of the thread for a while.
 
     Then an interrupt can come between any two statements: NOTE [interrupts] in ``interrupts``.
     """
@@ -275,7 +275,7 @@ def _keeps_state(graph: torch.fx.Graph) -> bool:
 
 
 def _is_plain(function: Any) -> bool:
-    """Return True for a function that does not run Python code."""
+    """True for a function that does not run Python code."""
     return runs_in_cpp(function) or getattr(function, "__module__", None) in _KEEPING
 
 

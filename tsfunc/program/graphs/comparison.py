@@ -29,7 +29,7 @@ from tsfunc.program.passes.simplify import is_computable
 
 
 def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, Any]) -> bool:
-    """Return True if the symbolic program does the same as a program with some sizes fixed.
+    """True if the symbolic program does the same as a program with some sizes fixed.
 
     Args:
         symbolic: a program for any sizes of named dims.
@@ -62,7 +62,7 @@ class _Matching:
     values: dict[torch.fx.Node, torch.Tensor] = field(default_factory=dict)  # of `symbolic`
 
     def is_whole(self) -> bool:
-        """Return True if all steps correspond, except those that the fixed program has folded."""
+        """True if all steps correspond, except those that the fixed program has folded."""
         right = iter([node for node in _steps(self.fixed.graph) if not self._is_constant(node)])
         b = next(right, None)
         for a in _steps(self.symbolic.graph):
@@ -101,7 +101,7 @@ class _Matching:
         return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
     def _same_number(self, a: Any, b: Any) -> bool:
-        """Return True if a number of the symbolic program equals one of the fixed program."""
+        """True if a number of the symbolic program equals one of the fixed program."""
         if isinstance(b, torch.fx.Node):
             return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
         return type(b) in (int, float, bool) and bool(a == b)

@@ -115,7 +115,7 @@ def _operator(target: Any) -> TorchOperator | None:
 
 
 def _by_entry(name: str) -> bool:
-    """Return True if an operator is elementwise or a reduction.
+    """True if an operator is elementwise or a reduction.
 
     The category IDENTITY only says that sizes stay the same. Such an operator is elementwise if it
     names no dim and its recorded test mixed no entries; only operators of torch are tested.

@@ -274,7 +274,7 @@ def _without_memory(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_fixed_tensor(node: torch.fx.Node) -> bool:
-    """Return True if a value is a strided tensor of fixed sizes."""
+    """True if a value is a strided tensor of fixed sizes."""
     return _is_strided_tensor(node) and all(
         isinstance(size, int) for size in node.meta["val"].shape
     )

@@ -51,7 +51,7 @@ from tsfunc.bridge.tracers.user_queries import KINDS
 
 
 def has_open_time(node: torch.fx.Node) -> bool:
-    """Return True if a node is a recurrent layer with a symbolic number of steps."""
+    """True if a node is a recurrent layer with a symbolic number of steps."""
     op = node.meta.get("op")
     if not isinstance(op, TorchOperator) or op.name not in LAYERS:
         return False
@@ -352,7 +352,7 @@ class Writer:
         return tuple(map(self.owned, results))
 
     def translates(self, node: torch.fx.Node) -> bool:
-        """Return True if torch's operators replace a node."""
+        """True if torch's operators replace a node."""
         return isinstance(node.target, ControlFlow) or (not self.exact and has_open_time(node))
 
     def translated(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:

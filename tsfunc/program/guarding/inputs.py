@@ -106,7 +106,7 @@ class ScalarSpec:
     by_itself: bool = False
 
     def admits(self, value: Any) -> bool:
-        """Return True if another number may replace it, judged by its type."""
+        """True if another number may replace it, judged by its type."""
         return type(value) is type(self.value) and can_be_symbol(value)
 
 
@@ -146,14 +146,14 @@ def scalar_inputs(
 
 
 def can_be_symbol(value: Any) -> bool:
-    """Return True if a value is a number that a symbol can stand for."""
+    """True if a value is a number that a symbol can stand for."""
     if type(value) is float:
         return math.isfinite(value)
     return type(value) is int and abs(value) < 1 << 62
 
 
 def _is_by_type(descriptor: Descriptor, path: tuple[Any, ...], value: int | float) -> bool:
-    """Return True if a descriptor describes the value at a path by the number's type."""
+    """True if a descriptor describes the value at a path by the number's type."""
     match descriptor:
         case TSPrimitiveType(name):
             return not path and name == type(value).__name__
@@ -421,7 +421,7 @@ def _remedy(func: Callable[..., Any], parameter: str, by: str) -> str:
 
 
 def _is_any(declared: Descriptor, path: tuple[Any, ...]) -> bool:
-    """Return True if a descriptor has type ``Any`` for the value at a path."""
+    """True if a descriptor has type ``Any`` for the value at a path."""
     match declared:
         case TSMetaType():
             return True

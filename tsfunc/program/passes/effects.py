@@ -36,7 +36,7 @@ def every_node(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
 
 
 def writes(node: torch.fx.Node) -> bool:
-    """Return True if the node writes into one of its arguments."""
+    """True if the node writes into one of its arguments."""
     if isinstance(node.target, ControlFlow):
         return any(writes(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
@@ -46,7 +46,7 @@ def writes(node: torch.fx.Node) -> bool:
 
 
 def is_random(node: torch.fx.Node) -> bool:
-    """Return True if two calls of the node may give different results."""
+    """True if two calls of the node may give different results."""
     if isinstance(node.target, ControlFlow):
         return node.target.opaque or node.target.random
     op = node.meta.get("op")
@@ -54,7 +54,7 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def checks(node: torch.fx.Node) -> bool:
-    """Return True if the node makes an assertion when the program runs."""
+    """True if the node makes an assertion when the program runs."""
     if isinstance(node.target, ControlFlow):
         return any(checks(inner) for inner in _inner(node.target))
     op = node.meta.get("op")
@@ -67,7 +67,7 @@ def _inner(op: ControlFlow) -> Iterator[torch.fx.Node]:
 
 
 def is_pure(node: torch.fx.Node) -> bool:
-    """Return True if the node's result depends only on its arguments, and it has no effects.
+    """True if the node's result depends only on its arguments, and it has no effects.
 
     The handler of a user's class may do anything.
     """
@@ -80,13 +80,13 @@ def is_pure(node: torch.fx.Node) -> bool:
 
 
 def communicates(node: torch.fx.Node) -> bool:
-    """Return True if the node exchanges values with other processes, or reads this one's rank."""
+    """True if the node exchanges values with other processes, or reads this one's rank."""
     namespace = getattr(node.target, "namespace", None)
     return namespace in ("tsfunc_mesh", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """Return True if a node calls an operator that returns a view."""
+    """True if a node calls an operator that returns a view."""
     op = node.meta.get("op")
     return isinstance(op, TorchOperator) and op.is_view
 
@@ -142,15 +142,15 @@ class Aliases:
         return node
 
     def is_written(self, node: torch.fx.Node) -> bool:
-        """Return True if a node writes into memory that the value may share."""
+        """True if a node writes into memory that the value may share."""
         return self.memory(node) in self._written
 
     def is_from_outside(self, node: torch.fx.Node) -> bool:
-        """Return True if the value may share memory with a value from outside."""
+        """True if the value may share memory with a value from outside."""
         return self.memory(node) is self.memory(_OUTSIDE)
 
     def escapes(self, node: torch.fx.Node) -> bool:
-        """Return True if the caller may get the value's memory as a result."""
+        """True if the caller may get the value's memory as a result."""
         return node in self._escaping
 
     def replace(self, node: torch.fx.Node, other: torch.fx.Node) -> None:
@@ -214,7 +214,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 @functools.cache
 def declares_sharing(op: TorchOperator) -> bool:
-    """Return True if an operator declares that a result may share the memory of an argument."""
+    """True if an operator declares that a result may share the memory of an argument."""
     return any(argument.shares for argument in arguments_of(op))
 
 

@@ -148,7 +148,7 @@ def remove_noops(graph: torch.fx.Graph, aliases: Aliases) -> None:
 
 
 def _same_metadata(source: torch.fx.Node, node: torch.fx.Node) -> bool:
-    """Return True if two values have the same dtype, device, shape, layout and lazy bits."""
+    """True if two values have the same dtype, device, shape, layout and lazy bits."""
     a, b = source.meta.get("val"), node.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
@@ -168,7 +168,7 @@ _OF_OFFSETS: Final = frozenset({
 
 
 def _reads_offset(node: torch.fx.Node) -> bool:
-    """Return True if an operator on a value, or on a view of it, depends on its offset."""
+    """True if an operator on a value, or on a view of it, depends on its offset."""
     ops = ((user, user.meta.get("op")) for user in node.users)
     return any(
         isinstance(op, TorchOperator)
@@ -182,7 +182,7 @@ def _always(arguments: Arguments, source: torch.fx.Node) -> bool:
 
 
 def _no_copy(arguments: Arguments, source: torch.fx.Node) -> bool:
-    """Return True unless ``to`` has to copy; its argument has the requested type and device."""
+    """True unless ``to`` has to copy; its argument has the requested type and device."""
     copies = arguments.get("copy", False)
     return copies is False and arguments.get("memory_format") in (None, torch.preserve_format)
 
@@ -215,7 +215,7 @@ def _same_dim(arguments: Arguments, source: torch.fx.Node) -> bool:
 
 
 def _whole(arguments: Arguments, source: torch.fx.Node) -> bool:
-    """Return True for a slice with step 1, which is the whole tensor since the sizes are equal."""
+    """True for a slice with step 1, which is the whole tensor since the sizes are equal."""
     return bool(arguments.get("step", 1) == 1)
 
 
@@ -351,7 +351,7 @@ def fold_constants(
 
 
 def is_computable(node: torch.fx.Node) -> bool:
-    """Return True if a node is a pure function of its arguments with a defined tensor result."""
+    """True if a node is a pure function of its arguments with a defined tensor result."""
     op = node.meta.get("op")
     return (
         isinstance(op, TorchOperator)
@@ -487,7 +487,7 @@ T = TypeVar("T")
 
 
 def verification_is_on() -> bool:
-    """Return True if an environment variable enables the verification of every graph."""
+    """True if an environment variable enables the verification of every graph."""
     return os.environ.get("TSFUNC_VERIFY", "0") not in ("", "0")
 
 

@@ -151,14 +151,14 @@ class _Check:
 
 
 def _is_unknown(node: torch.fx.Node) -> bool:
-    """Return True if a value has no metadata: files do not store data-dependent sizes."""
+    """True if a value has no metadata: files do not store data-dependent sizes."""
     if "number" in node.meta or node.meta.get("val") is not None or not node.users:
         return False
     return not any(user.target is operator.getitem for user in node.users)
 
 
 def _reads_data(node: torch.fx.Node) -> bool:
-    """Return True if the sizes of the results, or numbers among them, depend on data.
+    """True if the sizes of the results, or numbers among them, depend on data.
 
     An operator whose results follow from data that the trace has already seen does not count.
     """
@@ -179,7 +179,7 @@ _NUMBERS = ("int", "float", "bool", "number")
 
 
 def _is_kind(argument: OperatorArgument, value: Any) -> bool:
-    """Return True if a value in a graph may be passed for an argument."""
+    """True if a value in a graph may be passed for an argument."""
     kind = argument.type
     if value is None:
         return kind.startswith("Optional") or argument.has_default or kind == "Any"

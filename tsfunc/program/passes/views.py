@@ -59,7 +59,7 @@ def _name(node: Any) -> str:
 
 
 def _composable(node: Any, aliases: Aliases, after: torch.fx.Node | None = None) -> bool:
-    """Return True if a node may be in a chain, before a node of the same kind if one is given."""
+    """True if a node may be in a chain, before a node of the same kind if one is given."""
     name = _name(node)
     kind = _PERMUTATIONS if name in _PERMUTATIONS else _IN_ORDER if name in _IN_ORDER else ()
     if name not in kind or not node.args or aliases.is_written(node):
@@ -108,7 +108,7 @@ def _compose(
 
 
 def _is_new(node: torch.fx.Node) -> bool:
-    """Return True if a value has memory of its own."""
+    """True if a value has memory of its own."""
     return node.op == "call_function" and "op" in node.meta and not any(aliased(node))
 
 
@@ -126,13 +126,13 @@ def _permutation(node: torch.fx.Node) -> list[int]:
 
 
 def _fixed(value: torch.Tensor) -> bool:
-    """Return True if a value has elements, and its sizes and strides are numbers."""
+    """True if a value has elements, and its sizes and strides are numbers."""
     numbers = (*value.shape, *value.stride())
     return all(type(n) is int for n in numbers) and math.prod(value.shape) > 0
 
 
 def _same_strides(before: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if a reshape has the strides of the chain's result."""
+    """True if a reshape has the strides of the chain's result."""
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         meta = torch.empty_strided(before.shape, before.stride(), device="meta")
         return meta.reshape(value.shape).stride() == value.stride()

@@ -172,7 +172,7 @@ class Carry:
         )
 
     def settled(self, body: TracedBody) -> bool:
-        """Return True if all numbers have the types that a body returned for them.
+        """True if all numbers have the types that a body returned for them.
 
         Otherwise the numbers get these types, and the body must be traced again. In the end the
         numbers that the body returned become tensors.
