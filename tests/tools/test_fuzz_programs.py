@@ -224,7 +224,9 @@ def test_a_crash_and_a_hang_are_verdicts() -> None:
         assert worker.run(crash).kind == running.CRASHES
         assert worker.run(good).kind == running.OK
         worker.limit = 3
-        assert worker.run(hang).kind == running.HANGS
+        verdict = worker.run(hang)
+        assert verdict.kind == running.HANGS
+        assert "most recent call first" in verdict.detail and "in f0" in verdict.detail
 
 
 class NoWorker(Worker):

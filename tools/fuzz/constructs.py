@@ -69,6 +69,19 @@ _ELEMENTWISE = templates(
     torch.where({m}, {x}, {n})
     torch.where({m}, {x}, {y})
     torch.where({m}, {x}.sin(), 0.0)
+    {x}.where({m}, {y})
+    {x}.where({m}, torch.tensor({n}, dtype=torch.float64))
+    {y}.where({y} > 0, {x})
+    {n} ** {x}.sin().abs()
+    {x} // ({y}.square() + 0.7) + {x}
+    {n} % ({x}.square() + 0.3)
+    ({x} * 4).floor() / 4 * {x}
+    ({x} > {n}) ^ ({x} < {y})
+    torch.where(~({m}), {x}, 1) + ({m})
+    ({x} * 3).long() * {x}
+    {x}.float().double() * {x}
+    {x}.to(torch.complex128).mul(1 + 2j).abs()
+    (3 * {x}).round(decimals=1) - {x}
     torch.maximum({x}, {y} * 0.9 + 0.01)
     torch.minimum({x}, {y} - 0.137)
     torch.atan2({x}, {y}.square() + 1)
@@ -574,6 +587,7 @@ def write_whole(d: Draw) -> None:
             f"{y} += {x}",
             f"{y} *= {d.number()}",
             f"{y}.copy_({x})",
+            f"{y}.copy_({d.number()})",
             f"{y}.sigmoid_()",
             f"{y}.addcmul_({y}, {x})",
             f"{y}.lerp_({x}, 0.3)",
@@ -839,6 +853,8 @@ def collective(d: Draw) -> None:
         f'{q} * (tsfunc.axis_index("i") + 1)',
         f'tsfunc.psum(tsfunc.psum({q}, "i") * {q}, "i")',
         f'{q} / (1 + tsfunc.psum({q}.abs(), "i"))',
+        f'tsfunc.psum({q}, "i") / tsfunc.axis_size("i") * {q}',
+        f'tsfunc.psum({q}.cos(), "i") + tsfunc.axis_size("i")',
     )
     d.taken += 1
     whole = Block(f"whole{d.taken}", (q,), (), f"{body.name}({exchanged})")

@@ -333,6 +333,12 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
     params = [parameter.name for parameter in program.params]
     every = ", ".join(params)
     options = "".join(f", {key}={value}" for key, value in step.options)
+    aux = ("has_aux", "True") in step.options
+
+    def with_aux(function: str) -> str:
+        """Return a function's result, and its auxiliary part: the whole output."""
+        return f"(lambda out: ({function}(out), out))({inner}({every}))"
+
     if step.kind == "vmap":
         entries = _prefix(program, step.mapped)
         if step.form == "names":
@@ -363,35 +369,39 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
         ]
     if step.kind in ("grad", "grad_and_value", "value_and_grad", "hessian"):
         argnums = step.argnums[0] if len(step.argnums) == 1 else step.argnums
-        scalar = f"lambda {every}: total({inner}({every}))"
+        scalar = f"lambda {every}: " + (with_aux("total") if aux else f"total({inner}({every}))")
         return [
             f"def {name}({every}):",
             f"    return tsfunc.{step.kind}({scalar}, argnums={argnums}{options})({every})",
         ]
     if step.kind in ("jacrev", "jacfwd"):
         argnums = step.argnums[0] if len(step.argnums) == 1 else step.argnums
-        some = f"lambda {every}: floats({inner}({every}))"
+        some = f"lambda {every}: " + (with_aux("floats") if aux else f"floats({inner}({every}))")
         return [
             f"def {name}({every}):",
             f"    return tsfunc.{step.kind}({some}, argnums={argnums}{options})({every})",
         ]
     chosen = [params[i] for i in step.argnums]
-    some = f"lambda {', '.join(chosen)}: floats({inner}({every}))"
+    some = f"lambda {', '.join(chosen)}: "
+    some += with_aux("floats") if aux else f"floats({inner}({every}))"
+    rest = ", *rest" if aux else ""
     tangents = [f"like({p}, lambda t: (t * {i + 2}).cos())" for i, p in enumerate(chosen)]
     if step.kind == "jvp":
-        call = f"tsfunc.jvp({some}, {_tuple(chosen)}, {_tuple(tangents)})"
+        call = f"tsfunc.jvp({some}, {_tuple(chosen)}, {_tuple(tangents)}{options})"
         return [f"def {name}({every}):", f"    return {call}"]
     if step.kind == "vjp":
         return [
             f"def {name}({every}):",
-            f"    out, pull = tsfunc.vjp({some}, {', '.join(chosen)})",
-            "    return pull(like(out, lambda t: t.cos()))",
+            f"    out, pull{rest} = tsfunc.vjp({some}, {', '.join(chosen)}{options})",
+            f"    return (*pull(like(out, lambda t: t.cos())){rest})"
+            if aux
+            else "    return pull(like(out, lambda t: t.cos()))",
         ]
     assert step.kind == "linearize"
     return [
         f"def {name}({every}):",
-        f"    out, push = tsfunc.linearize({some}, {', '.join(chosen)})",
-        f"    return out, push({', '.join(tangents)})",
+        f"    out, push{rest} = tsfunc.linearize({some}, {', '.join(chosen)}{options})",
+        f"    return (out, push({', '.join(tangents)}){rest})",
     ]
 
 

@@ -157,6 +157,11 @@ def all_gather(x: torch.Tensor, axis_name: str, *, axis: int = 0) -> torch.Tenso
     return torch.stack([*_axes[axis_name][-1].exchange(x)], axis)
 
 
+def axis_size(axis_name: str) -> int:
+    """Return the number of examples."""
+    return _axes[axis_name][-1].count
+
+
 def axis_index(axis_name: str) -> torch.Tensor:
     """Return the number of the example."""
     return torch.tensor(_axes[axis_name][-1].index)
@@ -251,41 +256,58 @@ def grad(func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = Fal
     return gradient
 
 
-def vjp(func: Function, *primals: Any) -> Any:
-    """Return the value and the pullback."""
+def _split(output: Any, has_aux: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Return the output, and a tuple with the auxiliary part if there is one.
+
+    torch.func and tsfunc refuse derivatives of a function without outputs.
+    """
+    out, aux = (output[0], (output[1],)) if has_aux else (output, ())
+    assert pytree.tree_leaves(out)
+    return out, aux
+
+
+def vjp(func: Function, *primals: Any, has_aux: bool = False) -> Any:
+    """Return the value, the pullback and the auxiliary part."""
     inputs, spec, chosen = _inputs(primals)
-    out = func(*chosen)
+    out, aux = _split(func(*chosen), has_aux)
     outputs = pytree.tree_leaves(out)
 
     def pullback(cotangents: Any) -> Any:
         return pytree.tree_unflatten(_pull(outputs, inputs, pytree.tree_leaves(cotangents)), spec)
 
-    return out, pullback
+    return (out, pullback, *aux)
 
 
-def jvp(func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+def jvp(
+    func: Function, primals: tuple[Any, ...], tangents: tuple[Any, ...], has_aux: bool = False
+) -> Any:
     """Return the value and the pushforward: the pullback is linear, and its transpose this."""
     inputs, _, chosen = _inputs(primals)
-    out = func(*chosen)
+    out, aux = _split(func(*chosen), has_aux)
     outputs, spec = pytree.tree_flatten(out)
     duals = [torch.full_like(x, 0.5, requires_grad=True) for x in outputs]
     pulled = _pull(outputs, inputs, duals)
-    return out, pytree.tree_unflatten(_pull(pulled, duals, pytree.tree_leaves(tangents)), spec)
+    pushed = pytree.tree_unflatten(_pull(pulled, duals, pytree.tree_leaves(tangents)), spec)
+    return (out, pushed, *aux)
 
 
-def linearize(func: Function, *primals: Any) -> Any:
-    """Return the value and the pushforward at these primals."""
-    return func(*primals), lambda *tangents: jvp(func, primals, tangents)[1]
+def linearize(func: Function, *primals: Any, has_aux: bool = False) -> Any:
+    """Return the value, the pushforward at these primals, and the auxiliary part."""
+    out, aux = _split(func(*primals), has_aux)
+    return out, lambda *tangents: jvp(func, primals, tangents, has_aux)[1], *aux
 
 
-def jacrev(func: Function, argnums: int | tuple[int, ...] = 0, **_: Any) -> Function:
+def jacrev(
+    func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **_: Any
+) -> Function:
     """Return the Jacobian, a row for each entry of the outputs."""
 
     @functools.wraps(func)
     def jacobian(*args: Any) -> Any:
         names = (argnums,) if isinstance(argnums, int) else argnums
         inputs, spec, chosen = _inputs([args[name] for name in names])
-        outputs, out_spec = pytree.tree_flatten(func(*_with(args, names, chosen)))
+        out, aux = _split(func(*_with(args, names, chosen)), has_aux)
+        outputs, out_spec = pytree.tree_flatten(out)
         blocks = []
         for out in outputs:
             rows = [_pull([y], inputs, [torch.ones_like(y)]) for y in out.reshape(-1)]
@@ -297,14 +319,17 @@ def jacrev(func: Function, argnums: int | tuple[int, ...] = 0, **_: Any) -> Func
             ]
             tree = pytree.tree_unflatten(found, spec)
             blocks.append(tree[0] if isinstance(argnums, int) else tuple(tree))
-        return pytree.tree_unflatten(blocks, out_spec)
+        found = pytree.tree_unflatten(blocks, out_spec)
+        return (found, *aux) if has_aux else found
 
     return jacobian
 
 
-def jacfwd(func: Function, argnums: int | tuple[int, ...] = 0, **_: Any) -> Function:
+def jacfwd(
+    func: Function, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **_: Any
+) -> Function:
     """Return the Jacobian."""
-    return jacrev(func, argnums)
+    return jacrev(func, argnums, has_aux)
 
 
 def hessian(func: Function, argnums: int | tuple[int, ...] = 0) -> Function:

@@ -56,6 +56,8 @@ def draw_tower(rng: random.Random, program: Program, inductor: bool = False) -> 
             if kind in ("jacrev", "jacfwd") and rng.random() < 0.2:
                 name = "chunk_size" if kind == "jacrev" else None
                 options = [(name, "2")] if name else []
+            if kind != "hessian" and rng.random() < 0.2:
+                options.append(("has_aux", "True"))
             tower.append(Transform(kind, argnums=tuple(sorted(chosen)), options=tuple(options)))
         elif kind == "vmap":
             tower.append(_vmap(rng, program, tuple(tower)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
 import select
@@ -16,6 +17,7 @@ from typing import IO, Any
 from tools.fuzz.running import CRASHES, HANGS, Verdict
 
 _MOST = 400  # programs of one process, whose caches grow
+_LAST_WORDS = 10.0  # seconds for the stacks of a process that hangs
 _WAITING = 4  # times the limit: so long a process may wait for a lock, or for the CPU
 
 
@@ -31,11 +33,12 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a program prints is not a verdict
     faulthandler.enable()
+    faulthandler.register(signal.SIGPROF, chain=True)  # prints all stacks, then ends the process
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     for line in sys.stdin:
         limit, mode, program = pickle.loads(base64.b64decode(line))
-        signal.setitimer(signal.ITIMER_PROF, limit)  # SIGPROF ends the process
+        signal.setitimer(signal.ITIMER_PROF, limit)  # sends SIGPROF
         verdict = modes.MODES[mode](program)
         print(base64.b64encode(pickle.dumps(verdict)).decode(), file=out, flush=True)
 
@@ -66,8 +69,10 @@ class Worker:
             return self._dead()
         ready, _, _ = select.select([back], [], [], _WAITING * self.limit)
         if not ready:
-            self.close()
-            return Verdict(HANGS, "time", f"no end after {time.monotonic() - begin:.0f} s")
+            process.send_signal(signal.SIGPROF)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS)
+            return self._hangs(f"no end after {time.monotonic() - begin:.0f} s")
         line = back.readline()
         if not line:
             return self._dead()
@@ -82,12 +87,20 @@ class Worker:
         assert process is not None
         code = process.wait()
         if code == -signal.SIGPROF:
-            self.close()
-            return Verdict(HANGS, "time", f"no end after {self.limit:.0f} s of CPU time")
-        self._said.seek(0)
-        said = self._said.read()[-2000:]
+            return self._hangs(f"no end after {self.limit:.0f} s of CPU time")
+        said = self._last_said(2000)
         self.close()
         return Verdict(CRASHES, f"exit {code}", said)
+
+    def _hangs(self, reason: str) -> Verdict:
+        """Return the verdict on a program that does not end, with the stacks of its threads."""
+        said = self._last_said(8000)
+        self.close()
+        return Verdict(HANGS, "time", f"{reason}\n{said}")
+
+    def _last_said(self, most: int) -> str:
+        self._said.seek(0)
+        return self._said.read()[-most:]
 
     def _start(self) -> None:
         # stderr goes to a file: a pipe that is not read would block the process when it is full.
