@@ -14,6 +14,7 @@ from tsfunc.bridge.tracers.function_registry import Stage, registry
 
 Function = Callable[[torch.Tensor], Any]
 X = torch.linspace(-2, 2, 120, dtype=torch.float64).reshape(5, 4, 6).sin()
+L1_LOSS: Any = F.l1_loss  # torch's annotation lacks the weights
 WITHOUT_DIMS = torch.tensor(0.5, dtype=torch.float64)
 
 FORMS: dict[str, Function] = {
@@ -68,6 +69,8 @@ FORMS: dict[str, Function] = {
     "a mask by method and by name": lambda x: x.where(condition=x > 0, other=x * 2),
     "a number that is copied": lambda x: torch.zeros_like(x).copy_(2),  # type: ignore[arg-type]
     "a number that is copied to a view": lambda x: (x * 1)[1:].copy_(True),  # type: ignore[arg-type]
+    "a loss with weights": lambda x: L1_LOSS(x, x * 2 + 1, reduction="none", weight=x.cos()),
+    "a mean loss with weights": lambda x: L1_LOSS(x, x.sin() - 1, weight=x.cos() + 2),
     "indices": lambda x: x[torch.tensor([0, -1, 2])],
     "indices of the second dim": lambda x: x[:, torch.tensor([[0, 1], [3, 3]])],
     "indices after an ellipsis": lambda x: x[..., torch.tensor([1, 0])],

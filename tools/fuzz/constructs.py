@@ -293,6 +293,8 @@ _NORMS = templates(
     F.local_response_norm({x}[None], 2)
     F.mse_loss({x}, {y})
     F.smooth_l1_loss({x}, {y})
+    F.l1_loss({x}, {x}.sin() - 1, weight={x}.square() + 1)
+    F.l1_loss({x}, {x}.cos() + {n}, reduction="none", weight={x})
     F.huber_loss({x}, {y}, reduction="none")
     F.kl_div({x}.log_softmax({d}), {x}.cos().softmax({d}), reduction="sum")
     F.binary_cross_entropy_with_logits({x}, {y}.sigmoid())

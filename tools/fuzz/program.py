@@ -384,7 +384,7 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
     chosen = [params[i] for i in step.argnums]
     some = f"lambda {', '.join(chosen)}: "
     some += with_aux("floats") if aux else f"floats({inner}({every}))"
-    rest = ", *rest" if aux else ""
+    more = ", *rest" if aux else ""
     tangents = [f"like({p}, lambda t: (t * {i + 2}).cos())" for i, p in enumerate(chosen)]
     if step.kind == "jvp":
         call = f"tsfunc.jvp({some}, {_tuple(chosen)}, {_tuple(tangents)}{options})"
@@ -392,16 +392,16 @@ def _step(program: Program, step: Transform, inner: str, name: str) -> list[str]
     if step.kind == "vjp":
         return [
             f"def {name}({every}):",
-            f"    out, pull{rest} = tsfunc.vjp({some}, {', '.join(chosen)}{options})",
-            f"    return (*pull(like(out, lambda t: t.cos())){rest})"
+            f"    out, pull{more} = tsfunc.vjp({some}, {', '.join(chosen)}{options})",
+            f"    return (*pull(like(out, lambda t: t.cos())){more})"
             if aux
             else "    return pull(like(out, lambda t: t.cos()))",
         ]
     assert step.kind == "linearize"
     return [
         f"def {name}({every}):",
-        f"    out, push{rest} = tsfunc.linearize({some}, {', '.join(chosen)}{options})",
-        f"    return (out, push({', '.join(tangents)}){rest})",
+        f"    out, push{more} = tsfunc.linearize({some}, {', '.join(chosen)}{options})",
+        f"    return (out, push({', '.join(tangents)}){more})",
     ]
 
 

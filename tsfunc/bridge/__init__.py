@@ -3,7 +3,8 @@
 This is the only room that uses torch's private names. Each file lists the private names that it
 uses, with the torch releases that have them. This file is the room's loader: it fills the registry
 of function rules, imports the kernels of the built-in keys, tells the catalogue how operators are
-read, and lists what the first transform of a process prepares.
+read, lists what the first transform of a process prepares, and mends a call of torch that loses an
+argument.
 
 The package is private.
 """
@@ -43,6 +44,7 @@ from tsfunc.bridge.tracers import (
     compressed,
     containers,
     grad_level,
+    lost_arguments,
     methods,
 )
 from tsfunc.bridge.tracers.function_registry import registry
@@ -75,3 +77,4 @@ def _reader() -> Any:
 install(_reader)
 registry.load([module.function_rules for module in _RULES])
 pytrees.on_unknown(containers.register)
+lost_arguments.pass_all_arguments()

@@ -38,10 +38,9 @@ class Joined:
 
     @property
     def kept(self) -> int:
-        """The bytes of the largest result with parts to concatenate, so far."""
-        return max(
-            [leaf.bytes for leaf in self._leaves if isinstance(leaf, _PartsJoiner)], default=0
-        )
+        """The bytes of the largest result with parts to concatenate, so far, of known size."""
+        parts = [leaf.bytes for leaf in self._leaves if isinstance(leaf, _PartsJoiner)]
+        return max([size for size in parts if isinstance(size, int)], default=0)
 
     def add(self, start: int, out: Any) -> None:
         """Add the result of the chunk that begins at the example ``start``."""

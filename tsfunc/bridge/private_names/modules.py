@@ -48,6 +48,27 @@ def _buffers() -> None:
 
 
 @entry(
+    "The handler of torch.nn.functional",
+    "torch.nn.functional.handle_torch_function",
+    use="The weights of F.l1_loss, which torch leaves out where a tensor has a class of its own.",
+    stand_in="None: the loss would be computed without its weights.",
+    risk=Risk.LOW,
+)
+def _functional_handler() -> None:
+    class Noting(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return kwargs
+
+    x = torch.ones(2)
+    loss: Any = torch.nn.functional.l1_loss
+    given = loss(x.as_subclass(Noting), x, weight=x)
+    expect(given["weight"] is x, "the weights of F.l1_loss")
+
+
+@entry(
     "Steps of optimizers",
     """torch.amp.grad_scaler.GradScaler._maybe_opt_step Optimizer._init_group""",
     use="functional_optimizer(...).init() makes the state that the first step would make; a trace "
