@@ -431,6 +431,14 @@ def test_a_first_vmap_of_grad_loads_only_the_modules_it_needs() -> None:
     assert below(loaded, (*UNUSED_BY_VMAP, "torch._dynamo", "torch._inductor")) == []
 
 
+def test_a_first_call_whose_arguments_torch_parses_loads_nothing() -> None:
+    """torch does not load DTensor for the probes that find the form of a call."""
+    loaded = loaded_by(
+        "import torch, tsfunc\ntsfunc.vmap(lambda x: torch.argmax(x.sin(), 0))(torch.ones(3, 4))"
+    )
+    assert below(loaded, ("sympy", "torch.distributed.tensor")) == []
+
+
 def late_tables() -> Iterator[tuple[str, str]]:
     """The packages with names that are loaded late, and their sources."""
     for module, file in modules():

@@ -20,6 +20,7 @@ without storage; ``_C._disabled_torch_function_impl`` disables ``__torch_functio
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -28,6 +29,7 @@ import torch
 from torch._C import _disabled_torch_function_impl
 
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.registrations import register_dispatch_handler
 from tsfunc.bridge.tracers.torch_state import (
     in_dispatch_modes,
     without_autocast,
@@ -308,6 +310,15 @@ class _Probe(torch.Tensor):
         raise _DispatchedCall(func, args, kwargs or {})
 
 
+@functools.cache
+def _prepare_probes(name: str) -> None:
+    """Register the dispatch handler of probes for a function's operators, once."""
+    packet = getattr(torch.ops.aten, name)
+    overloads = [getattr(packet, each) for each in packet.overloads()]
+    handler = vars(_Probe)["__torch_dispatch__"].__func__
+    register_dispatch_handler(_Probe, handler, [overload.name() for overload in overloads])
+
+
 def _probe(like: torch.Tensor) -> torch.Tensor:
     # With arbitrary sizes, because those of the tensor itself may be symbolic.
     probe: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -376,6 +387,7 @@ def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     No dispatch mode may be active, because a mode would see the probes.
     """
     assert not in_dispatch_modes()
+    _prepare_probes(function.__name__)
     form: Form | None = None
     try:
         for numbers in (None, itertools.count(1001)):

@@ -15,7 +15,8 @@ a DTensor, and the first such test of a process imports ``torch.distributed.tens
 sympy, which takes half a second. A handler that ``torch.library.register_torch_dispatch`` has
 registered for the operator and the class is called first, without that test. The handlers
 registered here are those of the classes themselves. The registration is for the operators that
-have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual.
+have a batching rule. Any other operator is brought to ``__torch_dispatch__`` as usual. The probes
+of ``parsing`` are registered for the operators of one function at a time.
 
 Private names used here (torch 2.13 and 2.14): ``torch.library`` itself is public; the kernels are
 registered for torch's unused keys ``VmapMode`` and ``TESTING_ONLY_GenericMode``. In ``torch._ops``,
@@ -30,7 +31,7 @@ import functools
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -296,21 +297,36 @@ _DTENSOR = "torch.distributed.tensor"
 
 
 @functools.cache
-def register_dispatch_handlers() -> torch.library.Library | None:
-    """Register the dispatch handler of each class of tracers, once: NOTE [dispatch handlers].
+def register_dispatch_handlers() -> None:
+    """Register the dispatch handler of each class of tracers, once: NOTE [dispatch handlers]."""
+    names = [name for name in all_rows() if name.startswith("aten::")]
+    for cls in dict.fromkeys(_subclasses(Tracer)):
+        register_dispatch_handler(cls, _dispatch_handler(cls), names)
 
-    Returns:
-        The library that keeps the registrations; None if DTensor is imported already.
+
+def register_dispatch_handler(
+    cls: type[torch.Tensor], handler: Callable[..., Any], names: Iterable[str]
+) -> None:
+    """Register the dispatch handler of a class for operators: NOTE [dispatch handlers].
+
+    Args:
+        cls: the class.
+        handler: a function of the class and the call.
+        names: the names of the operators. Those that have the handler already are left out.
     """
     if _DTENSOR in sys.modules:
-        return None
+        return
     library = torch.library.Library("aten", "FRAGMENT")
-    handlers = {cls: _dispatch_handler(cls) for cls in _subclasses(Tracer)}
-    for name in all_rows():
-        if name.startswith("aten::"):
-            for cls, handler in handlers.items():
+    _others.append(library)
+    with _handler_lock:
+        for name in names:
+            if (cls, name) not in _have_handler:
+                _have_handler.add((cls, name))
                 torch.library.register_torch_dispatch(name, cls, handler, lib=library)
-    return library
+
+
+_handler_lock = threading.Lock()
+_have_handler: set[tuple[type, str]] = set()
 
 
 def _subclasses(cls: type[Tracer]) -> Iterator[type[Tracer]]:
