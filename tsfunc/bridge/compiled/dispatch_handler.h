@@ -10,9 +10,6 @@
 
 namespace {
 
-// False while Python serves every call: compiled.paused().
-bool enabled = true;
-
 // Operators on fewer elements keep the GIL: to release it takes longer than they do.
 constexpr int64_t kSmall = 4096;
 
@@ -20,16 +17,6 @@ constexpr int64_t kSmall = 4096;
 bool is_batched_throughout(PyObject* value) {
   while (is_tracer(value)) value = value_of(value);
   return value != nullptr && THPVariable_CheckExact(value);
-}
-
-// The alias of a tracer at its level, or null.
-Owned alias_of(PyObject* tracer) {
-  PyObject* level = level_of(tracer);
-  Owned state = current_state();
-  if (level == nullptr || slot(state.get(), slots.plain) != Py_True || !is_ready(level) ||
-      !reaches(state.get(), level))
-    return Owned();
-  return wrap(value_of(tracer), bdim_of(tracer), level);
 }
 
 // The dispatch handler of one operator.

@@ -1,4 +1,4 @@
-// The function handler and the class method __torch_dispatch__ of the class of tracers.
+// The function handler of the class of tracers.
 #pragma once
 
 #include "dispatch_handler.h"
@@ -124,22 +124,6 @@ PyObject* function_handler(PyObject* cls, PyObject* const* args, Py_ssize_t coun
     if (out) return out.release();
   }
   return give_to(names.function_handler, cls, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
-// The boxed kernels take most calls before this; C++ calls it for the detach of a tensor that
-// autograd saves, whatever kernels there are.
-PyObject* dispatch_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  if (enabled && count >= 3 && PyTuple_CheckExact(args[2]) && PyTuple_GET_SIZE(args[2]) == 1 &&
-      is_tracer(PyTuple_GET_ITEM(args[2], 0))) {
-    PyObject* op = operator_of(args[0]);
-    if (op != nullptr && slot(op, slots.by_tracers) == names.alias) {
-      Owned made = alias_of(PyTuple_GET_ITEM(args[2], 0));
-      if (made) return made.release();
-    }
-  }
-  return give_to(names.dispatch_handler, cls, args, count);
   END_HANDLE_TH_ERRORS
 }
 

@@ -52,25 +52,18 @@ PyObject* setup(PyObject*, PyObject* options) {
   END_HANDLE_TH_ERRORS
 }
 
-// methods(cls): the class methods of a class of tracers, by name.
-PyObject* methods(PyObject*, PyObject* cls) {
-  HANDLE_TH_ERRORS
-  static PyMethodDef functions = {
+// function_handler(cls): the class method __torch_function__ of a class of tracers.
+PyObject* function_handler_of(PyObject*, PyObject* cls) {
+  static PyMethodDef method = {
       "__torch_function__", reinterpret_cast<PyCFunction>(function_handler),
       METH_FASTCALL | METH_CLASS, nullptr};
-  static PyMethodDef dispatch = {
-      "__torch_dispatch__", reinterpret_cast<PyCFunction>(dispatch_handler),
-      METH_FASTCALL | METH_CLASS, nullptr};
-  auto* tracer = reinterpret_cast<PyTypeObject*>(cls);
-  Owned one = checked(PyDescr_NewClassMethod(tracer, &functions));
-  Owned other = checked(PyDescr_NewClassMethod(tracer, &dispatch));
-  return Py_BuildValue("{sOsO}", functions.ml_name, one.get(), dispatch.ml_name, other.get());
-  END_HANDLE_TH_ERRORS
+  return PyDescr_NewClassMethod(reinterpret_cast<PyTypeObject*>(cls), &method);
 }
 
 PyMethodDef definitions[] = {
     {"setup", setup, METH_O, "Look up what the handlers use."},
-    {"methods", methods, METH_O, "Return the class methods of a class of tracers."},
+    {"function_handler", function_handler_of, METH_O,
+     "Return the method __torch_function__ of a class of tracers."},
     {"enable", enable, METH_O, "Let the handlers take calls, or leave every call to Python."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},

@@ -55,7 +55,7 @@ Owned checked(PyObject* object) {
 
 // Objects that setup() is given and holds for the life of the process.
 #define NAMES(X)                                                                       \
-  X(tracer) X(promoted) X(size) X(tls) X(function_handler) X(dispatch_handler)         \
+  X(tracer) X(promoted) X(size) X(tls) X(function_handler)                             \
   X(overload_type) X(operators) X(function_plans) X(call_below) X(no_tensors) X(wrap)  \
   X(alias) X(same_size) X(same_numel) X(batch_changed) X(record) X(tracer_level)       \
   X(value) X(bdim) X(dispatch_level) X(step_direct) X(step_same_rank)                  \

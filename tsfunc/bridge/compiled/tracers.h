@@ -16,6 +16,28 @@ namespace {
 
 bool is_strided(const at::Tensor& value) { return value.layout() == at::kStrided; }
 
+// False while Python serves every call: compiled.paused().
+bool enabled = true;
+
+// The tensor of a tracer. Autograd saves a result of an operator, and reads it again, by a shallow
+// copy: the copy of a tracer is an alias at its level, as its handler in Python returns.
+class TracerImpl : public c10::TensorImpl {
+ public:
+  using c10::TensorImpl::TensorImpl;
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      const c10::VariableVersion& version, bool allow_change) const override {
+    return copy(c10::VariableVersion(version), allow_change);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
+      c10::VariableVersion&& version, bool allow_change) const override {
+    return copy(std::move(version), allow_change);
+  }
+
+ private:
+  c10::intrusive_ptr<c10::TensorImpl> copy(
+      c10::VariableVersion&& version, bool allow_change) const;
+};
+
 // Wrap a physical value as a tracer of a level; bdim is an int, or None for a value that is not
 // batched. Values that are laid out in other ways than by strides are wrapped in Python.
 Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_offset = true) {
@@ -50,7 +72,7 @@ Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_of
       c10::StorageImpl::use_byte_size_t(), bytes, c10::DataPtr(nullptr, value.device()),
       c10::GetAllocator(c10::kMeta), true));
   c10::DispatchKeySet keys = c10::DispatchKeySet(value.key_set().highestBackendKey());
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+  at::Tensor tensor = at::detail::make_tensor<TracerImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::Dense) | keys, value.dtype());
   auto* made = tensor.unsafeGetTensorImpl();
   made->set_python_dispatch(true);
@@ -72,6 +94,34 @@ Owned wrap(PyObject* value_object, PyObject* bdim, PyObject* level, bool with_of
 at::Tensor wrap_tensor(const at::Tensor& tensor, PyObject* bdim, PyObject* level) {
   Owned object = checked(THPVariable_Wrap(tensor));
   return THPVariable_Unpack(wrap(object.get(), bdim, level).get());
+}
+
+// The alias of a tracer at its level. Null where Python is to make it.
+Owned alias_of(PyObject* tracer) {
+  PyObject* level = level_of(tracer);
+  Owned state = current_state();
+  if (level == nullptr || !is_plain(state) || !is_ready(level) || !reaches(state.get(), level))
+    return Owned();
+  return wrap(value_of(tracer), bdim_of(tracer), level);
+}
+
+c10::intrusive_ptr<c10::TensorImpl> TracerImpl::copy(
+    c10::VariableVersion&& version, bool allow_change) const {
+  if (enabled && !c10::impl::dispatch_mode_enabled() &&
+      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    py::gil_scoped_acquire gil;
+    at::Tensor self(c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(
+        const_cast<TracerImpl*>(this)));
+    Owned object = checked(THPVariable_Wrap(self));
+    Owned made = is_tracer(object.get()) ? alias_of(object.get()) : Owned();
+    if (made) {
+      c10::intrusive_ptr<c10::TensorImpl> alias = THPVariable_Unpack(made.get()).getIntrusivePtr();
+      alias->set_version_counter(std::move(version));
+      alias->set_allow_tensor_metadata_change(allow_change);
+      return alias;
+    }
+  }
+  return TensorImpl::shallow_copy_and_detach(std::move(version), allow_change);
 }
 
 // Take an argument into account for the innermost level of the tracers among arguments (borrowed).

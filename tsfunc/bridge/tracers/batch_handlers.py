@@ -425,7 +425,6 @@ def _use_compiled() -> None:
         "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
         "plan": Plan, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
-        "dispatch_handler": FastBatchTracer.__dict__["__torch_dispatch__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
         "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
         "no_tensors": NO_TENSORS, "wrap": wrap_in_python, "alias": _alias,
@@ -436,9 +435,8 @@ def _use_compiled() -> None:
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):
-        # C class methods replace those that the classes inherit.
-        for name, method in handlers.methods(kind).items():
-            setattr(kind, name, method)
+        # A C class method replaces the one that the classes inherit.
+        kind.__torch_function__ = handlers.function_handler(kind)
     add_rule_listener(handlers.install)
 
 
