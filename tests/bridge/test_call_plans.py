@@ -41,6 +41,16 @@ CALLS: dict[str, Function] = {
     "a decomposition": lambda x, y, v, n: F.cosine_similarity(x, y, int(n) % 2),
     "a matrix": lambda x, y, v, n: torch.outer(v, v) @ x.T @ F.linear(y, x),
     "an overload": lambda x, y, v, n: torch.ops.aten.mul.Tensor(x, y),
+    "a tensor by name": lambda x, y, v, n: torch.sub(alpha=n, other=y, input=x),
+    "options by name": lambda x, y, v, n: x.sum(keepdim=bool(n % 2), dim=int(n) % 2),
+    "packed numbers of views": lambda x, y, v, n: x.reshape(2, 6).permute(1, 0).flatten(),
+    "lists of numbers": lambda x, y, v, n: x.roll((1, int(n)), (0, -1)) + y.flip([0, 1]),
+    "an optional tensor": lambda x, y, v, n: (
+        torch.clamp(x, None, y) + F.linear(x, y[:, :], None) @ y
+    ),
+    "a dtype": lambda x, y, v, n: torch.cumsum(x, int(n) % 2, dtype=torch.float32).double(),
+    "several results": lambda x, y, v, n: torch.var_mean(x, int(n) % 2)[1] * x.max(int(n) % 2)[0],
+    "a list of results": lambda x, y, v, n: torch.stack([*x.split(2, -1), *(y.chunk(2, 1))]),
 }
 
 

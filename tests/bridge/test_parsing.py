@@ -68,6 +68,7 @@ ALIKE: dict[str, list[Call]] = {
     "a list of tensors": [call(torch.cat, [A, B], 1), call(torch.cat, (A, B, A), 0)],
     "a word": [call(torch.einsum, "ijk,ijk->i", A, B)],
     "a tensor left out": [call(torch.clamp, A, None, A)],
+    "a number for a tensor": [call(torch.mul, A, 2.5), call(torch.mul, A, -0.5)],
     "a factory": [call(torch.zeros_like, A)],
     "another one": [call(torch.full_like, A, 3)],
     "no sizes": [call(F.max_pool2d, A, 2), call(F.max_pool2d, A, 3)],

@@ -2,11 +2,10 @@
 
 Most rules of views, reductions and scans call the operator once, with each dim shifted past the
 batch dim, and with the size of the batch before the sizes of a shape. A rule that declares this
-can be run as data: compiled handlers shift the arguments themselves (``call_plans``), those of the
-operator and those of a Python function whose arguments have the same positions. The
-declaration holds for calls in which the batch dim of every tensor is the first, every tensor is
-batched, and all have the same rank, with at least one logical dim; the rule serves all other calls,
-and those that raise.
+can be run as data: compiled handlers shift the arguments of the operator themselves
+(``call_plans``), also if a Python function is called. The declaration holds for calls in which the
+batch dim of every tensor is the first, every tensor is batched, and all have the same rank, with at
+least one logical dim; the rule serves all other calls, and those that raise.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def shifted(*changes: Shift) -> Callable[[R], R]:
     """Decorate a rule that changes its arguments so, if the batch dim is first.
 
     Args:
-        changes: the changes of the first arguments; others are passed as they are. A call that
-            omits one of these arguments is left to the rule.
+        changes: the changes of the first arguments; others are passed as they are. A call in which
+            one of these arguments has another type, as None has, is left to the rule.
     """
 
     def declare(rule: R) -> R:

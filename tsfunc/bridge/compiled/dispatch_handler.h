@@ -37,6 +37,16 @@ class DispatchHandler : public c10::OperatorKernel {
     give_to_python(op, keys, stack);
   }
 
+  const c10::OperatorHandle& handle() {
+    if (!handle_.has_value()) {
+      py::object schema = py::handle(slot(op_, slots.overload)).attr("_schema");
+      handle_.emplace(find_operator(
+          py::cast<std::string>(schema.attr("name")),
+          py::cast<std::string>(schema.attr("overload_name"))));
+    }
+    return *handle_;
+  }
+
   // Call the operator on values, which may be tracers of outer levels.
   void call_below(const c10::OperatorHandle& op, Stack& values, const Call& call, PyObject* state) {
     if (call.outer_tracers && any_subclass(op, values)) {
@@ -107,7 +117,7 @@ class DispatchHandler : public c10::OperatorKernel {
     std::optional<UnderState> under;
     if (!needs_no_state(call, captured.key_sets.included_)) under.emplace(state.get(), below.get());
     c10::impl::ForceDispatchKeyGuard guard(captured.key_sets);
-    WithGradMode mode(captured.grad_mode);
+    c10::AutoGradMode mode(captured.grad_mode);
     std::optional<Stack> results = run_steps(op, plan.get(), call, below.get());
     if (!results.has_value()) return false;
     return_results(op, stack, std::move(*results));
@@ -125,10 +135,11 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!direct && !unbatched && step != names.step_rule && step != names.step_same_rank &&
         step != names.step_broadcast)
       return std::nullopt;
-    Stack values(call.values);
-    for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
-      if (values[i].isTensor()) values[i] = padded(values[i].toTensor(), call.rank);
-    bool shifted = !direct && !unbatched && shift_arguments(plan, call, values);
+    bool shifts = !direct && !unbatched && can_shift(plan, call);
+    Stack values = shifts ? call.values : Stack();
+    if (direct || unbatched) values = std::move(call.values);
+    if (direct) pad(values, call);
+    bool shifted = shifts && shift_arguments(plan, call, values);
     try {
       if (!direct && !unbatched && !shifted) return run_recipe(op, plan, call, state);
       call_below(op, values, call, state);
@@ -141,9 +152,8 @@ class DispatchHandler : public c10::OperatorKernel {
       if (is_users_error(call)) raise();
       return std::nullopt;
     }
-    if (is_true(slot(plan, slots.writes))) return Stack{call.first()};
-    Owned zero = checked(PyLong_FromLong(0));
-    PyObject* bdim = direct ? slot(plan, slots.dim) : unbatched ? Py_None : zero.get();
+    if (slot(plan, slots.writes) == Py_True) return Stack{call.first()};
+    PyObject* bdim = direct ? slot(plan, slots.dim) : unbatched ? Py_None : names.zero;
     for (c10::IValue& value : values)
       value = with_tensors(
           value, [&](const at::Tensor& tensor) { return wrap_tensor(tensor, bdim, call.level); });
@@ -252,16 +262,7 @@ class DispatchHandler : public c10::OperatorKernel {
     if (!is_set(plans) || (!records && !is_set(slot(op_, slots.direct_rule))) || writes_other(op_))
       return false;
     Owned plan = Owned::copy(find_plan(plans, records ? slots.recorded : slots.plans, call));
-    if (!plan) {
-      PyObject* overload = slot(op_, slots.overload);
-      plan = checked(
-          records ? PyObject_CallMethod(
-                        plans, "make_recorded", "OOOO", overload, names.no_kwargs, call.key.get(),
-                        call.key.get())
-                  : PyObject_CallMethod(
-                        plans, "make", "OOOOO", overload, Arguments(op, stack).tuple().get(),
-                        names.no_kwargs, call.key.get(), call.key.get()));
-    }
+    if (!plan) return false;  // the call in Python leaves one behind
     if (records) {
       auto visit = [&](long i, auto see) { each_tensor(call.values[i], see); };
       if (slot(plan.get(), slots.innermost) == Py_True || !can_record(plan.get(), call.level, visit))
@@ -307,6 +308,7 @@ class DispatchHandler : public c10::OperatorKernel {
   }
 
   PyObject* op_;  // the TorchOperator, held for the life of the process
+  std::optional<c10::OperatorHandle> handle_;
   std::optional<Schema> schema_;
 };
 

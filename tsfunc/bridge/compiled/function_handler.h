@@ -21,13 +21,63 @@ void each_tensor_of(PyObject* arg, F see) {
       each_tensor_of(PySequence_Fast_ITEMS(arg)[i], see);
 }
 
+// The handler of the operator that torch calls for a function, or null if a plan does not know it, or
+// a mode is to see the call.
+DispatchHandler* parsed_operator(PyObject* plan) {
+  PyObject* form = slot(plan, slots.parsed);
+  if (!is_set(form) || at::impl::PythonTorchFunctionTLS::stack_len() != 0) return nullptr;
+  return handler_of(slot(form, slots.form_operator));
+}
+
+// Call a function on the values of a call, as they are or with arguments that are shifted past the
+// batch dim: its operator, if the plan knows it. Null without an error where that is not possible.
+Owned call_on_values(
+    PyObject* func, PyObject* plan, FunctionCall& call, bool direct, PyObject* state,
+    PyObject* kwnames) {
+  DispatchHandler* handler = nullptr;
+  if (!call.function_subclass && (direct || can_shift(plan, call))) handler = parsed_operator(plan);
+  Stack stack;
+  if (handler != nullptr) {
+    stack = to_stack(handler->handle(), slot(plan, slots.parsed), call.values(), call.positional);
+    if (direct)
+      pad(stack, call);
+    else if (!has_single_result(handler->handle()) || !shift_arguments(plan, call, stack))
+      handler = nullptr;
+  }
+  if (handler == nullptr && !(direct ? call.has_one_rank() : has_index(plan) && shift_index(call)))
+    return Owned();
+  PyObject* outer = slot(call.level, slots.outer);
+  std::optional<UnderState> under;
+  if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
+    under.emplace(state, outer);
+  try {
+    if (handler == nullptr) {
+      Owned out = checked(PyObject_Vectorcall(
+          direct ? slot(plan, slots.function) : func, call.values(),
+          call.positional | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames));
+      return out.get() == Py_None || THPVariable_Check(out.get()) ? std::move(out) : Owned();
+    }
+    handler->call_below(handler->handle(), stack, call, outer);
+    return from_stack(stack, Py_None);
+  } catch (const c10::Error&) {
+    // The rule raises the error of one example.
+    if (direct && call.strided && batch_size(call.level) != 0) throw;
+  } catch (python_error& error) {
+    error.restore();
+    if ((direct || !PyErr_ExceptionMatches(PyExc_Exception)) && is_users_error(call)) raise();
+    PyErr_Clear();
+  }
+  return Owned();
+}
+
 // NOTE [compiled handlers]: the function handler. Null without an error where Python is to take
 // the call.
 Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* kwargs) {
   Owned kwnames;
   c10::SmallVector<PyObject*, 8> given;
   given.append(&PyTuple_GET_ITEM(args, 0), &PyTuple_GET_ITEM(args, 0) + PyTuple_GET_SIZE(args));
-  const size_t positional = given.size();
+  FunctionCall call;
+  call.positional = given.size();
   if (kwargs != nullptr) {
     kwnames = checked(PyTuple_New(PyDict_GET_SIZE(kwargs)));
     PyObject *name, *value;
@@ -40,7 +90,6 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   PyObject* op = nullptr;
   PyObject* plans = plans_of(func, kwnames.get(), &op);
   if (!is_set(plans) || below_autograd()) return Owned();
-  FunctionCall call;
   if (!call.unwrap(given.data(), given.size(), kwnames.get()) ||
       !is_ready(call.level) || in_functorch())
     return Owned();
@@ -55,10 +104,19 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   if (found == nullptr) return Owned();
   if (slot(found, slots.innermost) == Py_True && !is_innermost(call.values(), call.count()))
     return Owned();
+  // Call torch on the tracers: the operator, whose arguments a plan may know.
+  auto to_torch = [&](PyObject* plan) {
+    DispatchHandler* handler = parsed_operator(plan);
+    if (handler == nullptr) return call_below(func, types, args, kwargs);
+    PyObject* form = slot(plan, slots.parsed);
+    Stack stack = to_stack(handler->handle(), form, given.data(), call.positional);
+    handler->handle().callBoxed(&stack);
+    return from_stack(stack, slot(form, slots.result_class));
+  };
   if (records || slot(found, slots.step) == names.step_composite) {
     // C++ records the call at the level, and it comes back to the dispatch handler.
     if (!can_record(found, level, visit)) return Owned();
-    return call_below(func, types, args, kwargs);
+    return to_torch(Owned::copy(found).get());
   }
   if (!may_write(found, level)) return Owned();
   Owned plan = Owned::copy(found);  // the table of plans may be cleared meanwhile
@@ -68,29 +126,13 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   bool below = !direct && slot(plan.get(), slots.below) == Py_True &&
       !any_autocast() &&  // NOTE [autocast and rules]
       !c10::impl::dispatch_mode_enabled();
-  if (direct || (below && shift_call(plan.get(), call))) {
-    Owned out;
-    {
-      std::optional<UnderState> under;
-      if (!needs_no_state(call, c10::impl::tls_local_dispatch_key_set().included_))
-        under.emplace(state.get(), slot(level, slots.outer));
-      for (size_t i = 0; direct && !call.has_one_rank() && i < 2; ++i)
-        call.set(i, checked(THPVariable_Wrap(padded(THPVariable_Unpack(call.values()[i]), call.rank))));
-      size_t count = kwnames ? positional : call.count();
-      out = Owned(PyObject_Vectorcall(
-          direct ? slot(plan.get(), slots.function) : func, call.values(), count | PY_VECTORCALL_ARGUMENTS_OFFSET, kwnames.get()));
-    }
+  if (direct || below) {
+    Owned out = call_on_values(func, plan.get(), call, direct, state.get(), kwnames.get());
     if (out.get() == Py_None) return out;  // of an assignment to an item
-    if (out && THPVariable_Check(out.get())) {
-      if (slot(plan.get(), slots.writes) == Py_True)
-        return Owned::copy(PyTuple_GET_ITEM(args, 0));
-      Owned zero = checked(PyLong_FromLong(0));
-      return wrap(out.get(), direct ? slot(plan.get(), slots.dim) : zero.get(), level);
-    }
-    // The rule raises the error of one example.
-    if (!out && (direct || !PyErr_ExceptionMatches(PyExc_Exception)) && is_users_error(call))
-      raise();
-    PyErr_Clear();
+    if (out && slot(plan.get(), slots.writes) == Py_True)
+      return Owned::copy(PyTuple_GET_ITEM(args, 0));
+    if (out) return wrap(out.get(), direct ? slot(plan.get(), slots.dim) : names.zero, level);
+    if (direct) return Owned();
   }
   // torch calls the operator, whose plan the dispatch handler runs.
   bool tangents = torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
@@ -98,14 +140,15 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
   bool has_method = slot(plan.get(), slots.innermost) == Py_True;
   c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKeySet(
       {c10::DispatchKey::AutogradFunctionality, c10::DispatchKey::ADInplaceOrView}));
-  if (!has_method) return call_below(func, types, args, kwargs);
   try {
-    return call_below(func, types, args, kwargs);
-  } catch (python_error& error) {
+    return to_torch(plan.get());
+  } catch (const c10::Error&) {
     // The function's own method in Python may have a result: a copy where a batch has no view.
-    if (!PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
-    return Owned();
+    if (!has_method) throw;
+  } catch (python_error& error) {
+    if (!has_method || !PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
   }
+  return Owned();
 }
 
 PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ssize_t count) {
@@ -115,16 +158,59 @@ PyObject* give_to(PyObject* handler, PyObject* cls, PyObject* const* args, Py_ss
       handler, passed + 1, (count + 1) | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
-PyObject* function_handler(PyObject* cls, PyObject* const* args, Py_ssize_t count) {
+// The function handler as an object. torch looks __torch_function__ up for each argument, by a C
+// string, and __self__ of what it finds: tp_getattr answers without a Python string.
+struct Handler {
+  PyObject_HEAD
+  vectorcallfunc call;
+};
+
+PyObject* function_handler(PyObject*, PyObject* const* args, size_t nargs, PyObject*) {
   HANDLE_TH_ERRORS
+  Py_ssize_t count = PyVectorcall_NARGS(nargs);
   if (enabled && count >= 3 && PyTuple_CheckExact(args[2]) &&
       (count == 3 || args[3] == Py_None || PyDict_CheckExact(args[3]))) {
     bool named = count > 3 && args[3] != Py_None && PyDict_GET_SIZE(args[3]) != 0;
     Owned out = call_function(args[0], args[1], args[2], named ? args[3] : nullptr);
     if (out) return out.release();
   }
-  return give_to(names.function_handler, cls, args, count);
+  return give_to(names.function_handler, names.tracer, args, count);
   END_HANDLE_TH_ERRORS
+}
+
+PyObject* attribute_by_text(PyObject* object, char* name) {
+  Owned text(PyUnicode_FromString(name));
+  return text ? PyObject_GetAttr(object, text.get()) : nullptr;
+}
+
+PyTypeObject handler_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+Handler handler_object = {PyObject_HEAD_INIT(&handler_type) function_handler};
+
+PyObject* attribute_of_handler(PyObject* handler, char* name) {
+  if (std::strcmp(name, "__self__") == 0) return Py_NewRef(names.tracer);
+  return attribute_by_text(handler, name);
+}
+
+PyObject* attribute_of_tracer(PyObject* tracer, char* name) {
+  if (is_tracer(tracer) && std::strcmp(name, "__torch_function__") == 0)
+    return Py_NewRef(reinterpret_cast<PyObject*>(&handler_object));
+  return attribute_by_text(tracer, name);
+}
+
+// install_function_handler(cls): let a class of tracers have the function handler.
+PyObject* install_function_handler(PyObject*, PyObject* cls) {
+  handler_type.tp_name = "tsfunc_handlers.FunctionHandler";
+  handler_type.tp_basicsize = sizeof(Handler);
+  handler_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
+  handler_type.tp_vectorcall_offset = offsetof(Handler, call);
+  handler_type.tp_call = PyVectorcall_Call;
+  handler_type.tp_getattr = attribute_of_handler;
+  handler_type.tp_getattro = PyObject_GenericGetAttr;
+  if (PyType_Ready(&handler_type) < 0) return nullptr;
+  auto* handler = reinterpret_cast<PyObject*>(&handler_object);
+  if (PyObject_SetAttrString(cls, "__torch_function__", handler) < 0) return nullptr;
+  reinterpret_cast<PyTypeObject*>(cls)->tp_getattr = attribute_of_tracer;
+  Py_RETURN_NONE;
 }
 
 }  // namespace

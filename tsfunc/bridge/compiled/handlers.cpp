@@ -7,9 +7,10 @@
 // the results. A call without a plan goes to Python, which leaves a plan behind.
 //
 // NOTE [compiled handlers]
-// - The function handler is the class method __torch_function__ of BatchTracer. It calls pointwise
-//   functions on the values, and functions whose arguments can be shifted past a first batch dim
-//   (plans.h). Other functions it leaves to torch, and their operators come back to
+// - The function handler is __torch_function__ of BatchTracer. It calls the operator of a function,
+//   whose arguments the plan knows (parsing.Form): on the values, for pointwise functions and for
+//   arguments that can be shifted past a first batch dim (plans.h); or on the tracers, if autograd
+//   records the call at the level. Other functions it leaves to torch. Operators on tracers come to
 // - the dispatch handler, a boxed kernel on torch's dispatch key Python, registered for one operator
 //   at a time, when the operator's row is first looked up. Other tensor subclasses and dispatch modes
 //   that meet an operator with such a kernel are served by Python as before. Rules in Python run in
@@ -52,18 +53,10 @@ PyObject* setup(PyObject*, PyObject* options) {
   END_HANDLE_TH_ERRORS
 }
 
-// function_handler(cls): the class method __torch_function__ of a class of tracers.
-PyObject* function_handler_of(PyObject*, PyObject* cls) {
-  static PyMethodDef method = {
-      "__torch_function__", reinterpret_cast<PyCFunction>(function_handler),
-      METH_FASTCALL | METH_CLASS, nullptr};
-  return PyDescr_NewClassMethod(reinterpret_cast<PyTypeObject*>(cls), &method);
-}
-
 PyMethodDef definitions[] = {
     {"setup", setup, METH_O, "Look up what the handlers use."},
-    {"function_handler", function_handler_of, METH_O,
-     "Return the method __torch_function__ of a class of tracers."},
+    {"install_function_handler", install_function_handler, METH_O,
+     "Let a class of tracers have the function handler."},
     {"enable", enable, METH_O, "Let the handlers take calls, or leave every call to Python."},
     {"install", reinterpret_cast<PyCFunction>(install), METH_FASTCALL,
      "Register the dispatch handler of an operator."},

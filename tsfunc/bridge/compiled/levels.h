@@ -3,7 +3,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -22,9 +21,8 @@ namespace {
 bool in_functorch() { return !at::functorch::getDynamicLayerStack().empty(); }
 
 bool any_autocast() {
-  for (auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
-    if (at::autocast::is_autocast_enabled(type)) return true;
-  return false;
+  auto excluded = c10::impl::tls_local_dispatch_key_set().excluded_;
+  return !(c10::autocast_dispatch_keyset - excluded).empty();
 }
 
 // A level that can be worked for here: its transform runs, and it restores nothing of others'.
@@ -67,6 +65,9 @@ bool below_autograd() {
 
 // True if the calls of a level reach it in a state: inside of the level's kernels they do not.
 bool reaches(PyObject* state, PyObject* level) {
+  int overflow = 0;
+  if (PyLong_AsLongLongAndOverflow(slot(state, slots.mask), &overflow) == -1 && overflow == 0)
+    return true;  // no key is masked
   Owned reached = checked(PyNumber_And(slot(state, slots.mask), slot(level, slots.bits)));
   return Py_SIZE(reached.get()) != 0;
 }
@@ -100,20 +101,6 @@ class UnderState {
 
  private:
   PyObject* previous_;
-};
-
-class WithGradMode {
- public:
-  explicit WithGradMode(bool enabled) : previous_(at::GradMode::is_enabled()) {
-    if (enabled != previous_) at::GradMode::set_enabled(enabled);
-  }
-  WithGradMode(const WithGradMode&) = delete;
-  ~WithGradMode() {
-    if (at::GradMode::is_enabled() != previous_) at::GradMode::set_enabled(previous_);
-  }
-
- private:
-  bool previous_;
 };
 
 // The dispatch keys and the grad mode that a level captured: torch_state.TorchState.

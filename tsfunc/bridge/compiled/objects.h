@@ -64,6 +64,7 @@ struct Names {
 #define X(name) PyObject* name = nullptr;
   NAMES(X)
 #undef X
+  PyObject* zero = nullptr;          // the number 0
   PyObject* no_kwargs = nullptr;     // an empty dict
   PyObject* state = nullptr;         // "state"
   PyObject* kernel_state = nullptr;  // "kernel_state"
@@ -92,7 +93,9 @@ struct Names {
   X("plan", step, "step") X("plan", function, "function") X("plan", rule, "rule")               \
   X("plan", dim, "dim") X("plan", unrecorded, "unrecorded") X("plan", below, "below")           \
   X("plan", innermost, "innermost") X("plan", shifts, "shifts") X("plan", recipes, "recipes")   \
-  X("plan", writes, "writes") X("plan", packed, "packed")
+  X("plan", writes, "writes") X("plan", parsed, "parsed")                                       \
+  X("form", form_operator, "op") X("form", places, "places") X("form", packed, "packed")        \
+  X("form", result_class, "result")
 struct Slots {
 #define X(cls, name, text) Py_ssize_t name;
   SLOTS(X)
@@ -169,6 +172,7 @@ void look_up(PyObject* options) {
 #define X(name) names.name = Py_NewRef(required(options, #name));
   NAMES(X)
 #undef X
+  names.zero = PyLong_FromLong(0);
   names.no_kwargs = PyDict_New();
   names.state = interned("state").release();
   names.kernel_state = interned("kernel_state").release();

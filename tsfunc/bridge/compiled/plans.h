@@ -122,6 +122,12 @@ at::Tensor padded(at::Tensor value, int64_t rank) {
   return value;
 }
 
+// Give the two operands of a direct call one rank.
+void pad(Stack& values, const Call& call) {
+  for (size_t i = 0; !call.has_one_rank() && i < 2; ++i)
+    if (values[i].isTensor()) values[i] = padded(values[i].toTensor(), call.rank);
+}
+
 // True if a plan calls the operator on the values, which may be padded.
 bool is_direct(PyObject* plan, const Call& call) {
   PyObject* step = slot(plan, slots.step);
@@ -154,19 +160,24 @@ bool shift(long how, c10::SmallVectorImpl<int64_t>& numbers, int64_t rank, int64
   return !numbers.empty();
 }
 
-// True if the arguments of a call can be shifted past a batch dim that is first.
-bool can_shift(PyObject* plan, const Call& call, size_t count) {
+// True if a plan shifts an index.
+bool has_index(PyObject* plan) {
   PyObject* shifts = slot(plan, slots.shifts);
-  return is_set(shifts) && call.plain_rank < 0 && call.has_one_rank() && call.rank > 1 &&
-      call.strided && batch_size(call.level) > 0 &&
-      PyTuple_GET_SIZE(shifts) <= static_cast<Py_ssize_t>(count);
+  return is_set(shifts) && PyLong_AsLong(PyTuple_GET_ITEM(shifts, 0)) == kIndex;
+}
+
+// True if the arguments of a call can be shifted past a batch dim that is first.
+bool can_shift(PyObject* plan, const Call& call) {
+  return is_set(slot(plan, slots.shifts)) && !has_index(plan) && call.plain_rank < 0 &&
+      call.has_one_rank() && call.rank > 1 && call.strided && batch_size(call.level) > 0;
 }
 
 // Shift the arguments of an operator past a batch dim that is first. False if the rule is to decide.
 bool shift_arguments(PyObject* plan, const Call& call, Stack& stack) {
   PyObject* shifts = slot(plan, slots.shifts);
   int64_t batch = batch_size(call.level);
-  if (!can_shift(plan, call, stack.size())) return false;
+  if (!can_shift(plan, call) || PyTuple_GET_SIZE(shifts) > static_cast<Py_ssize_t>(stack.size()))
+    return false;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
     long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
     if (how == kFew && call.rank > 4) return false;
@@ -186,25 +197,10 @@ bool shift_arguments(PyObject* plan, const Call& call, Stack& stack) {
   return true;
 }
 
-// The numbers of an argument of a Python call, shifted. Null if the rule is to decide.
-Owned shifted(long how, PyObject* const* items, size_t count, bool single, const Call& call) {
-  c10::SmallVector<int64_t, 8> numbers;
-  for (size_t i = 0; i < count; ++i) {
-    if (!is_int(items[i])) return Owned();
-    numbers.push_back(PyLong_AsLongLong(items[i]));
-    if (PyErr_Occurred()) raise();
-  }
-  if (!shift(how, numbers, call.rank - 1, batch_size(call.level))) return Owned();
-  if (single) return checked(PyLong_FromLongLong(numbers[0]));
-  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
-  for (size_t i = 0; i < numbers.size(); ++i)
-    PyTuple_SET_ITEM(made.get(), i, checked(PyLong_FromLongLong(numbers[i])).release());
-  return made;
-}
-
 // Shift `x[index]` and `x[index] = value`: a full slice comes first. A batched value gets the rank of
 // the part that is written. False for indices that may put the batch dim elsewhere.
 bool shift_index(FunctionCall& call) {
+  if (!call.strided || batch_size(call.level) <= 0) return false;
   PyObject** values = call.values();
   const size_t count = call.count();
   int64_t rank = THPVariable_Unpack(values[0]).dim();
@@ -232,30 +228,10 @@ bool shift_index(FunctionCall& call) {
   return true;
 }
 
-// Shift the arguments of a Python call past a batch dim that is first. False if the rule is to decide.
-bool shift_call(PyObject* plan, FunctionCall& call) {
-  PyObject* shifts = slot(plan, slots.shifts);
-  if (!is_set(shifts) || !call.strided || batch_size(call.level) <= 0) return false;
-  long packed = PyLong_AsLong(slot(plan, slots.packed));
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(shifts); ++i) {
-    long how = PyLong_AsLong(PyTuple_GET_ITEM(shifts, i));
-    if (how == kIndex) return shift_index(call);
-    if (i == 0 && !can_shift(plan, call, call.count())) return false;
-    if (how == kFew && call.rank > 4) return false;
-    if (how == kSame || how == kFew) continue;
-    PyObject** value = call.values() + i;
-    Owned made;
-    if (i == packed)
-      made = shifted(how, value, call.count() - i, false, call);
-    else if (is_sequence(*value))
-      made = shifted(how, PySequence_Fast_ITEMS(*value), PySequence_Fast_GET_SIZE(*value), false, call);
-    else
-      made = shifted(how, value, 1, true, call);
-    if (!made) return false;
-    if (i == packed) call.keep(i + 1);
-    call.set(i, std::move(made));
-  }
-  return true;
+// True if an operator returns one tensor.
+bool has_single_result(const c10::OperatorHandle& op) {
+  const auto& returns = op.schema().returns();
+  return returns.size() == 1 && returns[0].real_type()->kind() == c10::TypeKind::TensorType;
 }
 
 }  // namespace

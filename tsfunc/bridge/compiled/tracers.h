@@ -218,6 +218,8 @@ class Call {
 // A call of a Python function.
 class FunctionCall : public Call {
  public:
+  size_t positional = 0;  // the arguments that are not keyword arguments
+
   FunctionCall() { values_.push_back(nullptr); }
   ~FunctionCall() {
     for (PyObject* value : values_) Py_XDECREF(value);
@@ -227,11 +229,6 @@ class FunctionCall : public Call {
   PyObject** values() { return values_.data() + 1; }
   size_t count() const { return values_.size() - 1; }
   void set(size_t i, Owned value) { Py_SETREF(values()[i], value.release()); }
-
-  // Forget the values after the first ones.
-  void keep(size_t count) {
-    while (this->count() > count) Py_DECREF(values_.pop_back_val());
-  }
 
   // Names are those of keyword arguments, whose values follow the others; null for none.
   bool unwrap(PyObject* const* args, size_t count, PyObject* kwnames) {
@@ -254,7 +251,8 @@ class FunctionCall : public Call {
  private:
   // The value of an argument, and its kind; own is set if it has tracers of the level.
   Owned unwrap_one(PyObject* arg, Owned& kind, bool& own) {
-    if (THPVariable_Check(arg)) {
+    bool number = PyLong_Check(arg) || PyFloat_Check(arg) || arg == Py_None;
+    if (!number && THPVariable_Check(arg)) {
       own |= is_tracer(arg) && level_of(arg) == level;
       return Owned::copy(unwrap_tensor(arg, kind));
     }

@@ -238,6 +238,71 @@ class Arguments {
   }
 };
 
+// An argument of a Python call as a value of its schema's type.
+c10::IValue to_value(PyObject* object, const c10::Argument& argument) {
+  if (object == Py_None) return c10::IValue();
+  c10::TypePtr type = argument.type();
+  const c10::TypeKind kind = type->kind();
+  const bool number = kind == c10::TypeKind::NumberType;
+  if (PyLong_CheckExact(object) && (number || kind == c10::TypeKind::IntType))
+    return THPUtils_unpackLong(object);
+  if (PyFloat_CheckExact(object) && (number || kind == c10::TypeKind::FloatType))
+    return PyFloat_AS_DOUBLE(object);
+  if (PyBool_Check(object) && kind == c10::TypeKind::BoolType) return object == Py_True;
+  if (is_sequence(object) && type->isSubtypeOf(*c10::ListType::ofInts())) {
+    std::vector<int64_t> ints;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); ++i)
+      ints.push_back(THPUtils_unpackLong(PySequence_Fast_ITEMS(object)[i]));
+    return ints;
+  }
+  if (!PyLong_Check(object) && !PyFloat_Check(object) && THPVariable_Check(object))
+    return THPVariable_Unpack(object);
+  torch::jit::ToIValueAllowNumbersAsTensors numbers(true);
+  return torch::jit::toIValue(object, type, argument.N());
+}
+
+// The arguments of an operator, from those of a Python call and the values of its keyword arguments:
+// parsing.Form.
+Stack to_stack(
+    const c10::OperatorHandle& op, PyObject* form, PyObject* const* values, size_t positional) {
+  PyObject* places = slot(form, slots.places);
+  PyObject* packed = slot(form, slots.packed);
+  const auto& arguments = op.schema().arguments();
+  long first = is_set(packed) ? PyLong_AsLong(packed) : LONG_MAX;
+  Stack stack;
+  stack.reserve(arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    long place = PyLong_AsLong(PyTuple_GET_ITEM(places, i));
+    if (place < 0) {
+      stack.push_back(*arguments[i].default_value());
+    } else if (place == first) {
+      Owned numbers = checked(PyTuple_New(static_cast<Py_ssize_t>(positional) - first));
+      for (size_t j = first; j < positional; ++j)
+        PyTuple_SET_ITEM(numbers.get(), j - first, Py_NewRef(values[j]));
+      stack.push_back(to_value(numbers.get(), arguments[i]));
+    } else {
+      stack.push_back(
+          to_value(values[place > first ? place - first - 1 + positional : place], arguments[i]));
+    }
+  }
+  return stack;
+}
+
+// The results of an operator as the Python function returns them: a tensor, or several in a class
+// or a tuple.
+Owned from_stack(const Stack& results, PyObject* cls) {
+  if (results.size() == 1 && results[0].isTensor())
+    return checked(THPVariable_Wrap(results[0].toTensor()));
+  std::vector<Owned> items;
+  for (const c10::IValue& result : results)
+    each_result(result, [&](const at::Tensor& tensor) {
+      items.push_back(checked(THPVariable_Wrap(tensor)));
+    });
+  Owned made = checked(PyTuple_New(static_cast<Py_ssize_t>(items.size())));
+  for (size_t i = 0; i < items.size(); ++i) PyTuple_SET_ITEM(made.get(), i, items[i].release());
+  return is_set(cls) ? checked(PyObject_CallOneArg(cls, made.get())) : std::move(made);
+}
+
 // What an operator returned in Python, as the stack has it.
 Stack results_of(const c10::OperatorHandle& op, PyObject* out) {
   const auto& returns = op.schema().returns();

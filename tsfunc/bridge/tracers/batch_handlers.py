@@ -60,6 +60,7 @@ from tsfunc.bridge.tracers.operators import (
     operator_of,
     operators_by_id,
 )
+from tsfunc.bridge.tracers.parsing import Form
 from tsfunc.bridge.tracers.recipes import record
 from tsfunc.bridge.tracers.torch_state import (
     TorchState,
@@ -141,7 +142,7 @@ def call_by_plan(
     if overload and not state.mask & level.bits:
         return NotImplemented  # the level's own kernel calls outwards
     if level.autograd:
-        plan = known.recorded.get(key) or known.make_recorded(func, kwargs, kinds, key)
+        plan = known.recorded.get(key) or known.make_recorded(func, args, kwargs, kinds, key)
         recordable = state.remap_args is None and _is_recordable(plan, level, values)
         return call_below_function(func, types, args, kwargs) if recordable else NotImplemented
     if not state.plain:
@@ -423,7 +424,7 @@ def _use_compiled() -> None:
     handlers.setup({
         "tracer": SlottedBatchTracer, "promoted": PromotedBatchTracer, "level": BatchLevel,
         "state": State, "torch_state": TorchState, "operator": TorchOperator, "plans": Plans,
-        "plan": Plan, "tls": tls, "size": torch.Size,
+        "plan": Plan, "form": Form, "tls": tls, "size": torch.Size,
         "function_handler": FastBatchTracer.__dict__["__torch_function__"].__func__,
         "overload_type": OpOverload, "operators": operators_by_id,
         "function_plans": FUNCTION_PLANS, "call_below": _skip_one_hop_torch_function,
@@ -435,8 +436,7 @@ def _use_compiled() -> None:
         **{f"step_{step.value}": step for step in PlanStep},
     })  # fmt: skip
     for kind in (SlottedBatchTracer, PromotedBatchTracer):
-        # A C class method replaces the one that the classes inherit.
-        kind.__torch_function__ = handlers.function_handler(kind)
+        handlers.install_function_handler(kind)
     add_rule_listener(handlers.install)
 
 

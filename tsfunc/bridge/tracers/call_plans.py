@@ -28,13 +28,14 @@ from typing import Any, Final
 
 import torch
 
+from tsfunc.bridge import compiled
 from tsfunc.bridge.tracers.batch_tracer import TRACERS, BatchLevel, dims_of
 from tsfunc.bridge.tracers.decompositions import required_decomposition
 from tsfunc.bridge.tracers.function_registry import METHODS, WRITERS, FunctionRule, Stage, registry
 from tsfunc.bridge.tracers.operators import TorchOperator, tensors_in
 from tsfunc.bridge.tracers.parsing import Form, find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import in_dispatch_modes
-from tsfunc.bridge.tracers.tracer import C_TYPES, NO_KWARGS, is_recorded_outside, needs_lift
+from tsfunc.bridge.tracers.tracer import C_TYPES, is_recorded_outside, needs_lift
 from tsfunc.ops.registry import Rule
 from tsfunc.ops.shifts import shifts_of
 from tsfunc.ops.tensor_iterator import pointwise, pointwise_inplace
@@ -83,8 +84,8 @@ class Plan:
         first: for a ``BROADCAST`` plan, True if the batched operand is the first.
         shifts: how the rule changes the arguments if the batch dims are the first (``ops/shifts``),
             for compiled handlers; None if the rule has to run.
-        packed: the position of the first of several ints of a Python call that form one argument,
-            or -1.
+        parsed: the form in which torch calls the function's operator, for compiled handlers, which
+            call the operator itself; None if the types of the arguments do not determine it.
         recipes: the rule's recipes, which compiled handlers make (NOTE [recipes]), or None.
         unrecorded: the positions of plain tensors, and of lists with plain tensors, none of which
             autograd may record: the call would need them lifted (``needs_lift``).
@@ -97,7 +98,7 @@ class Plan:
     """
 
     __slots__ = (
-        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "packed",
+        "below", "dim", "dims", "first", "form", "function", "innermost", "operator", "parsed",
         "recipes", "rule", "shifts", "step", "target", "unrecorded", "view", "writes",
     )  # fmt: skip
 
@@ -119,7 +120,7 @@ class Plan:
         self.form: Form | None = None
         self.first = True
         self.shifts: tuple[int, ...] | None = None
-        self.packed = -1
+        self.parsed: Form | None = None
         self.recipes: Any = None
         self.innermost = False
         self.below = False
@@ -131,7 +132,6 @@ class Plan:
 
 
 TABLE: Final = Plan(PlanStep.TABLE)
-RECORDED: Final = Plan(PlanStep.RECORDED)
 COMPOSITE: Final = Plan(PlanStep.COMPOSITE)
 
 
@@ -180,7 +180,12 @@ class Plans:
         return _keep(self.plans, key, plan)
 
     def make_recorded(
-        self, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any], key: Any
+        self,
+        function: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        kinds: Sequence[Any],
+        key: Any,
     ) -> Plan:
         """Decide the plan of a call that autograd records at the level, and keep it."""
         if self.composite:
@@ -188,7 +193,7 @@ class Plans:
         if self.operator is not None and self.operator.inplace and type(kinds[0]) is not int:
             plan = TABLE  # the tensor that is written becomes a tracer first
         else:
-            plan = _recorded_plan(function, kwargs, kinds)
+            plan = _plan_of_torch(PlanStep.RECORDED, function, args, kwargs, kinds)
         return _keep(self.recorded, key, plan)
 
     def takes(self, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> bool:
@@ -273,6 +278,7 @@ def _function_plan(
             direct = _direct_plan(function, rule.rule, kinds, len(args))
         if direct is not None:
             direct.below, direct.writes = isinstance(function, C_TYPES), writes
+            direct.parsed = _parsed(function, args, kwargs)
             return direct
         plan = Plan(PlanStep.RULE, function, rule.rule)
         plan.dims, plan.view = _dims_of_kinds(kinds[: len(args)]), rule.view
@@ -280,14 +286,15 @@ def _function_plan(
             function not in METHODS or _leaves(Stage.METHOD, function, kinds)
         )
         plan.innermost, plan.writes = function in METHODS, writes
-        if plan.below and not kwargs:
-            _shift_function(plan, function, args, kinds)
+        if plan.below:
+            plan.parsed = _parsed(function, args, kwargs)
+            _shift_function(plan, function, kwargs, kinds)
         return plan
     if writes or (function in METHODS and not known.parsed):
-        plan = _below_plan(function, kwargs, kinds)
+        plan = _below_plan(function, args, kwargs, kinds)
         plan.writes = plan.below and writes and type(kinds[0]) is int
-        if plan.writes and not kwargs:
-            _shift_function(plan, function, args, kinds)
+        if plan.writes:
+            _shift_function(plan, function, kwargs, kinds)
         return plan
     if not known.parsed:
         return TABLE
@@ -301,7 +308,8 @@ def _function_plan(
     decomposition = required_decomposition(op)
     if op.direct_rule is not None:
         plan = Plan(PlanStep.RULE, op.overload, op.direct_rule, op)
-        plan.below = True
+        plan.below, plan.parsed = True, form
+        _shift_function(plan, function, kwargs, kinds)
     elif decomposition is not None:
         plan = Plan(PlanStep.DECOMPOSED, decomposition, None, op)
     else:
@@ -311,21 +319,23 @@ def _function_plan(
     return plan
 
 
-def _shift_function(plan: Plan, function: Any, args: Sequence[Any], kinds: Sequence[Any]) -> None:
-    """Note in a plan how a Python call's arguments change if the batch dims are the first.
+def _parsed(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+    """Return the form of a call for compiled handlers; None if there are none."""
+    if compiled.load() is None or not has_forms(function) or in_dispatch_modes():
+        return None  # a mode would see the probes
+    return find_form(function, args, kwargs)
 
-    A call whose arguments are those of its operator, in this order, changes as the operator's does.
-    """
-    if any(map(_is_moved, kinds)):
-        return
-    method = registry.find(Stage.METHOD, function)
+
+def _shift_function(
+    plan: Plan, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
+) -> None:
+    """Note in a plan how a call's arguments change if the batch dims are the first."""
+    method, form = registry.find(Stage.METHOD, function), plan.parsed
     if method is not None and method.shifts is not None:
-        plan.shifts = method.shifts if type(kinds[0]) is int else None
-    elif has_forms(function) and not in_dispatch_modes():  # a mode would see the probes
-        form = find_form(function, args, NO_KWARGS)
-        if form is not None and form.op.direct_rule is not None and form.keeps_positions():
-            plan.shifts = shifts_of(form.op.direct_rule)
-            plan.packed = -1 if form.packed is None else form.packed
+        moved = kwargs or type(kinds[0]) is not int or any(map(_is_moved, kinds))
+        plan.shifts = None if moved else method.shifts
+    elif form is not None and form.op.direct_rule is not None and "memory_format" not in kwargs:
+        plan.shifts = _shifts(form.op.direct_rule, kinds)
 
 
 def _dims_of_kinds(kinds: Sequence[Any]) -> list[Any] | None:
@@ -350,20 +360,21 @@ def dims_at_call(
     return dims[:count] if plan.form is None else plan.form.dims_in_order(dims, count)
 
 
-def _recorded_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
-    """Return the plan of a function's call that autograd records at the level."""
-    return _plan_of_torch(PlanStep.RECORDED, function, kwargs, kinds)
-
-
-def _below_plan(function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]) -> Plan:
+def _below_plan(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kinds: Sequence[Any]
+) -> Plan:
     """Return the plan of a function's call that torch makes operators of, below autograd."""
-    plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, kwargs, kinds)
+    plan = _plan_of_torch(PlanStep.BELOW_AUTOGRAD, function, args, kwargs, kinds)
     plan.below = plan is not TABLE
     return plan
 
 
 def _plan_of_torch(
-    step: PlanStep, function: Any, kwargs: Mapping[str, Any], kinds: Sequence[Any]
+    step: PlanStep,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kinds: Sequence[Any],
 ) -> Plan:
     """Return the plan of a call that torch gets on the tracers.
 
@@ -382,9 +393,8 @@ def _plan_of_torch(
             return TABLE
         if _has_plain_tensors(kind):
             plain.append(position)
-    if step is PlanStep.RECORDED and not plain and function not in METHODS:
-        return RECORDED
     plan = Plan(step)
+    plan.parsed = _parsed(function, args, kwargs)
     plan.innermost = function in METHODS
     plan.unrecorded = tuple(plain)
     return plan

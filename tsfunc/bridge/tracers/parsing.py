@@ -66,6 +66,8 @@ class Form:
     Attributes:
         op: the operator.
         result: the class of a named tuple of results.
+        places: for each argument of the schema, the position of its value among the call's
+            arguments and the values of its keyword arguments, or -1 for the default.
     """
 
     __slots__ = (
@@ -74,6 +76,7 @@ class Form:
         "named",
         "op",
         "packed",
+        "places",
         "positions",
         "result",
     )
@@ -88,13 +91,8 @@ class Form:
         self.named: list[tuple[str, int, Convert | None, Any]] = []
         # The first of several numbers that form one list: ``x.repeat(2, 1)``.
         self.packed: int | None = None
+        self.places: tuple[int, ...] = ()
         self.as_it_is = False
-
-    def keeps_positions(self) -> bool:
-        """True if each argument has its position in the schema, and the result is one tensor."""
-        returns = self.op.overload._schema.returns
-        single = len(returns) == 1 and str(returns[0].type) == "Tensor"
-        return single and all(i == place for i, (place, _) in enumerate(self.positions))
 
     def arguments(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -189,7 +187,7 @@ def _conversion(argument: Any, kind: type) -> Convert | None:
         text = text[len("Optional[") : -1]
     if kind in _AS_THEY_ARE.get(text, ()) or (optional and kind is type(None)):
         return None
-    if text == "Tensor" and issubclass(kind, torch.Tensor):
+    if text == "Tensor" and (issubclass(kind, torch.Tensor) or kind in _AS_THEY_ARE["number"]):
         return None
     if text == "float" and kind is int:
         return float
@@ -263,6 +261,11 @@ def _form_of(
             form.named.append((name, position, convert, _default_of(argument)))
         elif not argument.has_default_value():
             raise _NoForm
+    given = {name: place for name, place, *_ in form.named}
+    for argument, (place, _) in zip(by_position, form.positions, strict=False):
+        if place < len(kinds):
+            given[argument.name] = place
+    form.places = tuple(given.get(argument.name, -1) for argument in schema.arguments)
     form.as_it_is = (
         not kwargs
         and form.packed is None
