@@ -73,8 +73,8 @@ class TestInfo:
         ("x.stride(): (2,), was contiguous", torch.ones(5), torch.ones(10)[::2]),
         ("x: 2.5, was 2.0", 2.0, 2.5),
         ("x: 'b' (str), was 'a' (str)", "a", "b"),
-        ("x: absent, was 1; x[0]: 1, was absent", 1, [1]),
-        ("x['b']: 3, was absent", {"a": 2}, {"a": 2, "b": 3}),
+        ("the structure of x: a list of 1, was absent; x: absent, was 1", 1, [1]),
+        ("the structure of x: {'a': _, 'b': _}, was {'a': _}", {"a": 2}, {"a": 2, "b": 3}),
         ("type(x): Model, was absent; x: absent, was 1", 1, Model(1.0)),
     )
 
@@ -95,7 +95,7 @@ class TestInfo:
         f(torch.ones(2))
         assert reasons(f)[1:] == [
             "grad mode: False, was True",
-            "something has changed that the function reads besides its arguments",
+            "scale: 3.0, was 2.0",
         ]
 
     def test_the_same_arguments_by_name(self) -> None:

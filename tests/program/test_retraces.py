@@ -183,11 +183,139 @@ def test_numbers_of_compiled_programs() -> None:
     )
 
 
-def test_values_of_other_kinds_are_not_named() -> None:
-    calls = [(X, mode) for mode in ("a", "b", "c", True, False, None)]
-    assert not called(lambda x, mode: x * 2, calls)[1]
-    grads = [torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2).double()]
-    assert not called(lambda x: x * 2, [(x,) for x in grads])[1]
+SCALE: Any = 1.0  # a variable that the functions below read
+
+
+class Config:
+    """An object whose attributes the functions below read."""
+
+    scale: float = 1.0
+
+
+CONFIG = Config()
+OTHERS: dict[str, tuple[Callable[..., Any], Sequence[tuple[Any, ...]], str, str]] = {
+    "text": (
+        lambda x, mode: x * len(mode), [(X, "a" * n) for n in (1, 2, 3)], "mode", "as a tensor",
+    ),
+    "dtype as a value": (
+        lambda x, to: x.to(to), [(X, each) for each in (torch.half, torch.double, torch.int)],
+        "to", "leave out",
+    ),
+    "complex": (lambda x, k: x * k, [(X, n + 1j) for n in range(3)], "k", "as a tensor"),
+    "function": (
+        lambda x, f: f(x), [(X, lambda x, n=n: x * n) for n in range(3)], "f", "Define it once",
+    ),
+    "list": (
+        lambda xs: sum(xs), [([X] * n,) for n in (1, 2, 3, 4)], "the structure of xs", "stack",
+    ),
+    "positional": (
+        lambda *xs: sum(xs), [(X,) * n for n in (1, 2, 3, 4)], "the structure of xs", "stack",
+    ),
+    "dict": (
+        lambda d: sum(d.values()), [({key: X},) for key in "abcd"], "the structure of d", "stack",
+    ),
+    "dtype": (
+        lambda x: x * 2, [(X.to(each),) for each in (torch.float, torch.double, torch.half)],
+        "x.dtype", "x.to(torch.float32)",
+    ),
+    "rank": (lambda x: x * 2, [(torch.ones([2] * n),) for n in (1, 2, 3)], "x.dim()", "flatten"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_value_that_needs_programs_is_named_with_a_remedy(name: str) -> None:
+    func, calls, named, remedy = OTHERS[name]
+    _, caught = called(func, calls)
+    (warning,) = caught
+    assert warning.category is RetraceWarning
+    message = str(warning.message)
+    assert message.startswith(f"specialize(<lambda>): {named} varies, and each value is traced")
+    assert remedy in message
+
+
+def _read_scale(x: Tensor) -> Any:
+    return x * SCALE
+
+
+def _read_length(x: Tensor) -> Any:
+    return sum((x * each for each in SCALE), x)
+
+
+def _read_text(x: Tensor) -> Tensor:
+    return x * len(SCALE)
+
+
+@pytest.mark.parametrize(
+    ("func", "values", "named", "remedy"),
+    [
+        (_read_scale, [1.5, 2.5, 3.5], "SCALE: 1.5, 2.5, 3.5", "Pass it as an argument"),
+        (_read_length, [[1.5], [1.5, 2.0], [1.5] * 3], "len(SCALE): 1, 2, 3", "as a tensor"),
+        (_read_text, ["a", "b", "c"], "SCALE: 'a' (str), 'b' (str), 'c' (str)", "as a tensor"),
+        (_read_scale, [torch.ones(n, 4) for n in (1, 3)], "", ""),
+    ],
+)  # fmt: skip
+def test_a_variable_that_varies_is_named(
+    func: Any, values: Any, named: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s = specialize(func)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for value in values:
+            monkeypatch.setitem(globals(), "SCALE", value)
+            torch.testing.assert_close(s(X), func(X))
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == bool(named)
+    assert all(f"({named})" in message and remedy in message for message in messages)
+    if named:
+        reason = s.cache_info().entries[0].reason
+        assert reason.startswith(named.split(":")[0]) and ", was " in reason
+
+
+def test_a_closed_over_number_is_named() -> None:
+    scale = 1.5
+
+    def f(x: Tensor) -> Tensor:
+        return x * scale
+
+    s = specialize(f)
+    with pytest.warns(RetraceWarning, match=r"scale varies.*\(scale: 1.5, 2.5, 3.5\)"):
+        for scale in (1.5, 2.5, 3.5):  # noqa: B007 - the function reads it
+            assert s(X).equal(f(X))
+
+
+@pytest.mark.parametrize("backend", ["python", "eager"])
+def test_the_reason_for_a_program_names_the_value_from_outside(backend: str) -> None:
+    config = Config()
+    s = specialize(lambda x: x * config.scale, backend=backend)
+    for config.scale in (2.5, 3.5):
+        s(X)
+    assert s.cache_info().entries[0].reason == "config.scale: 3.5, was 2.5"
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        lambda x: x * 2 if isinstance(CONFIG.scale, int | float) else x * 3,
+        lambda x: x * 2 if type(CONFIG.scale) in (int, float) else x * 3,
+        lambda x: x * len(str(CONFIG.scale)),
+        lambda x: x * {2.5: 2}.get(CONFIG.scale, 5),
+    ],
+    ids=["isinstance", "type", "str", "key"],
+)
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")  # each value has its program
+def test_numbers_from_outside_that_a_symbol_would_change_are_never_shared(func: Any) -> None:
+    s = specialize(func)
+    for value in (1.5, 2.5, 30.25, 7.0, 12.5, 30.0):
+        CONFIG.scale = value
+        assert s(X).equal(func(X))
+
+
+def test_numbers_from_outside_become_inputs_in_arithmetic() -> None:
+    s = specialize(lambda x: x * (1 - CONFIG.scale * 0.1) + CONFIG.scale)
+    for value in (0.1, 0.7, 0.3, 1.0, 2.25):
+        CONFIG.scale = value
+        torch.testing.assert_close(s(X), X * (1 - value * 0.1) + value)
+    assert s.cache_info().programs == 2
 
 
 def test_a_size_that_has_varied_once_is_not_compared_again() -> None:

@@ -217,6 +217,8 @@ class _ShownWhole(_Scaled):
         return out
 
 
+# A tuple that is shown as a whole has a program for each value.
+@pytest.mark.filterwarnings("ignore::tsfunc.errors.RetraceWarning")
 @pytest.mark.parametrize("cls", [_Scaled, _ScaledModule, _InSlots, _Assigns, _ShownWhole])
 def test_numbers_in_a_tuple_that_is_an_attribute_become_inputs(cls: type[_Scaled]) -> None:
     one, other = cls(), cls()

@@ -68,16 +68,20 @@ def apply(model: Callable[[Tensor], Any], x: Tensor) -> Any:
     return model(x)
 
 
-def traces(func: Callable[..., Any]) -> tuple[Any, list[int]]:
-    """The function specialized, and a list that has an entry for each time it was traced."""
-    calls: list[int] = []
+class Programs:
+    """The programs of a specialized function, to be counted."""
 
-    @functools.wraps(func)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return func(*args, **kwargs)
+    def __init__(self, specialized: Any) -> None:
+        self.specialized = specialized
 
-    return specialize(counted), calls
+    def __len__(self) -> int:
+        return int(self.specialized.cache_info().misses)
+
+
+def traces(func: Callable[..., Any]) -> tuple[Any, Programs]:
+    """The function specialized, and the calls of it that have needed a program."""
+    specialized = specialize(func)
+    return specialized, Programs(specialized)
 
 
 class TestSeedExample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -178,9 +179,11 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
 # --- reasons for a new program: the differences of a call from the calls that have a program
 
 
-_ABSENT = object()
+ABSENT = object()
 ANY = object()  # stands for each value that a program serves
 _ORDER, _PASSED = "the keys of dict", "the arguments"  # any other difference is a better reason
+STRUCTURE = "the structure of "
+FORMS = (_ORDER, _PASSED)
 
 
 def facts_of_call(
@@ -189,6 +192,7 @@ def facts_of_call(
     settings: Sequence[Any],
     orders: Sequence[Any],
     passed: str,
+    arguments: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the assumptions of a program for a call, by the user's names.
 
@@ -198,8 +202,13 @@ def facts_of_call(
         settings: torch's settings.
         orders: the key orders of the dicts among the arguments.
         passed: a text that shows which arguments are positional, and which are keywords.
+        arguments: its arguments by parameter.
     """
     facts: dict[str, Any] = {}
+    for parameter, value in arguments.items():
+        structure = _structure_text(value)
+        if structure != _LEAF:
+            facts[STRUCTURE + parameter] = UnquotedText(structure)
     for guard in guards:
         facts.update(guard.facts(name))
     for setting, value in zip(SETTINGS, settings, strict=True):
@@ -208,6 +217,26 @@ def facts_of_call(
     for i, keys in enumerate(orders):
         facts[f"{_ORDER} {i}"] = UnquotedText(", ".join(map(repr, keys)))
     return facts
+
+
+_LEAF = "_"
+_MANY = 4  # the elements of a longer container are counted
+
+
+def _structure_text(value: Any) -> str:
+    """Return a text that shows the containers of an argument: ``[_, {'a': _}]``."""
+    kind = type(value)
+    if kind is dict and len(value) <= _MANY:
+        parts = sorted(f"{key!r}: {_structure_text(x)}" for key, x in value.items())
+        return f"{{{', '.join(parts)}}}"
+    parts = [*map(_structure_text, value)] if kind in (list, tuple) else []
+    if 0 < len(parts) <= _MANY and any(part != _LEAF for part in parts):
+        inside = ", ".join(parts)
+        return f"[{inside}]" if kind is list else f"({inside}{',' * (len(value) == 1)})"
+    if kind in (list, tuple, dict):
+        return f"a {kind.__name__} of {len(value)}"
+    leaves, tree = pytrees.flatten(value)
+    return _LEAF if tree.is_leaf() else f"a {kind.__name__} with {len(leaves)} values"
 
 
 def passed_text(positional: int, keywords: Iterable[str]) -> str:
@@ -224,8 +253,7 @@ def reason_for(facts: Facts, known: Iterable[Facts]) -> str:
     """
     nearest: list[str] | None = None
     for others in known:
-        names = differing(facts, others)
-        names = [name for name in names if not name.startswith((_ORDER, _PASSED))] or names
+        names = subjects(facts, others)
         if nearest is None or len(names) < len(nearest):
             nearest = [_difference(name, facts, others) for name in names]
     if nearest is None:
@@ -243,26 +271,50 @@ UNSEEN = "something has changed that the function reads besides its arguments"
 _SHOWN = 4  # maximum number of differences in a reason
 
 
+def subjects(facts: Facts, others: Facts) -> list[str]:
+    """Return the names of the facts in which two calls differ, without those that follow.
+
+    Other values of a container follow from its structure, and sizes from the number of dims.
+    """
+    names = differing(facts, others)
+    names = [name for name in names if not name.startswith(FORMS)] or names
+    for name in names:
+        if name.startswith(STRUCTURE):
+            inside = re.compile(rf"(type\()?{re.escape(name.removeprefix(STRUCTURE))}[\[.)]")
+            names = [each for each in names if each == name or not inside.match(each)]
+        elif name.endswith(".dim()"):
+            at = name.removesuffix("dim()")
+            names = [x for x in names if not x.startswith((f"{at}shape[", f"{at}stride("))]
+    return names
+
+
 def differing(facts: Facts, others: Facts) -> list[str]:
     """Return the names of the facts in which two calls differ."""
     names = []
     for name in dict.fromkeys((*facts, *others)):
-        now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
+        now, before = facts.get(name, ABSENT), others.get(name, ABSENT)
         if now is not before and before is not ANY and not same_value(now, before):
             names.append(name)
     return names
 
 
 def _difference(name: str, facts: Facts, others: Facts) -> str:
-    now, before = facts.get(name, _ABSENT), others.get(name, _ABSENT)
-    return f"{name}: {_text(now)}, was {_text(before)}"
+    return difference_text(name, facts.get(name, ABSENT), others.get(name, ABSENT))
 
 
-def _text(value: Any) -> str:
-    if value is _ABSENT:
+def difference_text(name: str, now: Any, before: Any) -> str:
+    """Return a text that shows two values of a fact."""
+    return f"{name}: {fact_text(now)}, was {fact_text(before)}"
+
+
+def fact_text(value: Any) -> str:
+    """Return the text of the value of a fact."""
+    if value is ABSENT:
         return "absent"
     if isinstance(value, torch.dtype | torch.device | torch.layout):
         return str(value).removeprefix("torch.")
+    if isinstance(value, type):
+        return value.__qualname__
     return str(value) if type(value) in (int, bool, float, tuple, UnquotedText) else describe(value)
 
 
@@ -391,6 +443,22 @@ class CachedProgram:
         """The tensors of the calls that it serves, on one line."""
         return "; ".join(f"{spec.name}: {input_text(spec)}" for spec in self.call_spec.inputs)
 
+    def outside_differences(self, flat: Sequence[Any]) -> dict[str, tuple[Any, Any]] | None:
+        """Return the values besides the arguments for which the program does not serve a call.
+
+        Args:
+            flat: the flattened arguments, which have the structure of the program's.
+
+        Returns:
+            The name of each, with its value in the call and that of the program; None if the
+            program does not serve such arguments, or if none of the values has a name.
+        """
+        spec, reads = self.call_spec, self.program.read_guards
+        lines, scope = guard_lines(spec.guards(), spec.bounds, len(spec.leaves))
+        if reads is None or ReadGuards().function(spec.ambient, lines, scope)(flat) is None:
+            return None
+        return reads.differences(spec.ambient, flat)
+
     def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """Return the same as ``given``, for arguments in any pytree containers."""
         flat, tree = optree.tree_flatten(
@@ -451,6 +519,8 @@ class Cache:
         varied: the same, with ``ANY`` for the values that may vary: NOTE [automatic dynamic sizes].
         fixed: the sizes and numbers that could not be widened together.
         needed: the numbers that the function needs themselves.
+        constants: the numbers from outside that are not inputs, since a symbol in their place
+            would change what the function does: NOTE [numbers that vary].
         records: whether the function runs backward passes itself, as its last trace found out:
             NOTE [retracing].
         warned_about: the sizes and numbers that a warning has named: NOTE [retraces].
@@ -465,6 +535,7 @@ class Cache:
         self.varied: deque[Facts] = deque(maxlen=_REMEMBERED)
         self.fixed: set[frozenset[str]] = set()
         self.needed: frozenset[str] = frozenset()
+        self.constants: set[str] = set()
         self.records = False
         self.warned_about: set[str] = set()
         self.misses = self._former_hits = 0
@@ -542,6 +613,7 @@ class Cache:
             self.varied.clear()
             self.fixed.clear()
             self.needed = frozenset()
+            self.constants.clear()
             self.records = False
             self.reset_counts()
 

@@ -18,7 +18,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -36,12 +36,13 @@ from tsfunc.program.calling.cache import (
     Cache,
     CachedProgram,
     Target,
+    difference_text,
     facts_of_call,
     passed_text,
     reason_for,
 )
 from tsfunc.program.calling.capture import TraceRequest, capture, trace_until_valid
-from tsfunc.program.calling.variation import Variation
+from tsfunc.program.calling.variation import Variation, is_special
 from tsfunc.program.closure.free_variables import FreeVariables
 from tsfunc.program.closure.guard_builder import (
     Earlier,
@@ -91,6 +92,10 @@ from tsfunc.user_code import user_location
 
 ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
+_COMPARED = (
+    4  # the number of programs whose values besides the arguments are compared with a call's
+)
+
 
 class _ValuesByName(dict[str, Any]):
     """The values of sizes and numbers; a number that is read from outside has any value."""
@@ -133,6 +138,7 @@ class FirstCall:
         self.contract, self.bindings = target.contract(self.arguments)
         self.warning: str | None = None  # about the new program, if there is one
         self.earlier: Earlier = {}
+        self.outside: Sequence[Mapping[str, tuple[Any, Any]]] = ()
         self.outside_inputs: Mapping[str, InputNumber] = {}
 
     @restoring_thread_state
@@ -150,6 +156,7 @@ class FirstCall:
         facts = self.facts(inputs)
         self.earlier = self._earlier_numbers(cache)
         self.reason = reason or reason_for(facts, cache.history)
+        self.outside = self._outside_differences(cache)
         signatures = {self.signature(inputs, x) for x in (self.scalars(inputs, bounds), ())}
         dropped = f"its program was dropped, of more than max_specializations={cache.limit}"
         is_full = len(cache.entries) == cache.limit
@@ -165,6 +172,9 @@ class FirstCall:
         self.variation = variation = Variation(self, cache, inputs, bounds, facts)
         known = cache.known(signatures, self.flat, self.sizes)
         self.is_known = known is not None or self.reason in (UNSEEN, dropped)
+        if self.outside and reason is None:
+            fewest = min(self.outside, key=len)
+            self.reason = "; ".join(difference_text(name, *each) for name, each in fewest.items())
         assumptions = Assumptions(records=cache.records, recalled=cache.records)
         if known is None:
             made, assumptions = self._valid_program(variation.assumed(assumptions))
@@ -207,14 +217,26 @@ class FirstCall:
         for the numbers of the call: NOTE [automatic dynamic sizes].
         """
         made, assumptions = trace_until_valid(self.trace, assumptions, self.after)
-        if not self.variation.has_numbers(assumptions):
+        outside = self.outside_inputs
+        if not outside and not self.variation.has_numbers(assumptions):
             return made, assumptions
         exact, alone = trace_until_valid(
-            self.trace, assumptions.moved(varying=frozenset(), dim=None), self.after
+            self.trace,
+            assumptions.moved(varying=frozenset(), dim=None, outside_numbers=False),
+            self.after,
         )
-        if self._is_equivalent(made[0], exact[0]):
+        if self._is_equivalent(made[0], exact[0], outside.values()):
             return made, assumptions
+        if not any(is_special(number.value) for number in outside.values()):
+            self.variation.cache.constants |= outside.keys()
         return exact, alone
+
+    def _outside_differences(self, cache: Cache) -> Sequence[Mapping[str, tuple[Any, Any]]]:
+        """Return, for the last programs of such arguments, the other values that differ."""
+        entries = [entry for entry in cache.entries if entry.tree == self.tree][:_COMPARED]
+        if self.reason != UNSEEN:  # then a program may serve other sizes and numbers alone
+            entries = [each for each in entries if each.call_spec.bounds or each.call_spec.scalars]
+        return [x for x in (each.outside_differences(self.flat) for each in entries) if x]
 
     def _earlier_numbers(self, cache: Cache) -> Earlier:
         """Return the numbers that programs have read from outside: NOTE [numbers that vary]."""
@@ -222,7 +244,8 @@ class FirstCall:
         if self.target.backend is None:  # backends make numbers constants
             for entry in cache.entries:
                 for text, value in entry.program.numbers.items():
-                    values.setdefault(text, []).append(value)
+                    if text not in cache.constants:
+                        values.setdefault(text, []).append(value)
         return values
 
     def after(self, assumptions: Assumptions, error: Exception) -> Assumptions | None:
@@ -267,6 +290,7 @@ class FirstCall:
             self.ambient,
             self.orders,
             self.passed,
+            self.arguments,
         )
 
     def scalars(
@@ -397,9 +421,18 @@ class FirstCall:
             other = dataclasses.replace(other, program=one.program)
         return other, same_reached
 
-    def _is_equivalent(self, general: CachedProgram, exact: CachedProgram) -> bool:
-        """True if a program does the same as one in which some of its inputs are fixed."""
+    def _is_equivalent(
+        self, general: CachedProgram, exact: CachedProgram, outside: Iterable[InputNumber] = ()
+    ) -> bool:
+        """Return True if a program does the same as one in which some of its inputs are fixed.
+
+        Args:
+            general: the program.
+            exact: the program for the numbers and sizes of the call.
+            outside: the numbers from outside that are inputs of the first program alone.
+        """
         values = _ValuesByName(self.sizes)
+        values.update({number.name: number.value for number in outside})
         values.update({spec.name: spec.value for spec in general.call_spec.scalars})
         values.update({name: any_size(dim) for name, dim in exact.call_spec.bounds.items()})
         values.update({x.name: any_number(type(x.value)) for x in exact.call_spec.scalars})

@@ -64,6 +64,7 @@ def _facts(call_spec: CallSpec, call: FirstCall, facts: Mapping[str, Any]) -> Ma
         call_spec.ambient,
         call_spec.orders,
         passed_text(len(args), kwargs),
+        call.target.bound(args, kwargs),
     )
     if not any(spec.any_grad for spec in call_spec.inputs):
         return own

@@ -20,8 +20,10 @@ A value that keeps a program for each of its values is reported by a ``RetraceWa
 
 NOTE [retraces]
 The second new program for a value that varies either serves all its values (NOTE [automatic
-dynamic sizes]), or a warning names, once, the value and the descriptors that make its programs one.
-The sizes and numbers 0 and 1 give no warning: the next value decides.
+dynamic sizes]), or a warning names, once, the value and the remedy: descriptors that make its
+programs one, or another way to pass the value. Such a value is a size, a number, another argument,
+a property of a tensor, the structure of a container, or a value that the function reads besides its
+arguments. The sizes and numbers 0 and 1 give no warning: the next value decides.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ import torch
 
 from tsfunc.errors import ConstraintViolation, DescriptorError
 from tsfunc.program.assumptions import Assumptions, Retrace
-from tsfunc.program.calling.cache import ANY, Cache, CachedProgram, Target, differing
+from tsfunc.program.calling.cache import (
+    ANY,
+    Cache,
+    CachedProgram,
+    differing,
+)
+from tsfunc.program.calling.other_retraces import AFTER, CallWithoutProgram, warning_about_others
 from tsfunc.program.closure.guard_builder import is_instance
 from tsfunc.program.guarding.guards import Facts
 from tsfunc.program.guarding.inputs import InputSpec, ScalarSpec, can_be_symbol
@@ -48,7 +56,6 @@ from tsfunc.types.single import TSTensor
 # --- automatic named dims and inputs for sizes and numbers that differ from call to call
 
 
-AFTER = 2  # number of programs that differ in a size or number
 _ATTEMPTS = 2  # a bounded size may lead to facts that were not met before
 
 Names = frozenset[str]
@@ -270,16 +277,11 @@ def _dims(meta: MetaTensorType, rank: int) -> list[Any]:
 _SHOWN = 3  # the number of values that a warning shows
 
 
-class Call(Protocol):
-    """A call that has no program yet; see ``FirstCall``."""
+class Call(CallWithoutProgram, Protocol):
+    """A call whose sizes and numbers may vary."""
 
-    flat: list[Any]
     tree: optree.PyTreeSpec
-    argument_paths: dict[int, tuple[Any, ...]]
     contract: CompiledDescriptors | None
-    target: Target
-
-    def name_of(self, position: int) -> str: ...
 
     def scalars(
         self, inputs: Sequence[InputSpec], bounds: Mapping[str, Dim]
@@ -394,6 +396,9 @@ class Variation:
         """
         varied, served = self.cache.varied, self._served
         warning = self._warning(served) if called else None
+        if called and warning is None and len(varied) >= AFTER:
+            sized = self.sizes.keys() | self.numbers.keys()
+            warning = warning_about_others(self.call, self.cache, self.facts, sized)
         open_ = dict.fromkeys(served, ANY)
         if served and not entry.program.conditions and not _is_bounded(entry, self.bounds):
             for i, others in enumerate(varied):

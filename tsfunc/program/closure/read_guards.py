@@ -20,6 +20,7 @@ whose own guards, and those of all shorter paths, hold.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,12 +72,30 @@ class ReadGuard(Guard):
         """Return the fact without the name of the value; empty if it is not worth a line."""
         return ""
 
+    @property
+    def fact(self) -> tuple[str, Any] | None:
+        """The name of the fact and the guarded value of it; None if it has no name."""
+        return None
+
+    def fact_of(self, value: Any) -> Any:
+        """Return the fact about another value on the path."""
+        return value
+
 
 @dataclass(frozen=True, eq=False)
-class SameObject(ReadGuard):
-    """The identity of a value."""
+class _ValueGuard(ReadGuard):
+    """A guard on a value itself."""
 
     value: Any
+
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return self.source.text, self.value
+
+
+@dataclass(frozen=True, eq=False)
+class SameObject(_ValueGuard):
+    """The identity of a value."""
 
     def refused(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.name(self.value)}"
@@ -86,10 +105,8 @@ class SameObject(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class EqualValue(ReadGuard):
+class EqualValue(_ValueGuard):
     """A value of a type that compares by value: equal, and of the same type."""
-
-    value: Any
 
     def refused(self, at: str, code: GuardCode) -> str:
         value = self.value
@@ -105,14 +122,12 @@ class EqualValue(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SameContents(ReadGuard):
+class SameContents(_ValueGuard):
     """The elements of a container of plain values, compared as a whole.
 
     Attributes:
         value: the container, or a copy of it if it can change.
     """
-
-    value: Any
 
     def refused(self, at: str, code: GuardCode) -> str:
         code.scope["same_value"] = same_value
@@ -127,6 +142,13 @@ class TypeOf(ReadGuard):
     """The class of a value whose contents are guarded where they are read."""
 
     cls: type
+
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return f"type({self.source.text})", self.cls
+
+    def fact_of(self, value: Any) -> Any:
+        return type(value)
 
     def refused(self, at: str, code: GuardCode) -> str:
         return f"type({at}) is not {code.name(self.cls)}"
@@ -157,6 +179,13 @@ class KeysAre(ReadGuard):
     keys: Sequence[Any]
     plain: bool = False
 
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return f"the keys of {self.source.text}", tuple(self.keys)
+
+    def fact_of(self, value: Any) -> Any:
+        return tuple(value)
+
     def refused(self, at: str, code: GuardCode) -> str:
         return other_keys([at], [self.keys], code.name)
 
@@ -186,6 +215,13 @@ class LengthIs(ReadGuard):
 
     length: int
     most: Any = _NO_KEY
+
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return f"len({self.source.text})", self.length
+
+    def fact_of(self, value: Any) -> Any:
+        return len(value)
 
     def refused(self, at: str, code: GuardCode) -> str:
         most = "" if self.most is _NO_KEY else f" or {at}.maxlen != {self.most}"
@@ -260,6 +296,10 @@ class OwnTensor(ReadGuard):
 
     tensor: torch.Tensor
 
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return self.source.text, self.tensor
+
     @classmethod
     def lines_of_many(cls, guards: Sequence[OwnTensor], code: GuardCode) -> Iterator[str]:
         """Check all tensors at once in C++, and one by one if that fails."""
@@ -286,6 +326,10 @@ class ReadTensor(ReadGuard):
     """The type and sizes of a tensor that is an input of the program."""
 
     example: torch.Tensor
+
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return self.source.text, self.example
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         at, cls = code.variable(self.source), code.name(users_class(type(self.example)))
@@ -327,6 +371,13 @@ class ReadNumber(ReadGuard):
     variable: str
     kind: type
     admits: Callable[[Any], bool]
+
+    @property
+    def fact(self) -> tuple[str, Any]:
+        return f"type({self.source.text})", self.kind
+
+    def fact_of(self, value: Any) -> Any:
+        return type(value)
 
     def lines(self, code: GuardCode) -> Iterable[str]:
         at, kind = code.variable(self.source), code.name(self.kind)
@@ -425,6 +476,7 @@ class NoMember(Guard):
             yield f"if not {held}.keys().isdisjoint({absent}): return None"
 
 
+_SHOWN = 8  # the number of refusing guards that are named
 _FIRST: tuple[type[Guard], ...] = (MemberIs, NoMember)
 _BY_KIND: tuple[type[Guard], ...] = (TypeOf, KeysAre, Missing)
 _LAST: tuple[type[Guard], ...] = (OwnTensor,)
@@ -488,6 +540,56 @@ class ReadGuards:
         assert isinstance(self.guards[at + 1], OwnTensor)
         self.guards[at : at + 2] = [ReadTensor(source, tensor)]
         self.results.append((source, tensor))
+
+    def differences(
+        self, now: tuple[Any, ...], flat: Sequence[Any]
+    ) -> dict[str, tuple[Any, Any]] | None:
+        """Return the values that a call reads and the guards refuse.
+
+        Args:
+            now: torch's settings.
+            flat: the flattened arguments of the call.
+
+        Returns:
+            The name of each with its value in the call and the guarded one, in the order of the
+            reads; None if all guards hold, or if those that fail have no names.
+        """
+        found: dict[str, tuple[Any, Any]] = {}
+        paths: list[tuple[Any, ...]] = []
+        for guard in itertools.islice(self._refusing(now, flat), _SHOWN):
+            fact = guard.fact if isinstance(guard, ReadGuard) else None
+            if fact is None or not isinstance(guard, ReadGuard) or not guard.source.text:
+                continue
+            path = guard.source.path
+            value = ReadGuards([], [(guard.source, None)]).function(now)(flat)
+            if value is None or any(path[: len(each)] == each for each in paths):
+                continue  # it is in a container that is refused
+            paths.append(path)
+            found[fact[0]] = guard.fact_of(value[0]), fact[1]
+        return found or None
+
+    def _refusing(self, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
+        """Yield the guards that refuse a call; of many guards they are found by halves."""
+
+        def hold(guards: Sequence[Guard]) -> bool:
+            return ReadGuards([*guards]).function(now)(flat) is not None
+
+        def search(guards: Sequence[Guard]) -> Iterator[Guard]:
+            if hold([*numbers, *guards]):
+                return
+            if len(guards) == 1:
+                yield guards[0]
+                return
+            half = len(guards) // 2
+            yield from search(guards[:half])
+            yield from search(guards[half:])
+
+        numbers = [guard for guard in self.guards if isinstance(guard, ReadNumber)]
+        refusing = [guard for guard in numbers if not hold([guard])]
+        if refusing:  # the conditions on these numbers can't be evaluated
+            yield from refusing
+        else:
+            yield from search([x for x in self.guards if not isinstance(x, ReadNumber)])
 
     def function(
         self,

@@ -154,16 +154,6 @@ def fill(value: Any, tensors: Sequence[Any]) -> Any:
     return value
 
 
-def same_updates(some: tuple[Update, ...], others: tuple[Update, ...]) -> bool:
-    """True if two programs end with the same assignments, apart from their tensors."""
-    return len(some) == len(others) and all(
-        (a.text, a.owner, a.target, a.fills, a.deletes)
-        == (b.text, b.owner, b.target, b.fills, b.deletes)
-        and same_value(a.value, b.value)
-        for a, b in zip(some, others, strict=True)
-    )
-
-
 class NotRepeatable(Exception):
     """A value that a program can't make at every call; the message describes the value."""
 

@@ -14,6 +14,8 @@ compared by value.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +25,11 @@ import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.dispatch import state
-from tsfunc.program.closure.results import same_updates
+from tsfunc.program.closure.read_guards import ReadNumber
+from tsfunc.program.closure.results import OutsideRef, fill
 from tsfunc.program.graphs.data import ProgramData
 from tsfunc.program.passes.simplify import is_computable
+from tsfunc.types.values import same_value
 
 
 def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, Any]) -> bool:
@@ -38,17 +42,25 @@ def same_program(symbolic: ProgramData, fixed: ProgramData, sizes: Mapping[str, 
     """
     if symbolic.out_tree != fixed.out_tree or _tensors(symbolic) != _tensors(fixed):
         return False
-    if not same_updates(symbolic.updates, fixed.updates):
-        return False
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         return _Matching(symbolic, fixed, sizes).is_whole()
 
 
-def _tensors(program: ProgramData) -> Sequence[int]:
-    """Return the positions of the inputs without those that are numbers."""
+def _tensors(program: ProgramData) -> Sequence[Any]:
+    """Return the places of the inputs without those that are numbers."""
     scalars = () if program.call_spec is None else program.call_spec.scalars
     numbers = {spec.position for spec in scalars}
-    return [position for position in program.inputs if position not in numbers]
+    guards = () if program.read_guards is None else program.read_guards.guards
+    read = {guard.source.path for guard in guards if isinstance(guard, ReadNumber)}
+    places = [_place(program, each) for each in program.inputs if each not in numbers]
+    return [place for place in places if place not in read]
+
+
+def _place(program: ProgramData, position: int) -> Any:
+    """Return the place of a value that a program is called with: an argument, or a path."""
+    reads = () if program.read_guards is None else program.read_guards.results
+    first = len(program.argument_paths)
+    return position if position < first else reads[position - first][0].path
 
 
 @dataclass
@@ -79,31 +91,57 @@ class _Matching:
             return False
         if a.op == "get_attr":
             return self.symbolic.tensor(a) is self.fixed.tensor(b)
+        if a.op == "output":
+            return self._same_results(a.args[0], b.args[0])
         return self._same((a.args, a.kwargs), (b.args, b.kwargs))
+
+    def _same_results(self, a: Any, b: Any) -> bool:
+        """Return True if two programs return and assign the same; numbers may be constants."""
+        count = self.symbolic.out_tree.num_leaves
+        mine, others = self.symbolic.updates, self.fixed.updates
+        return (
+            self._same(a[:count], b[:count])
+            and len(mine) == len(others)
+            and all(
+                (x.text, x.target, x.fills, x.deletes) == (y.text, y.target, y.fills, y.deletes)
+                and self._same(OutsideRef(x.owner), OutsideRef(y.owner))
+                and self._same(fill(x.value, a[count:]), fill(y.value, b[count:]))
+                for x, y in zip(mine, others, strict=True)
+            )
+        )
 
     def _same(self, a: Any, b: Any) -> bool:
         if isinstance(a, torch.fx.Node):
             return self._same_value(a, b)
-        if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        if isinstance(a, list | tuple | deque) and isinstance(b, list | tuple | deque):
             return len(a) == len(b) and all(map(self._same, a, b))
         if isinstance(a, dict) and isinstance(b, dict):
             return a.keys() == b.keys() and all(self._same(a[k], b[k]) for k in a)
-        return type(a) is type(b) and (a is b or bool(a == b))
+        if isinstance(a, OutsideRef) and isinstance(b, OutsideRef):
+            return bool(_place(self.symbolic, a.index) == _place(self.fixed, b.index))
+        return same_value(a, b)
 
     def _same_value(self, a: torch.fx.Node, b: Any) -> bool:
         if "value" in a.meta:
             return self._same_number(a.meta["value"](self.sizes), b)
         if not isinstance(b, torch.fx.Node):
             return False
+        if "expr" in a.meta and "expr" in b.meta:  # a number of data
+            return self._same_step(a, b)
         if not self._is_constant(b):
             return self.matched.get(a) is b
         one, other = self._value(a), self.fixed.tensor(b)
         return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
     def _same_number(self, a: Any, b: Any) -> bool:
-        """True if a number of the symbolic program equals one of the fixed program."""
+        """Return True if a number of the symbolic program equals one of the fixed program.
+
+        A float may differ by the order of roundings.
+        """
         if isinstance(b, torch.fx.Node):
             return "value" in b.meta and bool(b.meta["value"](self.sizes) == a)
+        if type(b) is float and isinstance(a, int | float):
+            return math.isclose(a, b, rel_tol=1e-12)
         return type(b) in (int, float, bool) and bool(a == b)
 
     def _is_constant(self, node: torch.fx.Node) -> bool:
