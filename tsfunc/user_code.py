@@ -38,7 +38,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -246,6 +246,7 @@ def _is_installed_package(package: types.ModuleType | None) -> bool:
 # --- the calls at which tracebacks are folded
 
 _boundaries: set[CodeType] = set()
+_lookups: set[CodeType] = set()
 
 
 def folding(name: str = "", func: Any = None) -> Callable[[F], F]:
@@ -284,6 +285,12 @@ def folded_class(cls: type[C]) -> type[C]:
     return cls
 
 
+def is_lookup(method: F) -> F:
+    """Mark a ``__getattr__``: an attribute that its caller looks up may be missing."""
+    _lookups.add(inspect.unwrap(method).__code__)
+    return method
+
+
 def is_boundary(method: F) -> F:
     """Decorate a callable that calls :func:`fold` itself."""
     code: Any = getattr(method, "__code__")  # noqa: B009 - no attribute of every Callable
@@ -308,12 +315,18 @@ def _cells_of_boundary(func: Any) -> dict[str, CellType]:
 # --- folding
 
 
-def fold(error: Exception, spelling: Callable[[], str]) -> None:
+def fold(
+    error: Exception,
+    spelling: Callable[[], str],
+    arguments: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
     """Rewrite the traceback of an error that leaves a public call: NOTE [folded tracebacks].
 
     Args:
         error: the error that is about to be raised again.
         spelling: returns the spelling of the call that the error leaves; empty for no note.
+        arguments: returns the arguments of the call by name, for an error without a frame of the
+            user's function, as that of a program is.
     """
     frame = inspect.currentframe()
     public = frame and frame.f_back
@@ -321,9 +334,12 @@ def fold(error: Exception, spelling: Callable[[], str]) -> None:
         return
     if config.traceback == "full" or _is_defect(error):
         return
+    if type(error) in (AttributeError, TypeError) and error.args:
+        # Python's messages have the class of a value, which is a tensor for the user.
+        error.args = (re.sub(r"'\w+Tracer'", "'Tensor'", str(error.args[0])), *error.args[1:])
     text = spelling()
     if text:
-        _add_note(error, text)
+        _add_note(error, text, arguments)
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -380,6 +396,8 @@ def _is_defect(error: BaseException) -> bool:
     if not isinstance(error, _DEFECTS) or type(error).__module__.partition(".")[0] == _OWN:
         return False
     *_, (frame, _, _) = _steps(error.__traceback__)
+    if frame.f_code in _lookups and frame.f_back is not None:
+        frame = frame.f_back  # it looks up the attribute
     return _is_hidden(frame)
 
 
@@ -424,16 +442,17 @@ def _frame_at(location: Location) -> Step:
 # --- the note
 
 
-_describe: list[Callable[[FrameType], str]] = []
+Describe = Callable[[Iterable[tuple[str, Any]]], str]
+_describe: list[Describe] = []
 
 
-def describes_arguments(describe: Callable[[FrameType], str]) -> Callable[[FrameType], str]:
-    """Register the function that describes the tensors among the arguments of a frame."""
+def describes_arguments(describe: Describe) -> Describe:
+    """Register the function that describes the tensors among arguments and their names."""
     _describe.append(describe)
     return describe
 
 
-def _add_note(error: Exception, spelling: str) -> None:
+def _add_note(error: Exception, spelling: str, arguments: Callable[[], Mapping[str, Any]]) -> None:
     """Note the call that the error came through, and the arguments of the function.
 
     The function is the user's innermost one that a library called. A call without one, such as
@@ -452,6 +471,8 @@ def _add_note(error: Exception, spelling: str) -> None:
                 where = _where(frame) or where
         elif after_library:
             where, is_users, after_library = _where(frame), True, False
+    if not where and (given := _describe[0](arguments().items())):
+        where = f", called with {given}"
     error.add_note(
         f"raised in {spelling}{where}\n"
         f"{hidden} frames of libraries are hidden: tsfunc.config.traceback = 'full' shows them."
@@ -460,8 +481,10 @@ def _add_note(error: Exception, spelling: str) -> None:
 
 def _where(frame: FrameType) -> str:
     """Return the part of a note about the arguments of a function; empty without tensors."""
-    given = _describe[0](frame)
-    name, module = frame.f_code.co_name, frame.f_locals.get("self")
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = _describe[0]((name, frame.f_locals.get(name)) for name in names)
+    name, module = code.co_name, frame.f_locals.get("self")
     if isinstance(module, torch.nn.Module) and frame.f_code.co_filename.startswith(MODULES):
         name = f"{type(module).__name__}.{name}"
     return f", where {name} had {given}" if given else ""

@@ -320,3 +320,55 @@ def test_a_broken_law_shows_the_callers_line_alone() -> None:
     error = raised(lambda: tsfunc.testing.check_vmap(lambda x: x * next(numbers), X))
     assert {frame.filename for frame in frames(error)} == {__file__}
     assert isinstance(error, AssertionError)
+
+
+# --- names that the user knows, and shapes
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda x: x + torch.randn(4), "randn"),
+        (F.dropout, "dropout"),
+        (torch.bernoulli, "bernoulli"),
+        (lambda x: x.clone().normal_(), "normal_"),
+        (lambda x: torch.normal(x, x.abs()), "normal"),
+        (lambda x: x.abs().multinomial(2), "multinomial"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_random_operation_has_its_name_in_torch(
+    call: Function, name: str, compiled: bool
+) -> None:
+    f = specialize(vmap(call)) if compiled else vmap(call)
+    with pytest.raises(RuntimeError, match=rf"\(the operation is {name}\)"):
+        f(torch.rand(3, 4))
+
+
+@pytest.mark.parametrize("transform", [vmap, specialize, grad], ids=lambda t: t.__name__)
+def test_a_tracer_is_a_tensor_in_messages(transform: Function) -> None:
+    x = torch.ones(3)
+    with pytest.raises(AttributeError, match="'Tensor' object has no attribute 'missing'") as error:
+        transform(lambda x: x.missing)(x)
+    assert len(traceback.format_exception(error.value)) < 10
+    with pytest.raises(TypeError, match=r"for \+: 'Tensor' and 'str'"):
+        transform(lambda x: x + "text")(x)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on")
+def test_an_error_of_a_program_has_the_shapes_of_its_call() -> None:
+    f = specialize(lambda x, index: {"row": x[index]}, {"x": MetaTensorType(["n", 4])})
+    for index in (0, 1):
+        f(torch.ones(3, 4), torch.tensor([index]))
+    with pytest.raises(IndexError) as error:
+        f(torch.ones(5, 4), torch.tensor([9]))
+    (note,) = getattr(error.value, "__notes__")  # noqa: B009 - not in Python 3.10
+    assert "called with x: float32[5, 4], index: int64[1]" in note
+    with pytest.raises(RuntimeError, match="dtype") as mismatch:
+        specialize(lambda x: x @ torch.ones(4, 2).double())(torch.ones(3, 4))
+    assert "x: float32[3, 4]" in getattr(mismatch.value, "__notes__")[0]  # noqa: B009 - as above
+
+
+def test_a_shape_mismatch_names_the_operands_in_a_list() -> None:
+    with pytest.raises(RuntimeError, match=r"examples of shape \(4,\), \(5, 2\)"):
+        vmap(lambda x: torch.einsum("ij,jk->ik", x, torch.ones(5, 2)))(torch.ones(3, 4))

@@ -212,6 +212,17 @@ def op_name(op: Any) -> str:
     return str(name()) if callable(name) else str(getattr(op, "__name__", op))
 
 
+def function_name(op: Any) -> str:
+    """Return the name of an operator in errors, without torch's internals: ``randn``."""
+    name = op_name(op)
+    if not name.startswith("aten::"):
+        return name
+    name = name.removeprefix("aten::").partition(".")[0]
+    # The functions of several operators have versions of them: ``_unique2``.
+    name = name.lstrip("_").rstrip("0123456789") if name.startswith("_") else name
+    return name.removeprefix("native_")
+
+
 class NoExamples(Exception):
     """Raised by a rule if the structure of its results cannot be derived from an empty batch."""
 

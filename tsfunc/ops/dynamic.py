@@ -19,6 +19,7 @@ from tsfunc.ops.dims import (
     align,
     batch_to_front,
     flatten_logical,
+    function_name,
     logical_rank,
     logical_shape,
     op_name,
@@ -34,10 +35,10 @@ OUTSIDE = f"or call it outside of the vmapped function. {SPLIT}"
 def refuse_dynamic_size(op: Any, instead: str) -> NoReturn:
     """Raise the error for results whose sizes can differ between examples."""
     raise DataDependentError(
-        f"vmap: {op_name(op)}, at {user_location()}: the size of the result depends on the values "
-        f"of a batched tensor, so it would differ from example to example (torch.func says: vmap: "
-        f"We do not support batching operators that can output dynamic shape. Attempted to vmap "
-        f"over {op_name(op)}). {instead}, {OUTSIDE}."
+        f"vmap: {function_name(op)}, at {user_location()}: the size of the result depends on the "
+        f"values of a batched tensor, so it would differ from example to example (torch.func says: "
+        f"vmap: We do not support batching operators that can output dynamic shape. Attempted to "
+        f"vmap over {op_name(op)}). {instead}, {OUTSIDE}."
     )
 
 
@@ -61,8 +62,8 @@ def item(
         raise DataDependentError(
             f"vmap: It looks like you're calling .item() on a Tensor. We don't support vmap over "
             f"calling .item() on a Tensor, please try to rewrite what you're doing with other "
-            f"operations ({op_name(op)} at {user_location()} has to return one Python value, but "
-            f"each example has its own), {OUTSIDE}."
+            f"operations ({function_name(op)} at {user_location()} has to return one Python "
+            f"value, but each example has its own), {OUTSIDE}."
         )
     agree(op, level, batch_to_front(args[0], dims[0]))
     return op(one), None
@@ -75,9 +76,9 @@ def compare_tensors(
     """Compare whole tensors: the result is one bool, which the examples must share."""
     if level.splitter is None:
         raise DataDependentError(
-            f"vmap: {op_name(op)}, at {user_location()}, answers with one Python bool, but each "
-            f"example has its own answer. Compare element by element, (x == y).all(), and keep the "
-            f"result a tensor, {OUTSIDE}."
+            f"vmap: {function_name(op)}, at {user_location()}, answers with one Python bool, but "
+            f"each example has its own answer. Compare element by element, (x == y).all(), and "
+            f"keep the result a tensor, {OUTSIDE}."
         )
     exact = op_name(op) == "aten::equal"
     (x, y), at = align(args[:2], dims[:2])

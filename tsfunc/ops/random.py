@@ -27,6 +27,7 @@ from tsfunc.ops.dims import (
     align_batch_dim,
     batch_to_front,
     expand_to_front,
+    function_name,
     logical_shape,
     op_name,
     refuse_inplace,
@@ -53,7 +54,7 @@ def refuse_in_error_mode(op: Any, level: RuleLevel) -> None:
             f"vmap: called random operation while in randomness error mode. Please either use "
             f"the 'same' or 'different' randomness flags on vmap, or 'split', by which each "
             f"example draws as if alone, or perform the randomness operation out of vmap (the "
-            f"operation is {op_name(op)})"
+            f"operation is {function_name(op)})"
         )
 
 
@@ -62,8 +63,8 @@ def require_one_distribution(op: Any, level: RuleLevel, dims: Dims) -> None:
     if level.randomness == "same" and any(dim is not None for dim in dims):
         raise RuntimeError(
             f"Vmap does not currently support same randomness with a batched tensor input: "
-            f"{op_name(op)} draws from a distribution that differs from example to example. Use "
-            f"the 'different' or 'split' randomness flags on vmap, or transform numbers of one "
+            f"{function_name(op)} draws from a distribution that differs from example to example. "
+            f"Use the 'different' or 'split' randomness flags on vmap, or transform numbers of one "
             f"distribution (for instance mean + std * torch.randn_like(std))."
         )
 
@@ -149,7 +150,7 @@ def randint_like(
     require_one_distribution(op, level, dims[1:])
     if high.dim() != 1:
         return raise_as_one_example(op, dims, args, kwargs)
-    require(high > 0, f"{op_name(op)} expected a high above 0")
+    require(high > 0, f"{function_name(op)} expected a high above 0")
     if level.randomness == "split":
         shape = logical_shape(x, dims[0])
         draw = samplers.draw_for(level, x.device, kwargs)
@@ -169,7 +170,7 @@ def shared_draw_error(op: Any) -> RuntimeError:
     """Return the error of a draw for each example into a tensor that all examples share."""
     return RuntimeError(
         f"vmap: Cannot ask for different inplace randomness on an unbatched tensor. This "
-        f"will appear like same randomness. {op_name(op)} writes a tensor that is not "
+        f"will appear like same randomness. {function_name(op)} writes a tensor that is not "
         f"batched: use its out-of-place form, or make the tensor from a batched one (for "
         f"instance x.new_empty)."
     )

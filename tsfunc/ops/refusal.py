@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.ops.dims import logical_rank, op_name
+from tsfunc.ops.dims import function_name, logical_rank
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
 
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
@@ -41,10 +41,10 @@ def raise_as_one_example(
     try:
         op(*examples, **kwargs)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        tensors = [x for x in examples if isinstance(x, Tensor)]
+        items = (x if isinstance(x, list | tuple) else [x] for x in examples)
+        tensors = [x for each in items for x in each if isinstance(x, Tensor)]
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        name = op_name(op).removeprefix("aten::")
-        call = f"{name} was called on examples of shape {shapes}"
+        call = f"{function_name(op)} was called on examples of shape {shapes}"
         if len({x.dtype for x in tensors}) > 1:
             call += f" and dtype {', '.join(str(x.dtype) for x in tensors)}"
             raise type(error)(f"{error}\nInside of vmap, {call}.") from None

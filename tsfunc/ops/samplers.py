@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tsfunc.ops import distributions
-from tsfunc.ops.dims import batch_to_front, logical_shape, op_name, unit_dims
+from tsfunc.ops.dims import batch_to_front, function_name, logical_shape, op_name, unit_dims
 from tsfunc.ops.philox import Philox
 from tsfunc.ops.registry import Dims, RuleLevel
 
@@ -29,7 +29,7 @@ def draw_for(level: RuleLevel, device: Any, kwargs: Mapping[str, Any]) -> Philox
 
 def _require(condition: bool, op: Any, message: str) -> None:
     if not condition:
-        raise RuntimeError(f"{op_name(op)}: expected {message}")
+        raise RuntimeError(f"{function_name(op)}: expected {message}")
 
 
 def _uniform(

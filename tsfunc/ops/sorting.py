@@ -134,7 +134,7 @@ def one_hot(
     if count == -1:
         if level.splitter is None:
             raise DataDependentError(
-                f"vmap: aten::one_hot, at {user_location()}: without num_classes the size of the "
+                f"vmap: one_hot, at {user_location()}: without num_classes the size of the "
                 f"result depends on the values of a batched tensor. Give one_hot num_classes. "
                 f"(torch.func says: vmap: It looks like you're calling .item() on a Tensor.) "
                 f"{SPLIT}."

@@ -21,7 +21,15 @@ from tsfunc.ops.compressed import (
     of_members,
     with_values,
 )
-from tsfunc.ops.dims import align, batch_to_front, expand_to_front, logical_rank, op_name, wrap_dim
+from tsfunc.ops.dims import (
+    align,
+    batch_to_front,
+    expand_to_front,
+    function_name,
+    logical_rank,
+    op_name,
+    wrap_dim,
+)
 from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.sparse_elementwise import batched_sparse
@@ -462,7 +470,7 @@ def _stored(op: Any, level: RuleLevel, x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if x.layout is not torch.sparse_coo or x.sparse_dim() < 2:
         raise NotImplementedError(
-            f"vmap: {op_name(op)} of a batch of tensors of layout {x.layout} with "
+            f"vmap: {function_name(op)} of a batch of tensors of layout {x.layout} with "
             f"{x.sparse_dim() - 1} sparse dims. Call to_dense() or to_sparse() first."
         )
     positions, stored = torch.ops.aten._indices.default(x), torch.ops.aten._values.default(x)

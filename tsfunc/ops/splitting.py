@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.compressed import is_compressed, select_examples
-from tsfunc.ops.dims import op_name
+from tsfunc.ops.dims import function_name
 from tsfunc.ops.registry import RuleLevel
 
 
@@ -29,8 +29,8 @@ def agree(op: Any, level: RuleLevel, answers: Tensor) -> None:
     assert level.splitter is not None
     if not level.batch_size:
         raise DataDependentError(
-            f"vmap: {op_name(op)}: the result's size depends on the values, and a batch of size 0 "
-            f"has none. Return early for an empty batch."
+            f"vmap: {function_name(op)}: the result's size depends on the values, and a batch of "
+            f"size 0 has none. Return early for an empty batch."
         )
     if level.splitter.agree(answers) is not None:
         raise BatchChanged

@@ -166,7 +166,7 @@ class Specialized(Generic[_Params, _Result]):
             except NanError as better:
                 fold(better, self._label)
                 raise better from None
-            fold(error, self._label)
+            fold(error, self._label, functools.partial(self.target.bound, args, kwargs))
             raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.

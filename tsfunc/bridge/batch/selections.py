@@ -139,7 +139,7 @@ class Selection(Tracer):
     def refuse(self, by: str) -> NoReturn:
         """Raise the error for an operation that needs the number of selected elements."""
         raise DataDependentError(
-            f"vmap: aten::index.Tensor, at {self.line}: the size of the result depends on the "
+            f"vmap: x[mask], at {self.line}: the size of the result depends on the "
             f"values of a batched tensor, so it would differ from example to example (torch.func "
             f"says: vmap: We do not support batching operators that can output dynamic shape. "
             f"Attempted to vmap over aten::index.Tensor). It can be used elementwise, summed, and "

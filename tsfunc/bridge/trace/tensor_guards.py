@@ -39,7 +39,7 @@ from tsfunc.bridge.tracers.function_registry import FunctionRules, Stage
 from tsfunc.bridge.tracers.tracer import Tracer, function_handler, metadata
 from tsfunc.bridge.tracers.user_queries import in_user_code
 from tsfunc.errors import ClosureError, TypeCheckError
-from tsfunc.user_code import called_by_user, user_location
+from tsfunc.user_code import called_by_user, is_lookup, user_location
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -477,6 +477,7 @@ function_rules: Final = FunctionRules()
 function_rules.add(Stage.METHOD, metadata, stride, contiguous, offset)
 
 
+@is_lookup
 def attribute(self: Any, name: str) -> Any:
     """Look up an attribute on the argument that a traced tensor stands for."""
     guards = None if name.startswith("__") else _guards_of(self)
@@ -487,4 +488,4 @@ def attribute(self: Any, name: str) -> Any:
             return guards.guard(argument, kind[name])
         if guards.guard(argument, f"hasattr({{}}, {name!r})"):
             return guards.attribute_of(argument, name)
-    raise AttributeError(f"{self.describe()} has no attribute {name!r}")
+    raise AttributeError(f"'Tensor' object has no attribute {name!r}", name=name, obj=self)

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -82,13 +81,10 @@ def watched_for_nans(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 @describes_arguments
-def _arguments(frame: FrameType) -> str:
+def _tensors(arguments: Iterable[tuple[str, Any]]) -> str:
     """Return the tensors among the arguments of a function, by name, as text."""
-    code = frame.f_code
-    count = code.co_argcount + code.co_kwonlyargcount
     shown = []
-    for name in code.co_varnames[:count]:
-        value: Any = frame.f_locals.get(name)
+    for name, value in arguments:
         # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():

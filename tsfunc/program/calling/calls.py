@@ -424,7 +424,7 @@ class FirstCall:
     def _is_equivalent(
         self, general: CachedProgram, exact: CachedProgram, outside: Iterable[InputNumber] = ()
     ) -> bool:
-        """Return True if a program does the same as one in which some of its inputs are fixed.
+        """True if a program does the same as one in which some of its inputs are fixed.
 
         Args:
             general: the program.
@@ -528,7 +528,8 @@ def raise_user_assertion(
     except Exception as own:
         if not isinstance(error, FailedCheckError):
             raise own from None
-        raise FailedCheckError(f"{error}\n{type(own).__name__}: {own}") from own
+        failed = FailedCheckError(f"{error}\n{type(own).__name__}: {own}")
+        raise failed.with_traceback(own.__traceback__) from None
 
 
 def _is_user_check(program: Program, message: str) -> bool:

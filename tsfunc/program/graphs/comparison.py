@@ -96,7 +96,7 @@ class _Matching:
         return self._same((a.args, a.kwargs), (b.args, b.kwargs))
 
     def _same_results(self, a: Any, b: Any) -> bool:
-        """Return True if two programs return and assign the same; numbers may be constants."""
+        """True if two programs return and assign the same; numbers may be constants."""
         count = self.symbolic.out_tree.num_leaves
         mine, others = self.symbolic.updates, self.fixed.updates
         return (
@@ -134,7 +134,7 @@ class _Matching:
         return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
     def _same_number(self, a: Any, b: Any) -> bool:
-        """Return True if a number of the symbolic program equals one of the fixed program.
+        """True if a number of the symbolic program equals one of the fixed program.
 
         A float may differ by the order of roundings.
         """

@@ -348,6 +348,7 @@ def map(f: Callable[..., _Y], xs: Any, *args: Any, batch_size: int | None = None
     if batch_size is not None:
         mapped = vmap(lambda x: f(x, *args), randomness="different", chunk_size=batch_size)
         return mapped(xs)
+    _length("map", pytrees.flatten(xs)[0], None, 0)
     return scan(lambda carry, x: (carry, f(x, *args)), None, xs)[1]
 
 
