@@ -88,7 +88,8 @@ def _tensors(arguments: Iterable[tuple[str, Any]]) -> str:
         # isinstance would fail for a stand-in of a value of type Any.
         if issubclass(type(value), torch.Tensor):
             with DisableTorchFunctionSubclass():
-                shape = ", ".join(map(_size, value.shape))
+                # A nested tensor of strided layout has no shape.
+                shape = "nested" if value.is_nested else ", ".join(map(_size, value.shape))
                 shown.append(f"{name}: {str(value.dtype).removeprefix('torch.')}[{shape}]")
     return ", ".join(shown)
 
