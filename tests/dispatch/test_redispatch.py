@@ -8,9 +8,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from tests.dispatch.helpers import Plain, Value, on_another_thread, unique
-from tsfunc import dispatch
+from tsfunc import Tracer, TracerLevel, dispatch
 from tsfunc.dispatch import DispatchKey, DispatchKeySet, Level, Operator, fallthrough, state
 from tsfunc.errors import DispatchError
 
@@ -135,3 +136,31 @@ def test_run_at_a_level_needs_no_value_of_it() -> None:
         assert op.run_at(level, (3,), {}) is level
         with Level(HIGH) as inner:
             assert op.run_at(level, (Value(inner),), {}) is inner
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.sin,
+        lambda t: torch.add(torch.ones(2), t),
+        lambda t: torch.add(t, torch.ones(2)),
+        lambda t: torch.stack([torch.ones(2), t]),
+        lambda t: torch.nn.functional.linear(torch.ones(2), torch.ones(2, 2), bias=t),
+    ],
+    ids=["alone", "second", "first", "in a list", "in a composite"],
+)
+def test_a_kernel_that_passes_a_tracer_on_is_refused(call: Callable[[Any], Any]) -> None:
+    """Beside a plain tensor too, whose backend is a key that is left."""
+    key = DispatchKey.define(unique("PassesOn"), above=DispatchKey.Batch)
+
+    class Passed(Tracer):
+        value: torch.Tensor
+
+    @dispatch.register_fallback(key)
+    def passes_on(op: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return op(*args, **kwargs)
+
+    with TracerLevel(key) as level:
+        tracer = Passed.make(level=level, value=torch.ones(2))
+        with pytest.raises(DispatchError, match=f"The arguments have .*{key.name}@1.* excluded"):
+            call(tracer)

@@ -341,3 +341,18 @@ def test_multinomial_counts_of_each_example(randomness: str) -> None:
     drawn = tsfunc.vmap(draw, randomness=randomness)(probs)
     assert drawn.shape == (3, 3) and torch.equal(drawn.sum(1), torch.full((3,), 5.0))
     assert torch.equal(drawn[:2], 5 * probs[:2])
+
+
+@pytest.mark.parametrize("randomness", ["different", "same", "split"])
+@pytest.mark.parametrize("name", ["feature_dropout", "feature_alpha_dropout"])
+def test_feature_dropouts_refuse_examples_without_features(name: str, randomness: str) -> None:
+    drop = getattr(torch, name)
+    with pytest.raises(RuntimeError, match="at least 2 dimensions"):
+        drop(torch.ones(4), 0.5, True)
+    for in_dim in (0, 1):
+        with pytest.raises(RuntimeError, match="at least 2 dimensions"):
+            tsfunc.vmap(lambda x: drop(x, 0.5, True), in_dim, randomness=randomness)(
+                torch.ones(3, 4)
+            )
+    mapped = tsfunc.vmap(lambda x: drop(x, 0.5, True), randomness=randomness)(torch.ones(3, 4, 5))
+    assert mapped.shape == (3, 4, 5)

@@ -188,3 +188,44 @@ def test_second_derivatives_of_layer_norm(outer: str, inner: str) -> None:
     same(getattr(tsfunc, outer)(getattr(tsfunc, inner)(loss))(values), want)
     wrong = getattr(torch.func, outer)(getattr(torch.func, inner)(loss))(values)
     assert not torch.allclose(wrong, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("in_dim", [0, 1])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_numbers_of_dropouts(in_dim: int, inplace: bool) -> None:
+    x = torch.rand(300, 300) + 1
+
+    def drawn(api: Api, differentiated: bool) -> Tensor:
+        def dropped(x: Tensor) -> Tensor:
+            return torch.nn.functional.dropout(x * 1, 0.25, inplace=inplace)
+
+        f = api.grad(lambda x: dropped(x).sum()) if differentiated else dropped
+        torch.manual_seed(7)
+        kept: Tensor = api.vmap(f, in_dim, randomness="different")(x) != 0
+        return kept
+
+    for differentiated in (False, True):
+        got, want = drawn(tsfunc, differentiated), drawn(torch.func, differentiated)
+        assert got.equal(want) == (in_dim == 0 or not (inplace or differentiated))
+        # 4 standard deviations of the mean of 90,000 numbers
+        assert abs(got.double().mean() - 0.75) < 4 * (0.75 * 0.25 / x.numel()) ** 0.5
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.func loops
+def test_sizes_that_depend_on_values() -> None:
+    counts = torch.tensor([[1, 2], [2, 1]])
+    for f, args in (
+        (torch.argwhere, (counts - 1,)),
+        (torch.bincount, (counts,)),
+        (torch.repeat_interleave, (X[:2, :2], counts)),
+    ):
+        want = torch.stack([f(*example) for example in zip(*args, strict=True)])
+        if f is not torch.repeat_interleave:
+            same(torch.func.vmap(f)(*args), want)
+        with pytest.raises(tsfunc.errors.DataDependentError, match="depends on the values"):
+            tsfunc.vmap(f)(*args)
+        same(tsfunc.vmap(f, data_dependent="split")(*args), want)
+    repeat = functools.partial(torch.repeat_interleave, output_size=3)
+    same(tsfunc.vmap(repeat)(X[:2, :2], counts), torch.func.vmap(repeat)(X[:2, :2], counts))
+    ragged = tsfunc.vmap(torch.bincount, data_dependent="split")(torch.tensor([[1, 2], [0, 0]]))
+    assert [row.tolist() for row in ragged.unbind()] == [[0, 1, 1], [2]]

@@ -450,6 +450,10 @@ def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             f"It has kernels for: {keys}. Register one for the arguments' backend, "
             f"or for all of them with Operator(name, native=function)."
         )
+    bits, level = keys_of_arguments(args, kwargs)
+    if level is not None and op.native is op.outward:
+        # torch would bring the call of a tracer back here, without end.
+        raise DispatchError(messages.no_key_left(op.name, bits & tls.state.mask, args, kwargs))
     return op.native(*args, **kwargs)
 
 

@@ -339,6 +339,8 @@ def dropout_rule(alpha: bool, features: bool) -> Rule:
             return x, dims[0]
         if p == 1:  # no random numbers are needed
             return op(x, p, train), dims[0]
+        if features and x.dim() - (dims[0] is not None) < 2:
+            return raise_as_one_example(op, dims, args, kwargs)
         check_randomness(op, level, kwargs)
         mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)
         shift: Any = 0.0
