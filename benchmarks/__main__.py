@@ -7,6 +7,7 @@ python -m benchmarks --without inductor    without the ways that have this in th
 python -m benchmarks --markdown            the table as docs/benchmarks.md has it
 python -m benchmarks check                 fail if something is slower than the stored baseline
 python -m benchmarks scaling               how costs grow with sizes, with plots
+python -m benchmarks goals                 costs before a first result: traces, imports, compilation
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from benchmarks import (
     comparison,
     control_flow,
     eager,
+    goals,
     gpu,
     gradients,
     mesh,
@@ -116,7 +118,7 @@ def print_table(results: Sequence[tuple[str, list[list[str]]]]) -> None:
 
 
 # Commands with options of their own.
-COMMANDS = {"check": check.main, "scaling": scaling.main}
+COMMANDS = {"check": check.main, "goals": goals.main, "scaling": scaling.main}
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ from benchmarks import tracing
 from benchmarks.gradients import SIZES, mlp_params, per_example
 from benchmarks.timing import Call, block, calls_per_block, settle_memory
 
+WRITES = "trace of writes to views of one tensor"
 PLOTS = Path(__file__).resolve().parent.parent / "docs" / "plots"
 
 
@@ -101,6 +102,18 @@ def _first_call(leaves: int) -> Call:
     return lambda: tsfunc.specialize(_two_of)(tensors)
 
 
+def _writes(count: int) -> Call:
+    """A first call of a function that writes ``count`` times into views of a tensor."""
+
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        for i in range(count):
+            y[i % 4] += 1
+        return y
+
+    return lambda: tsfunc.specialize(function)(torch.ones(4, 3))
+
+
 def _read_globals(count: int) -> Call:
     """A call of a program that has read numbers from outside, each of which has a guard."""
     numbers = [float(i) for i in range(count)]
@@ -147,6 +160,14 @@ def growths() -> Iterator[Growth]:
         (64, 128, 256, 512, 1024, 2048),
         {"static sizes": _traced(False), "a named dim": _traced(True)},
         plot="traces",
+        once=True,
+    )
+    yield Growth(
+        WRITES,
+        "writes",
+        (125, 250, 500, 1000, 2000),
+        {"tsfunc, specialized": _writes},
+        plot="writes",
         once=True,
     )
     yield Growth(

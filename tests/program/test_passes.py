@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tsfunc import MetaTensorType as Meta
-from tsfunc import specialize, vmap
+from tsfunc import make_graph, specialize, vmap
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.program import Program
 from tsfunc.program.passes.effects import Aliases, sources
@@ -378,7 +378,8 @@ def view_steps(draw: st.DrawFn) -> list[tuple[str, Any]]:
     """Views of views of a tensor of 24 numbers in three dims, by methods and their arguments."""
     shape, steps = [2, 3, 4], []
     for _ in range(draw(st.integers(1, 6))):
-        kind = draw(st.sampled_from(("transpose", "permute", "unsqueeze", "squeeze", "reshape")))
+        kinds = ("transpose", "permute", "unsqueeze", "squeeze", "reshape", "contiguous")
+        kind = draw(st.sampled_from(kinds))
         args: Any
         if kind == "transpose":
             args = (draw(st.integers(0, len(shape) - 1)), draw(st.integers(0, len(shape) - 1)))
@@ -392,6 +393,8 @@ def view_steps(draw: st.DrawFn) -> list[tuple[str, Any]]:
         elif kind == "squeeze":
             args = ()
             shape = [size for size in shape if size > 1]
+        elif kind == "contiguous":
+            args = ()
         else:
             shape = list(draw(st.sampled_from(((24,), (4, 6), (2, 1, 3, 4), (2, 3, 4), (8, 3)))))
             args = (tuple(shape),)
@@ -417,6 +420,46 @@ class TestViewsOfViews:
     def test_other_views_become_one_or_none(self) -> None:
         f = program_of(lambda x: x.unsqueeze(1).flatten(0, 1).sin().view(6).view(3, 2).cos(), X)
         assert calls(f) == ["sin", "reshape", "cos"]
+
+    @given(data=st.data())
+    def test_reductions_keep_no_dims_for_a_view_that_drops_them(self, data: st.DataObject) -> None:
+        x = torch.randn(2, 3, 4).permute(data.draw(st.permutations(range(3))))
+        dims = data.draw(st.lists(st.integers(-3, 2), min_size=1, unique_by=lambda dim: dim % 3))
+        name = data.draw(st.sampled_from(("sum", "mean", "amax", "amin")))
+        shape = [size for i, size in enumerate(x.shape) if i not in {dim % 3 for dim in dims}]
+        operand = torch.randn(shape)
+
+        def f(x: Tensor, operand: Tensor) -> list[Tensor]:
+            reduced = getattr(x, name)(dims, keepdim=True).reshape(shape)
+            return [reduced, reduced * operand]
+
+        program, want = make_graph(f)(x, operand), f(x, operand)
+        got = specialize(f)(x, operand)
+        assert calls(program) == [name, "mul"]
+        assert [each.stride() for each in got] == [each.stride() for each in want]
+        torch.testing.assert_close(got, want)
+        with_both = program_of(lambda x: (y := x.sum(0, keepdim=True), y.view(-1)), X)
+        assert calls(with_both) == ["sum", "view"]
+
+    def test_copies_before_views_are_made_by_the_first(self) -> None:
+        def f(x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x.t().contiguous()
+            return y.view(-1), y.view(3, 1, 2)
+
+        x, y = X.clone(), X.clone()
+        got, want = specialize(f)(x), f(y)
+        assert calls(program_of(f, X)) == ["t", "reshape", "reshape"]
+        assert [each.stride() for each in got] == [each.stride() for each in want]
+        got[0].add_(1)
+        want[0].add_(1)
+        torch.testing.assert_close((x, *got), (y, *want))
+
+    def test_copies_before_views_of_their_argument_stay(self) -> None:
+        def f(x: Tensor) -> Tensor:
+            return x.clone(memory_format=torch.contiguous_format).view(-1)
+
+        got = specialize(f)(X)
+        assert calls(program_of(f, X)) == ["clone", "view"] and got.data_ptr() != X.data_ptr()
 
     def test_the_caller_gets_no_value_twice(self) -> None:
         f = specialize(lambda x: (y := x.sin(), y.t().t()))

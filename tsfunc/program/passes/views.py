@@ -11,6 +11,10 @@ costs a call. Two kinds of chains become one call, or none if they undo each oth
   one. ``reshape`` and ``flatten`` copy what they can't view, and the composition may then be a
   view, so a chain with one of them stays if the caller gets its result.
 
+Two operators before a view are a part of it: a reduction that keeps its dims (``keepdim=True``)
+does not keep them if the view drops them, and a contiguous copy before views that its argument
+can't have becomes the copy that the first view makes as a ``reshape``.
+
 A value that is written to keeps its chain. If a chain undoes itself, the caller gets the value that
 it began with only if that is a new tensor of the program, and not a result already.
 """
@@ -25,7 +29,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
-from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
+from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
 from tsfunc.dispatch import state
 from tsfunc.program.passes.effects import Aliases, aliased
 
@@ -43,7 +47,13 @@ def compose_views(graph: torch.fx.Graph, aliases: Aliases) -> None:
     if torch_state.in_dispatch_modes():
         return  # a mode would see the reshapes that this pass tries
     results = {node for output in graph.find_nodes(op="output") for node in output.all_input_nodes}
+    seen: set[torch.fx.Node] = set()
     for node in graph.nodes:
+        seen.add(node)
+        if _composable(node, aliases) and _name(node) in _IN_ORDER:
+            if _drop_kept_dims(node, node.args[0], aliases, results):
+                continue
+            _reshape_instead_of_copy(node, node.args[0], aliases, seen)
         if _composable(node, aliases):
             chain = [node]
             while _composable(chain[-1].args[0], aliases, node):
@@ -105,6 +115,81 @@ def _compose(
         aliases.replace(node, source)
         if escapes:
             results.add(source)
+
+
+_KEEPING_DIMS: Final = frozenset({
+    "aten::sum.dim_IntList", "aten::mean.dim", "aten::amax", "aten::amin",
+})  # fmt: skip
+
+
+def _drop_kept_dims(
+    node: torch.fx.Node, source: Any, aliases: Aliases, results: set[torch.fx.Node]
+) -> bool:
+    """Replace a view of a reduction by a reduction that does not keep its dims; True if done."""
+    if _name(source) not in _KEEPING_DIMS or len(source.users) > 1 or "call" in source.meta:
+        return False
+    given = matched(source.meta["op"], source.args, source.kwargs)
+    values = {argument.name: value for argument, value in given}
+    dims, kept, value = values.get("dim"), source.meta["val"], node.meta["val"]
+    if values.get("keepdim") is not True or not dims or not _fixed(kept) or not _fixed(value):
+        return False
+    reduced = {dim % kept.dim() for dim in dims}
+    shape = [size for i, size in enumerate(kept.shape) if i not in reduced]
+    if list(value.shape) != shape or not (value.is_contiguous() and kept.is_contiguous()):
+        return False
+    source.args = tuple(False if each is True else each for each in source.args)
+    source.kwargs = {k: False if k == "keepdim" else v for k, v in source.kwargs.items()}
+    source.meta["val"] = value
+    if aliases.escapes(node):
+        results.add(source)
+    aliases.replace(node, source)
+    return True
+
+
+# Operators that copy, with their default memory formats.
+_COPIES: Final = {
+    "aten::clone": torch.preserve_format, "aten::contiguous": torch.contiguous_format,
+}  # fmt: skip
+
+
+def _reshape_instead_of_copy(
+    node: torch.fx.Node, source: Any, aliases: Aliases, seen: set[torch.fx.Node]
+) -> None:
+    """Let the first view of a contiguous copy make the copy, and the others be views of it."""
+    default = _COPIES.get(_name(source))
+    if default is None or "call" in source.meta or len(source.args) != 1:
+        return
+    if source.kwargs.get("memory_format", default) is not torch.contiguous_format:
+        return
+    views, value = list(source.users), node.meta["val"]
+    quiet = source.meta.get("no_grad", False)
+    for view in views:
+        if (
+            not _composable(view, aliases)
+            or _name(view) not in _IN_ORDER
+            or view.meta.get("no_grad", False) != quiet
+            or (view in seen and view is not node)
+            or not _fixed(view.meta["val"])
+            or not _same_strides(value, view.meta["val"])
+        ):
+            return
+    original: Any = source.args[0]
+    before = original.meta["val"]
+    if not _fixed(before) or not _copies(before, value):
+        return
+    reshape = torch.ops.aten.reshape.default
+    for view in views:
+        view.target, view.meta["op"], view.kwargs = reshape, operator_of(reshape), {}
+        view.args = (original if view is node else node, list(view.meta["val"].shape))
+
+
+def _copies(before: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return True if a reshape copies, and its result has the strides of the value."""
+    with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
+        meta = torch.empty_strided(before.shape, before.stride(), device="meta")
+        copied = meta.reshape(value.shape)
+        shared = copied.untyped_storage()._cdata == meta.untyped_storage()._cdata
+    return not shared and copied.stride() == value.stride()
 
 
 def _is_new(node: torch.fx.Node) -> bool:
