@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import tsfunc
 from tsfunc import MetaTensorType as Meta
 from tsfunc import cond, grad, specialize, vmap
 
@@ -150,3 +151,12 @@ def test_the_state_of_an_optimizer_has_the_names_of_its_parameters() -> None:
     assert "model_weight = args" in text and "model_bias = args" in text
     assert "optimizer_state_optimizer_param_groups_0_params_1__exp_avg:" in text
     assert "lifted" not in text and "containing" not in text
+
+
+def test_objects_of_the_library_are_printed_on_one_line() -> None:
+    f = tsfunc.specialize(torch.sin)
+    assert repr(f) == "<specialized sin, 0 programs>"
+    f(torch.ones(2))
+    assert repr(f) == "<specialized sin, 1 program>"
+    for rule in (tsfunc.custom_vjp, tsfunc.custom_jvp, tsfunc.custom_vmap):
+        assert repr(rule(torch.sin)) == f"{rule.__name__}(sin)"

@@ -180,6 +180,15 @@ def test_a_branch_by_a_count_of_steps() -> None:
           traces=(1, 2, 2, 2, 2, 3, 3, 3))  # fmt: skip
 
 
+def test_a_branch_by_a_count_of_steps_beside_parameters_of_one_element() -> None:
+    """The moments of the bias are tensors of one number too, and follow from the gradient."""
+
+    def trial() -> Trial:
+        return Trial(lambda model: O.RAdam(model.parameters()), nn.Linear(4, 1))
+
+    check(plain, trial, steps=8, traces=(1, 2, 2, 2, 2, 3, 3, 3))
+
+
 @pytest.mark.parametrize("cls", [O.SGD, O.Adam, O.AdamW, O.Adagrad])
 def test_a_fused_optimizer(cls: Any) -> None:
     check(plain, lambda: Trial(lambda model: cls(model.parameters(), lr=0.01, fused=True)))

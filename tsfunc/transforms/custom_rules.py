@@ -33,7 +33,7 @@ from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
-from tsfunc.user_code import name_of
+from tsfunc.user_code import name_of, spelled
 
 
 @dataclass(frozen=True)
@@ -394,6 +394,9 @@ class Rule(Generic[Result]):
                 f"{', '.join(without)} can't be given. Make them ordinary parameters."
             )
         return bound.args
+
+    def __repr__(self) -> str:
+        return f"{self.label}({spelled(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -458,7 +458,11 @@ class Specialized(Generic[_Params, _Result]):
         return self if instance is None else functools.partial(called, instance)
 
     def __repr__(self) -> str:
-        return f"<specialized {self.name}, {len(self.programs)} programs>"
+        return f"<specialized {self.name}, {_counted(self.programs)}>"
+
+
+def _counted(programs: Sequence[Program]) -> str:
+    return "1 program" if len(programs) == 1 else f"{len(programs)} programs"
 
 
 def _checked_names(
@@ -487,7 +491,7 @@ class LoadedFunction(Specialized[..., Any]):
     _has_function = False
 
     def __repr__(self) -> str:
-        return f"<loaded {self.name}, {len(self.programs)} programs>"
+        return f"<loaded {self.name}, {_counted(self.programs)}>"
 
     saved_state: CellState
     label: str  # the file that it was loaded from

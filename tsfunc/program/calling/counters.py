@@ -96,18 +96,27 @@ class NodeFunction:
 def _computable(
     graph: torch.fx.Graph, sources: Mapping[torch.fx.Node, torch.Tensor]
 ) -> set[torch.fx.Node]:
-    """Return the nodes that depend on the sources only; none if others write into them."""
-    known: set[torch.fx.Node] = set(sources)
-    for node in graph.nodes:
-        if node.op != "call_function" or checks(node):
-            continue
-        opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
-        inputs = node.all_input_nodes
-        if not opaque and all(each in known for each in inputs) and _is_small(node):
-            known.add(node)
-        elif any(each in known for each in _written(node)):
-            return set()
-    return known
+    """Return the nodes that depend on the sources only.
+
+    Memory that others write into is not known: the moments of a parameter of one element are
+    tensors of one number, and follow from the gradient.
+    """
+    others: set[torch.fx.Node] = set()
+    while True:
+        known: set[torch.fx.Node] = {each for each in sources if each not in others}
+        written: set[torch.fx.Node] = set()
+        for node in graph.nodes:
+            if node.op != "call_function" or checks(node):
+                continue
+            opaque = isinstance(node.target, ControlFlow) or is_random(node) or communicates(node)
+            inputs = node.all_input_nodes
+            if opaque or not all(each in known for each in inputs) or not _is_small(node):
+                written |= {_memory(each) for each in _written(node) if each in known}
+            elif _memory(node) not in others:
+                known.add(node)
+        if written <= others:
+            return known
+        others |= written
 
 
 def _written(node: torch.fx.Node) -> list[torch.fx.Node]:
