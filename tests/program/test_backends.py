@@ -12,7 +12,7 @@ import torch.fx
 from torch import Tensor
 
 import tsfunc
-from tsfunc import Dim, cond, grad, jvp, specialize, vmap
+from tsfunc import Dim, cond, grad, jacrev, jvp, specialize, vmap
 from tsfunc import MetaTensorType as Meta
 
 WEIGHT = torch.nn.Parameter(torch.randn(4, 2))
@@ -347,6 +347,26 @@ def test_a_program_that_can_not_run_again_refuses_a_second_derivative(
     torch.testing.assert_close(got, torch.autograd.grad(func(x).sum(), x)[0])
     with pytest.raises(RuntimeError, match=r"derivative is differentiated\. Leave the backend out"):
         torch.autograd.grad(run(x).sum(), x, create_graph=True)
+
+
+def test_a_program_that_writes_outside_refuses_mapped_cotangents() -> None:
+    run = specialize(writing, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"derivative is mapped\. Leave the backend out"):
+        jacrev(run)(torch.rand(3))
+
+
+def test_rows_of_a_jacobian_through_writes_into_a_product() -> None:
+    """The memory of a product is its own, so that its writes do not reach the input."""
+
+    def f(x: Tensor) -> Tensor:
+        first, second = torch.ops.aten.unsafe_split(x @ x.mT, 2)
+        first.add_(second)
+        return first.sin_() * second
+
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+    run = specialize(f, backend="aot_eager")
+    torch.testing.assert_close(jacrev(run)(x), jacrev(f)(x))
+    torch.testing.assert_close(jacrev(jacrev(run))(x), jacrev(jacrev(f))(x))
 
 
 def test_rows_of_a_jacobian_of_a_compiled_gradient() -> None:

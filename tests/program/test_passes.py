@@ -513,20 +513,20 @@ def test_slices_to_the_end_say_so_by_none() -> None:
     assert "slice(x, 1, 0, None, 2)" in program.source
 
 
-def _squared(count: int) -> torch.fx.Graph:
-    """A chain of products of a value with itself, each of which may return its argument."""
+def _cast(count: int) -> torch.fx.Graph:
+    """A chain of casts of a value to its own type, each of which may return its argument."""
     graph = torch.fx.Graph()
     value: Any = graph.placeholder("x")
     for _ in range(count):
-        value = graph.call_function(torch.ops.aten.matmul.default, (value, value))
-        value.meta["op"] = operator_of(torch.ops.aten.matmul.default)
+        value = graph.call_function(torch.ops.aten.type_as.default, (value, value))
+        value.meta["op"] = operator_of(torch.ops.aten.type_as.default)
     graph.output((value.args[0], value))
     return graph
 
 
 def test_aliases_along_a_long_chain() -> None:
     """Each value is looked at once: ways to a source are as many as two to the chain's length."""
-    graph = _squared(2000)
+    graph = _cast(2000)
     (x, *_, last, output) = graph.nodes
     aliases = Aliases(graph)
     assert sources(last) == {x}

@@ -57,12 +57,14 @@ def call_differentiably(
     return results
 
 
-def refuse_second_derivative(results: Sequence[Any], refuse: Callable[[], Any]) -> None:
-    """Let a recorded backward pass through the results' nodes call a function that raises."""
+def refuse_second_derivative(results: Sequence[Any], refuse: Callable[[str], Any]) -> None:
+    """Let a backward pass that is recorded or transformed call a function that raises."""
 
     def before(cotangents: Any) -> None:
         if torch.is_grad_enabled():
-            refuse()
+            refuse("differentiated")
+        if not can_run_compiled([x for x in cotangents if isinstance(x, torch.Tensor)]):
+            refuse("mapped")
 
     for node in {x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn}:
         node.register_prehook(before)

@@ -148,7 +148,7 @@ class Compiled:
         except Exception:
             self._raise_as_python(values)
             raise
-        refuse_second_derivative(results, self._refuse)
+        refuse_second_derivative(results, self._refuse_derivative)
         return results
 
     def _raise_as_python(self, values: Sequence[Any]) -> None:
@@ -165,10 +165,13 @@ class Compiled:
                 raise error from None
 
     def _refuse(self, *_: Any) -> Sequence[Any]:
+        return self._refuse_derivative("differentiated")
+
+    def _refuse_derivative(self, how: str) -> Sequence[Any]:
         raise RuntimeError(
             f"{self._program.name}: expected a program that draws no random numbers and writes "
             f"into no tensor from outside, since backend {self._name!r} has compiled it and its "
-            f"derivative is differentiated. Leave the backend out, and the program runs as Python."
+            f"derivative is {how}. Leave the backend out, and the program runs as Python."
         )
 
     @functools.cached_property

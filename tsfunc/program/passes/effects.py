@@ -190,6 +190,17 @@ _UNDECLARED = frozenset(
 )
 
 
+# Composite operators whose results always have memory of their own.
+NEW_MEMORY = frozenset(
+    f"aten::{name}"
+    for name in """matmul linear bilinear outer inner kron square absolute negative divide.Tensor
+    divide.Scalar multiply.Tensor multiply.Scalar subtract.Tensor subtract.Scalar
+    true_divide.Tensor true_divide.Scalar softmax.int log_softmax.int layer_norm group_norm
+    rms_norm conv1d conv2d conv3d where.Scalar where.ScalarSelf where.ScalarOther std std.dim var
+    var.dim concat hstack vstack cosine_similarity cross_entropy_loss""".split()
+)
+
+
 def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     """Yield the arguments of a call whose memory its results may share."""
     if node.op != "call_function" or "expr" in node.meta:
@@ -203,7 +214,7 @@ def aliased(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         yield from nodes_in(node.args[0])
         return
     if not declares_sharing(op):
-        if op.composite:
+        if op.composite and op.name not in NEW_MEMORY:
             # A composite operator may return its argument without declaring it (dropout).
             yield from node.all_input_nodes
         return
