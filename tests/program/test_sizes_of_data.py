@@ -253,3 +253,60 @@ def test_a_failed_check_has_the_message_of_the_function(least: int, fresh: bool)
         assert f"expected {least} nonzeros, got 1" in text
         with pytest.raises((RuntimeError, ValueError), match=f"expected {least} nonzeros, got 1"):
             f(torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]))
+
+
+def _chosen(chosen: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a mask of (expert, choice, token), and a row for each expert that a token chose."""
+    mask = torch.nn.functional.one_hot(chosen, len(experts)).permute(2, 1, 0)
+    return mask, (mask.sum((-1, -2)) > 0).nonzero()
+
+
+def _step(out: Tensor, row: Tensor, mask: Tensor, *operands: Tensor) -> Tensor:
+    x, weights, experts = operands
+    choice, token = torch.where(mask[row[0]])
+    y = (x[token] @ experts[row[0]]).tanh() * weights[token, choice, None]
+    return out.index_add(0, token, y)
+
+
+def mixture_by_loop(x: Tensor, chosen: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    mask, rows = _chosen(chosen, experts)
+    out = torch.zeros_like(x)
+    for row in rows:
+        out = _step(out, row, mask, x, weights, experts)
+    return out
+
+
+def mixture_by_scan(x: Tensor, chosen: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    mask, rows = _chosen(chosen, experts)
+
+    def step(out: Tensor, row: Tensor) -> tuple[Tensor, None]:
+        return _step(out, row, mask, x, weights, experts), None
+
+    return tsfunc.scan(step, torch.zeros_like(x), rows)[0]
+
+
+@pytest.mark.parametrize("backend", ["python", "aot_eager"])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_a_mixture_of_experts_of_which_data_choose(backend: str, differentiated: bool) -> None:
+    """A program has one scan over the experts that were chosen, however many these are."""
+
+    def derivative(f: Callable[..., Tensor]) -> Callable[..., Any]:
+        if not differentiated:
+            return f
+        return tsfunc.grad(lambda *args: f(*args).sin().sum(), argnums=(0, 2, 3))
+
+    program = tsfunc.specialize(derivative(mixture_by_scan), backend=backend)
+    x, experts = torch.randn(5, 4), torch.randn(6, 4, 4)
+    for most in (6, 1, 3):
+        chosen = torch.stack([torch.randperm(6)[:2] % most for _ in x])
+        args = (x, chosen, torch.rand(5, 2), experts)
+        torch.testing.assert_close(program(*args), derivative(mixture_by_loop)(*args))
+    assert len(program.programs) == 1
+
+
+def test_a_python_loop_over_rows_of_data_is_refused_with_its_scan() -> None:
+    args = torch.randn(5, 4), torch.zeros(5, 2, dtype=torch.long), torch.rand(5, 2)
+    with pytest.raises(
+        DataDependentError, match=r"(?s)loop over the rows .*for row in rows:\nWrite .*tsfunc\.scan"
+    ):
+        tsfunc.specialize(mixture_by_loop)(*args, torch.randn(3, 4, 4))

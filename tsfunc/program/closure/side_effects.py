@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -434,6 +435,14 @@ def rewrite_size_error(label: str, symbols: Symbols, error: Exception) -> None:
     text, about_data = symbols.explained(error)
     if about_data:
         location = error_location(error)
+        if _is_iteration(error):
+            raise DataDependentError(
+                f"{label}: the number of rows of a tensor depends on data, which a trace does not "
+                f"have, and a Python loop over the rows needs it at "
+                f"{location}{source_line(location, ': ')}\nWrite the loop as tsfunc.scan(f, init, "
+                f"rows), which calls f(carry, row) for as many rows as there are when the program "
+                f"runs."
+            ) from None
         condition = condition_text(location)
         raise DataDependentError(
             f"{label}: {condition or text} depends on data, which a trace does not have, and is "
@@ -452,6 +461,12 @@ def rewrite_size_error(label: str, symbols: Symbols, error: Exception) -> None:
     # The text of a KeyError is the repr of its key; the key stays unchanged.
     if len(error.args) == 1 and isinstance(error.args[0], str) and text != str(error):
         error.args = (text,)
+
+
+def _is_iteration(error: Exception) -> bool:
+    """Return True if an error was raised while Python iterated over a tensor."""
+    code = torch.Tensor.__iter__.__code__
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def check_containers(
