@@ -19,6 +19,7 @@ from tsfunc import (
     MetaTensorType,
     associative_scan,
     cond,
+    custom_vjp,
     fori_loop,
     grad,
     hessian,
@@ -499,6 +500,28 @@ def test_second_derivatives_of_solutions(solution: str, name: str) -> None:
     for backend in BACKENDS[:2]:
         got = specialize(derivative(f), backend=backend)(x, y)
         torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-7)
+
+
+@custom_vjp
+def scaled_sine(x: Tensor) -> Tensor:
+    return x * x.sin()
+
+
+scaled_sine.defvjp(lambda x: (scaled_sine(x), x), lambda x, ct: (ct * (x.sin() + x * x.cos()),))
+
+
+def test_a_custom_rule_in_nested_bodies() -> None:
+    """The call may draw random numbers, for all that is known before it is traced for torch."""
+
+    def f(x: Tensor) -> Any:
+        def loop(x: Tensor) -> Any:
+            return fori_loop(0, 2, lambda i, x: scaled_sine(x + i), x)
+
+        return cond(x.sum() > 0, loop, torch.cos, x).sum()
+
+    program = specialize(grad(f), backend="aot_eager")
+    for x in (torch.rand(3), -torch.rand(3)):
+        torch.testing.assert_close(program(x), grad(f)(x))
 
 
 def _two_carries(x: Tensor, first: Tensor, w: Tensor) -> Any:

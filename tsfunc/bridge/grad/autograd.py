@@ -40,6 +40,8 @@ from tsfunc import pytrees
 from tsfunc.bridge import compiled
 from tsfunc.bridge.grad import missing_tangents
 from tsfunc.bridge.tracers.backward import refuse_backward
+from tsfunc.bridge.tracers.batch_tracer import BatchTracer
+from tsfunc.bridge.tracers.grad_level import GradTracer
 from tsfunc.bridge.tracers.interrupts import leaves_dual_level, outermost
 from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.registrations import prepare, watching_random
@@ -256,13 +258,13 @@ def reaches_other_leaves(
 def is_perturbed(value: Any) -> bool:
     """True if a tensor is differentiated by, at any level and in either mode."""
     recorded, forward = torch.is_grad_enabled(), can_carry_tangents()
-    with DisableTorchFunctionSubclass():
+    with DisableTorchFunction():  # a body's mode would take the values for tensors from outside
         while isinstance(value, torch.Tensor):
             if recorded and value.requires_grad:
                 return True
             if forward and forward_ad.unpack_dual(value).tangent is not None:
                 return True
-            value = getattr(value, "value", None) if isinstance(value, Tracer) else None
+            value = value.value if isinstance(value, BatchTracer | GradTracer) else None
     return False
 
 

@@ -115,10 +115,17 @@ def in_torch_operators(module: torch.fx.GraphModule, exact: bool = True) -> torc
             user.replace_all_uses_with(result)
             graph.erase_node(user)
         graph.erase_node(node)
-    _drop_states(graph)
+    for part in _graph_modules(module):
+        _drop_states(part.graph)
+        part.recompile()
     _without_repeats(module)
     module.recompile()
     return module
+
+
+def _graph_modules(module: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """Return a module and the bodies of its control flow."""
+    return (part for part in module.modules() if isinstance(part, torch.fx.GraphModule))
 
 
 def _note_shape(node: torch.fx.Node, args: Sequence[Any]) -> None:
@@ -215,7 +222,8 @@ _REASON: Final = "no_torch_operator"  # a key of a node's meta
 
 def left_over(module: torch.fx.GraphModule) -> list[tuple[str, str]]:
     """Return the names of a program's own operators that are left in a module, with the reasons."""
-    left = [node for node in module.graph.nodes if isinstance(node.target, ControlFlow)]
+    nodes = [node for part in _graph_modules(module) for node in part.graph.nodes]
+    left = [node for node in nodes if isinstance(node.target, ControlFlow)]
     # States of generators are left over because of other operators, which have the reason.
     left.sort(key=lambda node: isinstance(node.target, RandomStates))
     return [(node.target.name, node.meta.get(_REASON, "")) for node in left]
@@ -352,8 +360,13 @@ class Writer:
         return tuple(map(self.owned, results))
 
     def translates(self, node: torch.fx.Node) -> bool:
-        """True if torch's operators replace a node."""
-        return isinstance(node.target, ControlFlow) or (not self.exact and has_open_time(node))
+        """True if torch's operators replace a node.
+
+        States of generators stay: they are dropped if no operator of torch's uses them.
+        """
+        if isinstance(node.target, ControlFlow):
+            return not isinstance(node.target, RandomStates)
+        return not self.exact and has_open_time(node)
 
     def translated(self, node: torch.fx.Node, args: Sequence[Any]) -> Sequence[Any]:
         """Write the operators that replace a node; return its results.
