@@ -22,6 +22,7 @@ from tools.fuzz.sessions import run_session
 THREADS = 16
 INTERRUPTS = 12
 _NEVER = 0.0  # as a time of the timer
+_INTERRUPTING = 60.0  # seconds, after which a slow program is not interrupted again
 _SLOW = 1.0  # CPU seconds; a slower program is not repeated in threads
 
 
@@ -82,6 +83,8 @@ def run_interrupted(program: Program) -> Verdict:
     old = signal.signal(signal.SIGALRM, _interrupt)
     try:
         for _ in range(INTERRUPTS):
+            if time.monotonic() - begin > _INTERRUPTING:
+                break
             met += _interrupted(program, rng.random() * took + 1e-5)
             now = running.process_state()
             if now != whole:
