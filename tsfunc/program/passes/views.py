@@ -30,6 +30,7 @@ import torch.fx
 
 from tsfunc.bridge.tracers import torch_state
 from tsfunc.bridge.tracers.operators import TorchOperator, matched, operator_of
+from tsfunc.bridge.writing.storages import memory_of
 from tsfunc.dispatch import state
 from tsfunc.program.passes.effects import Aliases, aliased
 
@@ -184,11 +185,11 @@ def _reshape_instead_of_copy(
 
 
 def _copies(before: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return True if a reshape copies, and its result has the strides of the value."""
+    """True if a reshape copies, and its result has the strides of the value."""
     with torch_state.outside_all_levels(), state.outside_all_levels(), torch.no_grad():
         meta = torch.empty_strided(before.shape, before.stride(), device="meta")
         copied = meta.reshape(value.shape)
-        shared = copied.untyped_storage()._cdata == meta.untyped_storage()._cdata
+        shared = memory_of(copied) == memory_of(meta)
     return not shared and copied.stride() == value.stride()
 
 
