@@ -255,6 +255,10 @@ BY_HAND: Mapping[str, Calls] = {
     "aten::_embedding_bag_forward_only": lambda: [
         call(plain(5, 3), torch.tensor([0, 2, 1, 4]), torch.tensor([0, 3]))
     ],
+    "aten::istft": lambda: [
+        call(torch.randn(*shape, dtype=torch.complex128), 4, None, None, torch.ones(4).double())
+        for shape in ((3, 5), (2, 3, 5))
+    ],
     "aten::glu_jvp": lambda: [call(plain(3, 2), plain(3, 4), plain(3, 4), -1)],
     "aten::glu_backward_jvp": lambda: [
         call(plain(3, 4), plain(3, 2), plain(3, 4), plain(3, 2), plain(3, 4), -1)

@@ -17,7 +17,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.factories import evenly_spaced
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
-from tsfunc.ops.refusal import raise_as_one_example, require
+from tsfunc.ops.refusal import checked, raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -112,6 +112,7 @@ def _weight(dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any], size: in
 
 
 @row("aten::histogram.bin_ct")
+@checked
 def histogram(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -125,6 +126,7 @@ def histogram(
 
 
 @row("aten::histogram.bins_tensor")
+@checked
 def histogram_between(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -138,6 +140,7 @@ def histogram_between(
 
 
 @row("aten::_histogramdd_bin_edges")
+@checked
 def histogramdd_edges(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -161,6 +164,7 @@ def _edges_of_all(x: Tensor, bins: Sequence[int], given: Sequence[float] | None)
 
 
 @row("aten::_histogramdd_from_bin_cts")
+@checked
 def histogramdd(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -175,6 +179,7 @@ def histogramdd(
 
 
 @row("aten::_histogramdd_from_bin_tensors")
+@checked
 def histogramdd_between(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

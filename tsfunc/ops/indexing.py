@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,8 @@ def index_select(
     x, dim, index = args
     at, q = dims[0], dims[2]
     size = level.batch_size
+    if logical_rank(index, q) > 1 or (logical_rank(x, at) == 0 and _elements(index, q) != 1):
+        return raise_as_one_example(op, dims, args, kwargs)
     if q is None:
         if x.dim() == 1:
             wrap_dim(dim, 0)
@@ -112,6 +115,11 @@ def index_select(
     pairs = _pairs(x)
     out = _paired(pairs.gather(dim + 1, _spread(index, dim + 1, pairs)), x)
     return (out.squeeze(1) if flat else out), 0
+
+
+def _elements(x: Tensor, at: int | None) -> Any:
+    """Return the number of elements of one example."""
+    return math.prod(size for dim, size in enumerate(x.shape) if dim != at)
 
 
 def _pairs(x: Tensor) -> Tensor:
@@ -187,6 +195,7 @@ def _scattered(
     "aten::index_fill.int_Scalar", "aten::index_fill.int_Tensor",
     "aten::index_fill_.int_Scalar", "aten::index_fill_.int_Tensor",
 )  # fmt: skip
+@checked
 def index_fill(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -254,6 +263,7 @@ def take(
 
 
 @row("aten::put", "aten::put_")
+@checked
 def put(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import function_name, logical_rank
+from tsfunc.ops.keywords import keyword_dim
 from tsfunc.ops.registry import Dims, Rule, RuleLevel
 
 _MOST = 1000  # the maximum number of calls that are known to be accepted, for each rule
@@ -38,8 +39,9 @@ def raise_as_one_example(
     """
     padded = [*dims, *[None] * (len(args) - len(dims))][: len(args)]
     examples = [_example(arg, at) for arg, at in zip(args, padded, strict=True)]
+    named = {name: _example(v, keyword_dim(dims, args, name)) for name, v in kwargs.items()}
     try:
-        op(*examples, **kwargs)
+        op(*examples, **named)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         items = (x if isinstance(x, list | tuple) else [x] for x in examples)
         tensors = [x for each in items for x in each if isinstance(x, Tensor)]
@@ -81,7 +83,8 @@ def checked(rule: Rule) -> Rule:
         op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         try:
-            key = (op, *map(_signature, args, dims), *kwargs.items())
+            named = (_signature(v, keyword_dim(dims, args, name)) for name, v in kwargs.items())
+            key = (op, *map(_signature, args, dims), *kwargs, *named)
             known = key in accepted
         except TypeError:  # a size is symbolic
             known = True
@@ -99,9 +102,10 @@ def _check(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Raise torch's error if torch refuses the call for one example."""
+    named = {name: _zeros(v, keyword_dim(dims, args, name)) for name, v in kwargs.items()}
     with level.outside():
         try:
-            op(*map(_zeros, args, dims), **kwargs)
+            op(*map(_zeros, args, dims), **named)
             return
         except Exception:
             pass  # the values may be the reason

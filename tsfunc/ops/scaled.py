@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tsfunc.ops.dims import batch_to_front, with_defaults
+from tsfunc.ops.refusal import checked
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 _FLOAT8 = (
@@ -40,6 +41,7 @@ def _sum(out: Tensor, bias: Tensor | None, at: int | None, dtype: torch.dtype) -
 
 
 @row("aten::_scaled_mm")
+@checked
 def scaled_mm(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -60,6 +62,7 @@ def scaled_mm(
 
 
 @row("aten::_scaled_mm_v2")
+@checked
 def scaled_mm_v2(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:

@@ -166,7 +166,7 @@ def _index_fill_inplace(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
 def _filled_places(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return a bool mask of the filled positions, which broadcasts with ``x``."""
     if not x.dim():
-        return torch.full((), index.numel() > 0, device=x.device)
+        return torch.zeros((), dtype=torch.bool, device=x.device).index_fill(dim, index, True)
     mask = torch.zeros(x.shape[dim], dtype=torch.bool, device=x.device)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
