@@ -80,7 +80,7 @@ CASES: list[tuple[tuple[Guard, ...], list[list[Any]], list[list[Any]]]] = [
     ((ReadTensor(FIRST, TENSOR),), [[TENSOR], [torch.zeros(2)]], [[MORE], [TINY], [1]]),
     (
         (
-            ReadNumber(FIRST, "number_0", int, lambda k: k < 9),
+            ReadNumber(FIRST, "number_0", int, 3, lambda k: k < 9),
             ReadCondition("number_0 > 2", "k > 2"),
         ),
         [[3], [8]], [[2], [9], [3.0]],

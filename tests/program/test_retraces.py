@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -308,6 +309,15 @@ def test_numbers_from_outside_that_a_symbol_would_change_are_never_shared(func: 
     for value in (1.5, 2.5, 30.25, 7.0, 12.5, 30.0):
         CONFIG.scale = value
         assert s(X).equal(func(X))
+
+
+def test_a_number_from_outside_that_needs_one_value_is_named() -> None:
+    config = Config()
+    s = specialize(lambda x: x * math.cos(config.scale))
+    with pytest.warns(RetraceWarning, match=r"config.scale varies.*: 0.25, 0.5, 0.75\)"):
+        for config.scale in (0.25, 0.5, 0.75, 2.5):
+            assert s(X).equal(X * math.cos(config.scale))
+    assert s.cache_info().entries[0].reason == "config.scale: 2.5, was 0.75"
 
 
 def test_numbers_from_outside_become_inputs_in_arithmetic() -> None:

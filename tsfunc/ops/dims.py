@@ -213,7 +213,7 @@ def op_name(op: Any) -> str:
 
 
 def function_name(op: Any) -> str:
-    """Return the name of an operator in errors, without torch's internals: ``randn``."""
+    """Return the name of an operator, or of its name, in errors: ``randn`` for ``aten::randn``."""
     name = op_name(op)
     if not name.startswith("aten::"):
         return name

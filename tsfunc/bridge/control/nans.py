@@ -34,6 +34,7 @@ from tsfunc.bridge.tracers.tracer_stack import unwrap_all
 from tsfunc.dispatch.recorder import KernelUse, Recorder
 from tsfunc.dispatch.recording import recording
 from tsfunc.errors import NanError
+from tsfunc.ops.dims import function_name
 from tsfunc.user_code import GENERATED, LOCATIONS, Location, is_user_frame, source_line
 
 # They return memory that is not written yet, or the memory of an argument.
@@ -171,6 +172,6 @@ def _message(
     )
     element = f" at {tuple(at)}" if at else ""
     return (
-        f"{operator} returned a NaN{where}{element}, at {within}{line}\n"
+        f"{function_name(operator)} returned a NaN{where}{element}, at {within}{line}\n"
         f"{int(nan.sum())} of the {nan.numel()} elements of the result are NaN."
     )

@@ -145,7 +145,7 @@ class InputNumbers:
         """Make a number an input: guard its type only."""
         if source.text not in self.inputs:
             variable = f"number_{len(self.inputs)}"
-            guards.add(ReadNumber(source, variable, type(value), _can_be_symbol))
+            guards.add(ReadNumber(source, variable, type(value), value, _can_be_symbol))
             name = re.sub(r"\W+", "_", source.text).strip("_")
             position = guards.result(source, value)
             self.inputs[source.text] = InputNumber(name, source, variable, value, position)

@@ -23,6 +23,7 @@ import copy
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -181,10 +182,10 @@ class KeysAre(ReadGuard):
 
     @property
     def fact(self) -> tuple[str, Any]:
-        return f"the keys of {self.source.text}", tuple(self.keys)
+        return f"the keys of {self.source.text}", self.fact_of(self.keys)
 
     def fact_of(self, value: Any) -> Any:
-        return tuple(value)
+        return tuple(key if type(key) in (str, int) else describe(key) for key in value)
 
     def refused(self, at: str, code: GuardCode) -> str:
         return other_keys([at], [self.keys], code.name)
@@ -365,12 +366,18 @@ class ReadNumber(ReadGuard):
     Attributes:
         variable: its variable in conditions.
         kind: its type.
+        value: its value in the traced call.
         admits: returns True for the values that a symbol can have.
     """
 
     variable: str
     kind: type
+    value: int | float
     admits: Callable[[Any], bool]
+
+    def is_in(self, condition: str) -> bool:
+        """True if the code of a condition has the variable of the number."""
+        return re.search(rf"\b{self.variable}\b", condition) is not None
 
     @property
     def fact(self) -> tuple[str, Any]:
@@ -557,6 +564,8 @@ class ReadGuards:
         found: dict[str, tuple[Any, Any]] = {}
         paths: list[tuple[Any, ...]] = []
         for guard in itertools.islice(self._refusing(now, flat), _SHOWN):
+            if isinstance(guard, ReadCondition):
+                found |= self._numbers_of(guard, now, flat)
             fact = guard.fact if isinstance(guard, ReadGuard) else None
             if fact is None or not isinstance(guard, ReadGuard) or not guard.source.text:
                 continue
@@ -567,6 +576,18 @@ class ReadGuards:
             paths.append(path)
             found[fact[0]] = guard.fact_of(value[0]), fact[1]
         return found or None
+
+    def _numbers_of(
+        self, condition: ReadCondition, now: tuple[Any, ...], flat: Sequence[Any]
+    ) -> dict[str, tuple[Any, Any]]:
+        """Return the numbers of a condition, with their values in a call and in the trace."""
+        found = {}
+        for number in self.guards:
+            if isinstance(number, ReadNumber) and number.is_in(condition.code):
+                value = ReadGuards([], [(number.source, None)]).function(now)(flat)
+                if value is not None and not same_value(number.value, value[0]):
+                    found[number.source.text] = value[0], number.value
+        return found
 
     def _refusing(self, now: tuple[Any, ...], flat: Sequence[Any]) -> Iterator[Guard]:
         """Yield the guards that refuse a call; of many guards they are found by halves."""
