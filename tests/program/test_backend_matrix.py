@@ -578,6 +578,31 @@ def test_gradients_by_torch_of_compiled_loops_with_carries_that_do_not_require_g
     torch.testing.assert_close(grad(lambda x: compiled(x).sum())(x), grad(lambda x: f(x).sum())(x))
 
 
+def in_another_loop(x: Tensor) -> Any:
+    def body(c: Tensor) -> Any:
+        return while_loop(lambda d: d.sum() < c.sum() + 1, lambda d: d * 1.3, c)
+
+    return while_loop(lambda c: c.sum() < 20, body, x)
+
+
+@pytest.mark.parametrize(
+    ("loop", "backend"),
+    [
+        *((loop, "aot_eager") for loop in (newton, in_another_loop)),
+        pytest.param(newton, "inductor", marks=needs_gcc),
+        pytest.param(in_another_loop, "inductor", marks=[needs_gcc, pytest.mark.slow]),
+    ],
+)
+def test_a_backward_pass_outside_of_a_compiled_loop(loop: Any, backend: str) -> None:
+    gradients = []
+    start = torch.rand(3) + 1
+    for f in (loop, specialize(loop, backend=backend)):
+        x = start.clone().requires_grad_()
+        f(x).sin().sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_derivatives_of_compiled_loops_of_any_number_of_steps(steps: int) -> None:
     def f(x: Tensor, n: Tensor) -> Any:
