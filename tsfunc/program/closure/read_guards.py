@@ -83,10 +83,10 @@ class ReadGuard(Guard):
         return value
 
 
-@dataclass(frozen=True, eq=False)
-class _ValueGuard(ReadGuard):
-    """A guard on a value itself."""
+class _OfValue:
+    """The fact of a guard on a value itself."""
 
+    source: Source
     value: Any
 
     @property
@@ -95,8 +95,10 @@ class _ValueGuard(ReadGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SameObject(_ValueGuard):
+class SameObject(_OfValue, ReadGuard):
     """The identity of a value."""
+
+    value: Any
 
     def refused(self, at: str, code: GuardCode) -> str:
         return f"{at} is not {code.name(self.value)}"
@@ -106,8 +108,10 @@ class SameObject(_ValueGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class EqualValue(_ValueGuard):
+class EqualValue(_OfValue, ReadGuard):
     """A value of a type that compares by value: equal, and of the same type."""
+
+    value: Any
 
     def refused(self, at: str, code: GuardCode) -> str:
         value = self.value
@@ -123,12 +127,14 @@ class EqualValue(_ValueGuard):
 
 
 @dataclass(frozen=True, eq=False)
-class SameContents(_ValueGuard):
+class SameContents(_OfValue, ReadGuard):
     """The elements of a container of plain values, compared as a whole.
 
     Attributes:
         value: the container, or a copy of it if it can change.
     """
+
+    value: Any
 
     def refused(self, at: str, code: GuardCode) -> str:
         code.scope["same_value"] = same_value
