@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tsfunc import vmap
+from tsfunc import grad, vmap
 from tsfunc.bridge.tracers.call_plans import FUNCTION_PLANS
-from tsfunc.bridge.tracers.parsing import find_form
+from tsfunc.bridge.tracers.parsing import find_form, has_forms
 from tsfunc.bridge.tracers.torch_state import without_autograd
 
 X = torch.linspace(-2, 2, 96, dtype=torch.float64).reshape(4, 4, 6).sin()
@@ -179,3 +179,19 @@ def test_errors_are_torchs_and_at_the_users_line() -> None:
         vmap(lambda x: x.topk("two"))(X)
     vmap(lambda x: x.topk(2))(X)
     assert torch.Tensor.topk in FUNCTION_PLANS
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("spelling", ["{}", "__{}__"])
+def test_comparisons(name: str, spelling: str) -> None:
+    """Each Python object has methods of the names of the operators: ``__eq__``."""
+    function = getattr(torch.Tensor, spelling.format(name))
+    FUNCTION_PLANS.clear()
+    limit = X[1, 1, 1].item()
+    if has_forms(function):
+        with without_autograd():
+            find_form(function, (X, limit), {})
+    expected = function(X, limit)
+    assert vmap(lambda x: function(x, limit))(X).equal(expected)
+    slopes = vmap(grad(lambda x: (function(x, limit) * x).sum()))(X)
+    torch.testing.assert_close(slopes, expected.to(X.dtype))
