@@ -88,19 +88,20 @@ class Worker:
         code = process.wait()
         if code == -signal.SIGPROF:
             return self._hangs(f"no end after {self.limit:.0f} s of CPU time")
-        said = self._last_said(2000)
+        said = self._last_said()
         self.close()
         return Verdict(CRASHES, f"exit {code}", said)
 
     def _hangs(self, reason: str) -> Verdict:
         """Return the verdict on a program that does not end, with the stacks of its threads."""
-        said = self._last_said(8000)
+        said = self._last_said()
         self.close()
         return Verdict(HANGS, "time", f"{reason}\n{said}")
 
-    def _last_said(self, most: int) -> str:
+    def _last_said(self) -> str:
+        """Return the end of what the process wrote to stderr: all stacks, and what ended it."""
         self._said.seek(0)
-        return self._said.read()[-most:]
+        return self._said.read()[-16000:]
 
     def _start(self) -> None:
         # stderr goes to a file: a pipe that is not read would block the process when it is full.
