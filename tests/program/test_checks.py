@@ -157,9 +157,26 @@ class TestOfData:
             specialize(f)(torch.ones(3))
 
     def test_a_choice_in_torchs_own_code_is_named(self) -> None:
-        average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 1))
-        with pytest.raises(DataDependentError, match=r"by .*swa_utils\.py:\d+, in update_param"):
-            specialize(lambda: average.update_parameters(torch.nn.Linear(2, 1)))()
+        layer = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.LBFGS(layer.parameters())
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            out: Tensor = layer(torch.ones(3, 2)).square().mean()
+            out.backward()
+            return out
+
+        with pytest.raises(DataDependentError, match=r"by .*lbfgs\.py:\d+, in step"):
+            specialize(lambda: optimizer.step(loss))()
+
+    def test_averages_of_weights_choose_by_their_count(self) -> None:
+        layer = torch.nn.Linear(2, 1)
+        average, wanted = (torch.optim.swa_utils.AveragedModel(layer) for _ in range(2))
+        update = specialize(lambda: average.update_parameters(layer))
+        for _ in range(4):
+            torch.nn.init.normal_(layer.weight)
+            update(), wanted.update_parameters(layer)
+            torch.testing.assert_close(dict(average.state_dict()), dict(wanted.state_dict()))
 
     def test_a_caught_check_is_a_choice(self) -> None:
         def f(x: Tensor) -> Tensor:
