@@ -172,10 +172,11 @@ class TestOfData:
     def test_averages_of_weights_choose_by_their_count(self) -> None:
         layer = torch.nn.Linear(2, 1)
         average, wanted = (torch.optim.swa_utils.AveragedModel(layer) for _ in range(2))
-        update = specialize(lambda: average.update_parameters(layer))
+        update = specialize(average.update_parameters)
         for _ in range(4):
             torch.nn.init.normal_(layer.weight)
-            update(), wanted.update_parameters(layer)
+            update(layer)
+            wanted.update_parameters(layer)
             torch.testing.assert_close(dict(average.state_dict()), dict(wanted.state_dict()))
 
     def test_a_caught_check_is_a_choice(self) -> None:
