@@ -439,6 +439,16 @@ def test_a_first_call_whose_arguments_torch_parses_loads_nothing() -> None:
     assert below(loaded, ("sympy", "torch.distributed.tensor")) == []
 
 
+def test_repeated_calls_do_not_load_dynamo() -> None:
+    """The compiled handlers record the calls of batching rules at the second call."""
+    loaded = loaded_by(
+        "import torch, tsfunc\n"
+        "f = tsfunc.vmap(tsfunc.grad(lambda x: (x.softmax(-1) @ torch.ones(4, 4)).sum()))\n"
+        "for _ in range(4): f(torch.randn(3, 2, 4))"
+    )
+    assert below(loaded, ("torch._dynamo", "torch._inductor")) == []
+
+
 def late_tables() -> Iterator[tuple[str, str]]:
     """The packages with names that are loaded late, and their sources."""
     for module, file in modules():

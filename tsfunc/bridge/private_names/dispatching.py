@@ -119,6 +119,7 @@ def _torch_function() -> None:
     torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey torch._C._unset_dispatch_mode
     torch._ops._get_dispatch_mode_pre_dispatch
     torch.utils._python_dispatch.TorchDispatchMode
+    torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
     torch.utils._device.DeviceContext torch.overrides._pop_mode
     torch.utils._python_dispatch._pop_mode torch._C._is_torch_function_mode_enabled
@@ -132,6 +133,7 @@ def _modes() -> None:
     from torch.utils import _python_dispatch
 
     C = torch._C
+    expect(_python_dispatch.TorchDispatchMode._should_skip_dynamo(), "a mode that Dynamo skips")
     with _python_dispatch.TorchDispatchMode() as mode:
         expect(C._len_torch_dispatch_stack() > 0, "an active dispatch mode")
         expect(_python_dispatch._get_current_dispatch_mode_stack()[-1] is mode, "the mode on top")

@@ -20,6 +20,9 @@ as it is then. A recording is discarded, and the rule runs at each call, if
   place of that argument;
 - the rule writes, and a value is a tracer of an outer level. The recorder has plain tensors in the
   place of tracers, but a write of a tracer into a plain tensor makes that a tracer (``writes``).
+
+Private name used here (torch 2.13 and 2.14): ``TorchDispatchMode._should_skip_dynamo``; if it is
+True, torch wraps a mode's handler in a function that imports Dynamo.
 """
 
 from __future__ import annotations
@@ -92,6 +95,10 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self.given = frozenset(map(_storage_of, tensors_in(args[1:] if writable else args)))
         self.known = set(map(id, tensors_in(args)))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports Dynamo at the first recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, OpOverload):
