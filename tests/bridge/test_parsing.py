@@ -124,6 +124,7 @@ def test_calls_not_determined_by_types_have_no_form() -> None:
     assert find_form(torch.result_type, (A, B), {}) is None
     assert find_form(torch.roll, (A, "one"), {}) is None  # refused by torch
     assert find_form(torch.Tensor.size, (A,), {}) is None
+    assert not has_forms(torch.Tensor.__eq__)
 
 
 def test_several_results_have_the_class_that_torch_gives_them() -> None:

@@ -384,7 +384,10 @@ _FUNCTIONS: Final = (type(torch.sin), type(torch.Tensor.add))
 
 def has_forms(function: Any) -> bool:
     """True if torch may parse the arguments of an operator for a function."""
-    return isinstance(function, _FUNCTIONS) and hasattr(torch.ops.aten, function.__name__)
+    if not isinstance(function, _FUNCTIONS):
+        return False
+    # Every object has __eq__: that of the namespace has no overloads.
+    return hasattr(getattr(torch.ops.aten, function.__name__, None), "overloads")
 
 
 def find_form(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
