@@ -166,7 +166,7 @@ class Specialized(Generic[_Params, _Result]):
             except NanError as better:
                 fold(better, self._label)
                 raise better from None
-            fold(error, self._label, functools.partial(self.target.bound, args, kwargs))
+            fold(error, self._label, functools.partial(self._named, args, kwargs))
             raise
         # Programs are made outside of all transforms, so the vmap that binds the name is not
         # active.
@@ -182,6 +182,13 @@ class Specialized(Generic[_Params, _Result]):
         if self._has_function and not tls.state.levels:
             with contextlib.suppress(DataDependentError):  # only a trace can serve the function
                 self.func(*args, **kwargs)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of a call by parameter; none if the function does not take it."""
+        try:
+            return self.target.bound(args, kwargs)
+        except TypeError:
+            return {}
 
     def _label(self) -> str:
         return f"specialize({spelled(self.func)})"
