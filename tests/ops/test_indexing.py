@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -203,3 +205,14 @@ def test_embedding(shape: tuple[int, ...]) -> None:
         op = aten.embedding_dense_backward.default
         assert check(op, normal(*shape, 5), index, 6, padding, False)
         assert check(op, normal(*shape, 5), index, 6, padding, True)
+
+
+@pytest.mark.parametrize("invert", [False, True])
+@pytest.mark.parametrize("unique", [False, True])
+def test_isin(invert: bool, unique: bool) -> None:
+    values = torch.stack([torch.randperm(9)[:6].view(2, 3) for _ in range(4)])
+    kwargs: Any = {"invert": invert, "assume_unique": unique}
+    for shape in ((2, 3), (6,)):
+        assert check(aten.isin.Tensor_Tensor, values, values.flip(0).view(4, *shape), **kwargs)
+    assert check(aten.isin.Tensor_Scalar, values, 2, **kwargs)
+    assert check(aten.isin.Scalar_Tensor, 2, values, **kwargs)

@@ -170,6 +170,25 @@ ARGUMENTS: dict[str, tuple[Call, str]] = {
         lambda x: torch.nn.functional.embedding(torch.tensor([0]), x[0]),
         "'weight' must be 2-D",
     ),
+    "isin of bools": (lambda x: torch.isin(x > 0, x > 0), "Unsupported input type encountered"),
+    "one_hot of a large class": (
+        lambda x: torch.nn.functional.one_hot((x[0] + 2).long(), 2),
+        "smaller than num_classes",
+    ),
+    "one_hot of a negative class": (
+        lambda x: torch.nn.functional.one_hot((x[0] - 3).long(), 2),
+        "Class values must be non-negative",
+    ),
+    "dropout of integers": (lambda x: torch.dropout(x.long(), 0.5, True), "can't be cast"),
+    "subtraction of one bool": (lambda x: x - (x[0, 0] > 0), "with a bool tensor is not supported"),
+    "index_put of values that do not broadcast": (
+        lambda x: x[:, :1].index_put((x[:, 0] >= 0,), x[0]),
+        "cannot be broadcast",
+    ),
+    "index_put of another dtype": (
+        lambda x: x.index_put((x[:, 0] >= 0,), x[0].double()),
+        "source and destination dtypes match",
+    ),
     "view_as_complex": (lambda x: torch.view_as_complex(x[0, 0]), "one or more dimensions"),
 }
 
@@ -181,6 +200,23 @@ def test_bad_arguments_are_refused_as_by_torch(name: str) -> None:
     with pytest.raises(RuntimeError, match=re.escape(message)):
         call(x)
     with pytest.raises(RuntimeError, match=re.escape(message)):
+        tsfunc.vmap(call)(torch.stack([x] * SIZE))
+
+
+MASKED: dict[str, Call] = {
+    "a list of bools": lambda x: x[[True], [0]],
+    "a tensor": lambda x: x[x[:1, 0] >= 0],
+    "index_put": lambda x: x.index_put((x[:1, 0] >= 0,), x[0]),
+    "in place": lambda x: x.clone().index_put_((x[0, :1] >= 0,), x[0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_of_another_size_is_refused(name: str) -> None:
+    call, x = MASKED[name], torch.rand(SIZE, SIZE)
+    with pytest.raises(IndexError, match="The shape of the mask"):
+        call(x)
+    with pytest.raises(IndexError, match="The shape of the mask"):
         tsfunc.vmap(call)(torch.stack([x] * SIZE))
 
 

@@ -44,6 +44,9 @@ QUICK = """
     nn.functional.adaptive_avg_pool2d nn.functional.adaptive_max_pool3d nn.functional.max_unpool2d
     nn.functional.pixel_shuffle nn.functional.unfold cov
     index_select index_fill put histogram istft
+    isin nn.functional.one_hot __getitem__ index_put nn.functional.gaussian_nll_loss
+    nn.functional.dropout nn.functional.dropout2d nn.functional.alpha_dropout
+    nn.functional.feature_alpha_dropout
 """.split()
 
 
@@ -105,7 +108,8 @@ def refused_calls(op: Any, rng: random.Random, tries: int) -> Iterator[tuple[Any
         except NotImplementedError:
             pass  # a kernel is missing, which does not say that the call is wrong
         except REFUSALS as error:
-            yield call, leaves, str(error)
+            if "INTERNAL ASSERT FAILED" not in str(error):  # a fault in torch, not a refusal
+                yield call, leaves, str(error)
         except Exception:
             pass
 

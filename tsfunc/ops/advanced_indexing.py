@@ -9,6 +9,7 @@ it is part of their broadcast shape. If both are batched, it is indexed by ``ara
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from tsfunc.ops.dims import (
     batch_to_front,
     expand_to_front,
     logical_rank,
+    logical_shape,
     refuse_inplace,
     unit_dims,
 )
 from tsfunc.ops.dynamic import nonzeros, refuse_dynamic_size
-from tsfunc.ops.refusal import require
+from tsfunc.ops.refusal import raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 
 
@@ -59,6 +61,23 @@ def _without_masks(indices: Sequence[Any], dims: Sequence[Any]) -> tuple[list[An
     return kept, found_dims
 
 
+def _masks_fit(x: Tensor, at: int | None, indices: Sequence[Any], dims: Sequence[Any]) -> bool:
+    """True if each mask has the sizes of the dims that it indexes. A symbolic size fits."""
+    sizes = [size for dim, size in enumerate(x.shape) if dim != at]
+    for index, dim in zip(indices, dims, strict=True):
+        if not _is_mask(index):
+            sizes = sizes[1:]
+            continue
+        shape = [size for d, size in enumerate(index.shape) if d != dim]
+        indexed, sizes = sizes[: len(shape)], sizes[len(shape) :]
+        if len(indexed) < len(shape):
+            return False
+        pairs = zip(shape, indexed, strict=True)
+        if any(type(a) is int and type(b) is int and a != b for a, b in pairs):
+            return False
+    return True
+
+
 def lookup(indices: Sequence[Any], dims: Sequence[Any] | None) -> Lookup:
     """Analyze indices that contain no batched mask."""
     dims = [None] * len(indices) if dims is None else dims
@@ -89,6 +108,8 @@ def index(
 ) -> Any:
     """See NOTE [advanced indexing]."""
     x, indices = args
+    if not _masks_fit(x, dims[0], indices, dims[1] or [None] * len(indices)):
+        return raise_as_one_example(op, dims, args, kwargs)
     if dims[1] is not None and _batched_mask(indices, dims[1]):
         instead = "Use torch.where(mask, x, fill) instead of x[mask]"
         indices, named = _mask_positions(op, level, indices, dims[1], instead)
@@ -207,11 +228,16 @@ def _at_places(mask: Tensor, values: Tensor, along: int) -> Tensor:
     return out.movedim([1 + i for i in positions], [along + i for i in positions])
 
 
-def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Tensor | None:
-    """Return the result of an ``index_put``, or None if ``x`` was written in place."""
+def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) -> Any:
+    """Return the result of an ``index_put``, or ``x`` if it was written in place.
+
+    The batch dim of ``x`` is first. The result is NotImplemented if no rule serves the call.
+    """
     inplace = op.name() in ("aten::index_put_", "aten::_index_put_impl_")
     indices, values = args[1], args[2]
     index_dims = dims[1] or [None] * len(indices)
+    if not _masks_fit(x, 0, indices, index_dims):
+        return raise_as_one_example(op, dims, args, {})
     first = _one_mask(indices)
     if first is not None and index_dims[first] is None:
         # If there is one value for each True element, their number is not compared with 1.
@@ -223,16 +249,21 @@ def _put(op: Any, level: RuleLevel, x: Tensor, dims: Dims, args: Sequence[Any]) 
             indices, named = _mask_positions(op, level, indices, index_dims, instead)
             args, dims = [args[0], indices, *args[2:]], [dims[0], named, *dims[2:]]
         out = _write(op, x, dims, args)
-        return None if inplace else out
+        return x if inplace else out
+    adds = bool(len(args) > 3 and args[3])
+    count = math.prod(logical_shape(values, dims[2]))
+    if values.dtype is not x.dtype and (adds or count != 1):  # torch casts one value
+        return raise_as_one_example(op, dims, args, {})
     mask, at = indices[first].bool(), index_dims[first]
     mask = mask.unsqueeze(0) if at is None else batch_to_front(mask, at)
     mask, values = _masked_values(x, first, mask, values, dims[2])
-    if len(args) > 3 and args[3]:
+    if adds:
         values = values + x
     result = torch.where(mask, values.to(x.dtype), x)
+    if result.dim() != x.dim() or result.shape != x.shape:
+        return raise_as_one_example(op, dims, args, {})
     if inplace:
-        x.copy_(result)
-        return None
+        return x.copy_(result)
     return result
 
 
@@ -241,7 +272,9 @@ def index_put(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Write into a copy for each example."""
-    return _put(op, level, expand_to_front(args[0], dims[0], level.batch_size), dims, args), 0
+    x = expand_to_front(args[0], dims[0], level.batch_size)
+    out = _put(op, level, x, dims, args)
+    return out if out is NotImplemented else (out, 0)
 
 
 @row("aten::index_put_", "aten::_index_put_impl_")
@@ -251,5 +284,5 @@ def index_put_inplace(
     """Write through a view that has the batch dim first."""
     if dims[0] is None:
         refuse_inplace(op)
-    _put(op, level, batch_to_front(args[0], dims[0]), dims, args)
-    return args[0], dims[0]
+    out = _put(op, level, batch_to_front(args[0], dims[0]), dims, args)
+    return out if out is NotImplemented else (args[0], dims[0])

@@ -177,7 +177,8 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
     """Cast batched tensors without logical dims if torch would promote them wrongly.
 
     A scalar tensor affects the result dtype only by its kind. The physical value of a batched
-    scalar has one dim, so torch would treat it like any other tensor.
+    scalar has one dim, so torch would treat it like any other tensor. A bool affects no dtype and
+    stays a bool, which some operators refuse.
     """
     wide: torch.dtype | None = None
     narrow: torch.dtype | None = None
@@ -194,7 +195,10 @@ def promote_scalars(args: Sequence[Any], dims: Sequence[int | None]) -> Sequence
         return args
     target = narrow if wide is None else promote_scalar_dtype(wide, narrow)
     return [
-        arg.to(device=arg.device if device is None else device, dtype=target)
+        arg.to(
+            device=arg.device if device is None else device,
+            dtype=arg.dtype if arg.dtype is torch.bool else target,
+        )
         if at is not None and arg.dim() == 1
         else arg
         for arg, at in zip(args, dims, strict=False)

@@ -28,6 +28,7 @@ from tsfunc.ops.dims import (
     batch_to_front,
     expand_to_front,
     function_name,
+    logical_rank,
     logical_shape,
     op_name,
     refuse_inplace,
@@ -339,7 +340,7 @@ def dropout_rule(alpha: bool, features: bool) -> Rule:
             return x, dims[0]
         if p == 1:  # no random numbers are needed
             return op(x, p, train), dims[0]
-        if features and x.dim() - (dims[0] is not None) < 2:
+        if (features and logical_rank(x, dims[0]) < 2) or not x.is_floating_point():
             return raise_as_one_example(op, dims, args, kwargs)
         check_randomness(op, level, kwargs)
         mask, mask_at = keep_mask(level, x, dims[0], 1 - p, features)

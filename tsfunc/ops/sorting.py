@@ -11,14 +11,17 @@ from torch import Tensor
 from tsfunc.dispatch.messages import SPLIT
 from tsfunc.errors import DataDependentError
 from tsfunc.ops.dims import (
+    align_batch_dim,
     batch_to_front,
     expand_to_front,
     flatten_logical,
     logical_rank,
     physical_dim,
+    unit_dims,
     wrap_dim,
 )
 from tsfunc.ops.keywords import keyword_dim, takes_keywords
+from tsfunc.ops.refusal import checked, raise_as_one_example, require
 from tsfunc.ops.registry import Dims, RuleLevel, row
 from tsfunc.ops.splitting import agree
 from tsfunc.user_code import user_location
@@ -120,6 +123,25 @@ def bucketize_number(
     return searchsorted_number(op, level, (dims[1], None), (args[1], args[0]), kwargs)
 
 
+@row("aten::isin.Tensor_Tensor", "aten::isin.Tensor_Scalar", "aten::isin.Scalar_Tensor")
+@checked
+def isin(
+    op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Look up all elements in shared values at once, or compare each with its example's values."""
+    elements, values = args
+    if dims[1] is None:
+        # Elements that are unique in each example can occur in several examples.
+        return op(elements, values, **{**kwargs, "assume_unique": False}), dims[0]
+    values = flatten_logical(batch_to_front(values, dims[1]))
+    if isinstance(elements, Tensor):
+        rank = logical_rank(elements, dims[0])
+        elements = align_batch_dim(elements, dims[0], rank).unsqueeze(-1)
+        values = unit_dims(values, 1, rank)
+    found = (elements == values).any(-1)
+    return found.logical_not() if kwargs.get("invert") else found, 0
+
+
 @row("aten::one_hot")
 def one_hot(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -142,4 +164,10 @@ def one_hot(
         most = flatten_logical(x).amax(1)
         agree(op, level, most)
         count = int(most[0]) + 1
+    if (type(count) is int and count < 1) or x.dtype is not torch.int64:
+        return raise_as_one_example(op, dims, args, kwargs)
+    require(
+        ((x >= 0) & (x < count)).flatten(),
+        f"Class values must be non-negative and smaller than num_classes ({count}).",
+    )
     return (x.unsqueeze(-1) == torch.arange(count, device=x.device)).to(torch.int64), 0
