@@ -13,6 +13,8 @@ examples; if they differ, the slice raises a ``DataDependentError``.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -85,7 +87,42 @@ def _consumed_dims(item: Any) -> int:
         return 0
     if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
         return item.dim()
-    return 1
+    return len(_mask_shape(item)) or 1
+
+
+def _mask_shape(item: Any) -> tuple[int, ...]:
+    """Return the shape of a list of bools, which can have lists in it; () for any other item."""
+    if not isinstance(item, list | tuple) or not item:
+        return ()
+    if all(type(part) is bool for part in item):
+        return (len(item),)
+    shapes = {_mask_shape(part) for part in item}
+    return (len(item), *shapes.pop()) if len(shapes) == 1 and () not in shapes else ()
+
+
+def _with_positions(x: torch.Tensor, index: Any) -> tuple[Any, ...] | None:
+    """Replace lists of bools by the positions of their True items; None for any other index.
+
+    torch would make a tensor of the list, and the number of its True elements would be unknown in
+    a trace. A list that does not have the sizes of ``x`` is left to torch, which raises.
+    """
+    given = index if isinstance(index, tuple) else (index,)
+    if not any(map(_mask_shape, given)) or (given[0] is index and len(_mask_shape(index)) > 1):
+        return None
+    kept: list[Any] = []
+    dim = 0
+    for item in _items(given, x.dim()):
+        shape, count = _mask_shape(item), _consumed_dims(item)
+        if not shape:
+            kept.append(item)
+        elif tuple(x.shape[dim : dim + count]) == shape:
+            places = itertools.product(*map(range, shape))
+            chosen = [at for at in places if functools.reduce(operator.getitem, at, item)]
+            kept += map(list, zip(*chosen, strict=True)) if chosen else [[]] * count
+        else:
+            return None
+        dim += count
+    return tuple(kept)
 
 
 def _items(index: Any, rank: int) -> list[Any]:
@@ -151,6 +188,8 @@ def _get(
     x, index = args
     if type(index) is list and any(isinstance(item, Tracer) for item in index):
         index = tuple(index)  # as torch reads a list that contains tensors
+    if (places := _with_positions(x, index)) is not None:
+        return x[places]
     given = index if isinstance(index, tuple) else (index,)
     if not any(_is_traced(item) or type(item) is list for item in given):
         items = masked_items(x, index)
@@ -236,6 +275,9 @@ def _set(
 ) -> Any:
     WRITERS[func](func, args, kwargs)
     x, index, value = args
+    if (places := _with_positions(x, index)) is not None:
+        x[places] = value
+        return None
     given = index if isinstance(index, tuple) else (index,)
     if any(_is_flag(item) for item in given):
         return _set_where(x, given, value)
@@ -310,15 +352,15 @@ def _put(x: torch.Tensor, items: Sequence[Any], value: torch.Tensor) -> None:
 
 
 def _has_plain_index(kinds: Sequence[Any]) -> bool:
-    """True for an index of ints, slices, None, an ellipsis, plain tensors and lists of ints."""
+    """True for an index of ints, slices, None, an ellipsis and plain tensors, or a list of ints."""
     kind = kinds[1]
     if type(kind) is tuple:
         items = kind[1] if type(kind[1]) is frozenset else kind[1:]
         return kind[0] is tuple and _PLAIN.issuperset(items)
-    return kind in _PLAIN or kind is tuple
+    return kind in _PLAIN or kind is tuple or kind is list
 
 
-_PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor, list})
+_PLAIN: Final = frozenset({int, slice, type(None), type(Ellipsis), torch.Tensor})
 
 function_rules: Final = FunctionRules()
 for _rule, _function in ((_get, _T.__getitem__), (_set, _T.__setitem__)):
