@@ -12,6 +12,7 @@ from torch import Tensor
 import tsfunc
 from tests.distributed.checks import Check, failures, mesh_of
 from tsfunc import P, VirtualMesh, shard_map
+from tsfunc.bridge.mesh.meshes import split_check
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.errors import MeshError
 from tsfunc.program.passes.effects import every_node
@@ -107,7 +108,7 @@ UNKNOWN: dict[str, Body] = {
 def checks_of_guarantees(program: Any) -> set[str]:
     """The checks of results that are guaranteed to be equal."""
     return {
-        str(node.args[4]).partition(";")[2]
+        split_check(str(node.args[4]))[1]
         for node in every_node(program.graph)
         if node.target is MAP and node.args[1] == "leave"
     }

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
-from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+from tsfunc.bridge.mesh.meshes import Mesh, mesh_named, split_check
 from tsfunc.errors import RanksDisagree
 from tsfunc.user_code import user_location
 
@@ -67,7 +67,7 @@ def agree_on_program(axis: str, mesh: str, call: str = "") -> None:
         RanksDisagree: other ranks run other programs.
         MeshError: this process has no such mesh.
     """
-    text, _, mark = mesh.partition(";")
+    text, mark = split_check(mesh)
     known = mesh_named(text)
     if mark.startswith("program:") and (axis, mark) not in known.agreed:
         text = f"{mark.replace(':', ' ')}, {call or 'compiled'}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tsfunc.bridge.mesh.agreement import agree
-from tsfunc.bridge.mesh.engine import exchange_over
+from tsfunc.bridge.mesh.exchanges import exchange_over
 from tsfunc.bridge.mesh.meshes import Mesh
 from tsfunc.bridge.mesh.operators import axis_index, in_trace, is_plain_exchange, mapped
 from tsfunc.bridge.tracers.interrupts import resets

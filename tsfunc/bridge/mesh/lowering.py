@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.engine import result_dtype
-from tsfunc.bridge.mesh.meshes import mesh_named
+from tsfunc.bridge.mesh.exchanges import result_dtype
+from tsfunc.bridge.mesh.meshes import mesh_named, split_check
 from tsfunc.bridge.mesh.operators import INDEX, MAP
 
 
 def _exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) -> Any:
-    text, _, check = mesh.partition(";")
+    text, check = split_check(mesh)
     if check in ("calls", "values"):
         return NotImplemented
     known = mesh_named(text)

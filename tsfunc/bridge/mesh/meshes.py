@@ -90,10 +90,19 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
+def split_check(mesh: str) -> tuple[str, str]:
+    """Return a mesh's text and the check of an exchange, which follows it: ``"dp=2;values"``.
+
+    The check is empty if there is none.
+    """
+    text, _, check = mesh.partition(";")
+    return text, check
+
+
 @functools.lru_cache(maxsize=256)
 def sizes_of(text: str) -> Mapping[str, int]:
     """Return the sizes by name from a mesh's text; a check after the text is ignored."""
-    pairs = (part.rpartition("=") for part in text.partition(";")[0].split(","))
+    pairs = (part.rpartition("=") for part in split_check(text)[0].split(","))
     return {name: int(size) for name, _, size in pairs}
 
 

@@ -50,7 +50,7 @@ from torch.autograd import Function, forward_ad
 
 from tsfunc.bridge.grad.autograd import outside_graph
 from tsfunc.bridge.grad.custom_function import torch_apply
-from tsfunc.bridge.mesh.engine import exchange, result_dtype, transposing
+from tsfunc.bridge.mesh.exchanges import exchange, result_dtype, transposing
 from tsfunc.bridge.mesh.meshes import mesh_named, sizes_of
 from tsfunc.bridge.trace.trace_level import TraceLevel
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state

@@ -23,6 +23,7 @@ import torch.fx
 from tsfunc.bridge.control.control_flow import ControlFlow
 from tsfunc.bridge.grad.second_order import BACKWARD_FORMULAS, differentiable
 from tsfunc.bridge.mesh.failures import reporting
+from tsfunc.bridge.mesh.meshes import split_check
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.trace.class_members import UserCall
 from tsfunc.bridge.tracers.interrupts import restoring_thread_state
@@ -252,9 +253,7 @@ def generate(
     operators = (node.meta.get("op") for node in graph.nodes)
     if any(isinstance(op, TorchOperator) and op.name in BACKWARD_FORMULAS for op in operators):
         function = differentiable(function)
-    meshes = {
-        str(node.args[4]).partition(";")[0] for node in every_node(graph) if node.target is MAP
-    }
+    meshes = {split_check(str(node.args[4]))[0] for node in every_node(graph) if node.target is MAP}
     if meshes:
         function = reporting(function, sorted(meshes))
     return source, function if _keeps_state(graph) else restoring_thread_state(function)

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.mesh.engine import COLLECTIVES
+from tsfunc.bridge.mesh.exchanges import COLLECTIVES
 from tsfunc.bridge.mesh.operators import MAP
 
 # --- properties of a program's values that are known before it runs

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from tsfunc.bridge.control.control_flow import ControlFlow
-from tsfunc.bridge.mesh.meshes import sizes_of
+from tsfunc.bridge.mesh.meshes import sizes_of, split_check
 from tsfunc.bridge.mesh.operators import MAP
 from tsfunc.bridge.tracers.operators import operator_of
 from tsfunc.errors import MeshError
@@ -41,7 +41,7 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
     from_parts = ShardedAlong(graph).axes
     for node in exchanges:
         x, kind, _, axis, mesh = node.args
-        checked = mesh.partition(";")[2] not in ("values", "unchecked")
+        checked = split_check(mesh)[1] not in ("values", "unchecked")
         if kind == "leave" and checked and axis in from_parts.get(x, ()):
             _refuse_guarantee(x, axis)
     varying = MayVary(graph).axes
@@ -51,7 +51,7 @@ def share_equal_values(graph: torch.fx.Graph) -> None:
         if axis in varying.get(x, (axis,)):
             continue
         if kind == "leave" and mesh.endswith(";values"):
-            node.args = (x, kind, ints, axis, f"{mesh.partition(';')[0]};unchecked")
+            node.args = (x, kind, ints, axis, f"{split_check(mesh)[0]};unchecked")
         elif kind in ("sum", "gather") and node in at_top:
             # A body also runs in pullbacks, whose cotangents must not be each rank's own parts.
             for made in _make_local(graph, node):
@@ -118,7 +118,7 @@ def mark_exchanges(graph: torch.fx.Graph) -> None:
     unmarked = []
     for node in exchanges:
         *rest, mesh = node.args
-        text, _, check = str(mesh).partition(";")
+        text, check = split_check(str(mesh))
         if not check or check.startswith("program:"):
             node.args = (*rest, text)
             unmarked.append(node)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tsfunc.bridge.mesh.agreement import agree, agree_on_program
 from tsfunc.bridge.mesh.failures import wait_for, withdraw_report
-from tsfunc.bridge.mesh.meshes import Mesh, mesh_named
+from tsfunc.bridge.mesh.meshes import Mesh, mesh_named, split_check
 from tsfunc.bridge.tracers.interrupts import resets
 from tsfunc.dispatch.state import tls
 from tsfunc.user_code import user_call_location
@@ -29,9 +29,9 @@ def exchange(x: Tensor, kind: str, ints: Sequence[int], axis: str, mesh: str) ->
         x: a plain tensor.
         kind, ints: the exchange: NOTE [exchanges] in ``operators``.
         axis: the axis.
-        mesh: the mesh's text, followed by ``;`` and the check of the exchange, if it has one.
+        mesh: the mesh's text, followed by the check of the exchange (``split_check``).
     """
-    text, _, check = mesh.partition(";")
+    text, check = split_check(mesh)
     return exchange_over(mesh_named(text), check, x, kind, ints, axis)
 
 
@@ -122,7 +122,7 @@ def _call(x: Tensor, kind: str, ints: Sequence[int]) -> str:
 
 def _checksum(x: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's bytes."""
-    octets = _as_bytes(x.contiguous()).reshape(-1).view(torch.uint8).long()
+    octets = _as_sendable(x.contiguous()).reshape(-1).view(torch.uint8).long()
     weights = torch.arange(1, octets.numel() + 1, device=x.device) * 0x1E3779B97F4A7C15 | 1
     return int(((octets + 1) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
 
@@ -145,14 +145,15 @@ def _restore_dtype(x: Tensor, like: Tensor) -> Tensor:
     return torch.view_as_complex(x) if like.is_complex() else x
 
 
-def _as_bytes(x: Tensor) -> Tensor:
+def _as_sendable(x: Tensor) -> Tensor:
     """Return a tensor in a dtype that every backend can send, for exchanges without sums."""
     if x.is_complex():
         return torch.view_as_real(x)
     return x.view(torch.uint8) if x.dtype is torch.bool else x
 
 
-def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
+def _from_received(x: Tensor, like: Tensor) -> Tensor:
+    """Return what :func:`_as_sendable` made of a tensor like ``like``, in its dtype."""
     if like.is_complex():
         return torch.view_as_complex(x)
     return x.view(torch.bool) if like.dtype is torch.bool else x
@@ -166,11 +167,11 @@ def _sum(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 def _gathered(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
     """Return the values of all ranks, stacked along a new first dim."""
-    sent = _as_bytes(x.contiguous())
+    sent = _as_sendable(x.contiguous())
     size = mesh.sizes[axis]
     out = sent.new_empty(size * sent.numel())
     wait_for(mesh.group(axis)._allgather_base(out, sent.view(-1)), mesh, axis, out)
-    return _from_bytes(out.view(size, *sent.shape), x)
+    return _from_received(out.view(size, *sent.shape), x)
 
 
 def _gather(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
@@ -191,16 +192,16 @@ def _scatter(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
 
 
 def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    sent = _as_bytes(x.movedim(ints[0], 0).contiguous())
+    sent = _as_sendable(x.movedim(ints[0], 0).contiguous())
     out = torch.empty_like(sent)
     wait_for(mesh.group(axis).alltoall_base(out, sent, [], []), mesh, axis, out)
-    return _from_bytes(out, x).movedim(0, ints[1]).contiguous()
+    return _from_received(out, x).movedim(0, ints[1]).contiguous()
 
 
 def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     """Send values between ranks; each rank sends and receives at most one value."""
     size, me = mesh.sizes[axis], mesh.index(axis)
-    sent = _as_bytes(x.contiguous()).reshape(-1)
+    sent = _as_sendable(x.contiguous()).reshape(-1)
     elements = sent.numel()
     half = len(ints) // 2
     sends, receives = [0] * size, [0] * size
@@ -215,7 +216,7 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
     if not any(receives):
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     shape = torch.view_as_real(x).shape if x.is_complex() else x.shape
-    return _from_bytes(out.view(shape), x)
+    return _from_received(out.view(shape), x)
 
 
 def _slice(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
