@@ -225,7 +225,10 @@ class Operator:
     def _choose(
         self, bits: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Kernel, bool, int, int]:
-        """Return the kernel for a key set, its boxed flag, its bit and its level; cached."""
+        """Return the kernel for a key set, its boxed flag, bit and depth; cached.
+
+        The depth is 0 for a kernel of no level.
+        """
         rest = DispatchKeySet.from_bits(bits)._finite("dispatch on")
         # No registration may come between the lookup and the insertion into the cache.
         with _lock:

@@ -29,7 +29,7 @@ def raising_outcome(frame: FrameType, *, catchable: bool = False) -> bool | None
 
     Args:
         frame: a frame whose last instruction tests the truth of a value.
-        catchable: also if an ``except`` clause may catch the error.
+        catchable: True to count a test even if an ``except`` clause may catch the error.
     """
     code = frame.f_code
     steps, index_of_offset = _instructions(code)

@@ -1,4 +1,4 @@
-"""Operators by shape: the catalogue of categories and the batching rules (a file per category).
+"""Operators by shape: the catalogue of categories and the batching rules (a file per family).
 
 The public names are in ``__all__``. The modules of the package are private.
 """

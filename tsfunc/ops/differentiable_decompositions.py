@@ -379,7 +379,7 @@ PUSHED_DECOMPOSED: dict[str, Callable[..., Any]] = {
     **differentiable_linalg.PUSHED,
     **differentiable_norms.PUSHED,
 }
-# Two derivatives of torch's formulas are wrong or fail, also without tangents.
+# Two derivatives of torch's formulas are wrong or fail, even without tangents.
 TWICE_DECOMPOSED: dict[str, Callable[..., Any]] = {
     "aten::copysign.Tensor": copysign,
     "aten::copysign.Scalar": copysign,

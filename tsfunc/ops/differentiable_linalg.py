@@ -34,7 +34,7 @@ def _swap_with_last(position: Tensor, size: int) -> Tensor:
 
 
 def linalg_det(a: Tensor) -> Any:
-    """``aten::_linalg_det``, also for singular matrices with one zero singular value.
+    """``aten::_linalg_det``, even for singular matrices with one zero singular value.
 
     The row and the column with the largest minor become the last ones. The determinant is that
     minor times its Schur complement, which is smooth where it is zero.

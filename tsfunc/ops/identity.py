@@ -31,7 +31,7 @@ _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 def same_shape(
     op: Any, level: RuleLevel, dims: Dims, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Operators on one tensor and numbers, also in place: the batch dim stays."""
+    """Operators on one tensor and numbers, in place or not: the batch dim stays."""
     return op(*args, **kwargs), dims[0]
 
 

@@ -97,7 +97,7 @@ def vmap(
         randomness: the mode of random operators: "error", "different" (a draw for each example),
             "same" (one draw for all) or "split" (each example draws as if alone: its numbers
             follow from the seed and its index, and do not depend on the batch or the chunk; the
-            call draws one key from torch's generator, also if the function draws nothing).
+            call draws one key from torch's generator, even if the function draws nothing).
         chunk_size: the number of examples that are run at a time. None runs all at once; "auto"
             runs as many as fit into ``memory_budget``, which is measured on the first chunks of
             the first call with inputs of such shapes and dtypes, and kept for later calls.
@@ -273,7 +273,7 @@ def _refuse_parts(spec: Spec, why: str) -> None:
     """Raise: a named axis needs all of its examples at a time."""
     raise ValueError(
         f"{spec.call()}: {why} runs some examples at a time, but those of the named axis "
-        f"{spec.axis_name or spec.mesh_axes!r} are to exchange values. Leave one of the two out."
+        f"{spec.axis_name or spec.mesh_axes!r} exchange values. Remove one of the two."
     )
 
 

@@ -154,7 +154,7 @@ def _refuse_packed(func: Callable[..., Any]) -> NoReturn:
     name = func.__name__.lstrip("_")
     raise DataDependentError(
         f"vmap: {name} of a packed sequence, at {user_location()}: expected padded sequences, "
-        f"since torch reads the lengths of packed ones as Python numbers, also if all examples "
+        f"since torch reads the lengths of packed ones as Python numbers, even if all examples "
         f"have the same lengths. Pass the padded sequences to the layer and select each result at "
         f"its length (outputs.gather(...)), or call the layer outside of the vmapped function."
     )

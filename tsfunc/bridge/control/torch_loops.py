@@ -47,7 +47,7 @@ def replace_operator(operator: HigherOrderOperator, func: Callable[..., Any]) ->
 
 
 class _Given(TorchFunctionMode):
-    """Replaces torch's operators, also in calls without a tracer among the operands."""
+    """Replaces torch's operators, even in calls without a tracer among the operands."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return OURS.get(func, func)(*args, **(kwargs or {}))

@@ -240,7 +240,7 @@ def number_node(graph: torch.fx.Graph, values: Mapping[Any, torch.fx.Node], expr
 
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     known = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in values.items()}
-    with torch._C._EnableTorchFunction():  # also if an operator's rule reads the node
+    with torch._C._EnableTorchFunction():  # even if an operator's rule reads the node
         return sympy_interp(_recorded(), known, expr).node
 
 

@@ -58,7 +58,7 @@ def refused_outcome(*, catchable: bool) -> bool | None:
     """Return the outcome for which the test that runs now raises; None if it is not a check.
 
     Args:
-        catchable: also if an ``except`` clause may catch the error.
+        catchable: True to count a test even if an ``except`` clause may catch the error.
     """
     frame = caller_of_handlers()
     if frame.f_code in _MATRIX_CONSTRAINTS:

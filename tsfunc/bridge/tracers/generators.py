@@ -21,7 +21,7 @@ class GeneratorStates:
 
     Args:
         outside: an outer instance that is told of the draws too.
-        always: True to save the states also where only keys are drawn, which are drawn once
+        always: True to save the states even where only keys are drawn, which are drawn once
             (NOTE [draws by example]): inside of a vmap whose examples draw as if alone.
     """
 

@@ -173,9 +173,6 @@ def has_unguarded_guarantee(descriptor: Descriptor, any_grad: bool) -> bool:
             return any(has_unguarded_guarantee(each, any_grad) for each in descriptor.parts)
 
 
-# --- the programs of the function
-
-
 # --- reasons for a new program: the differences of a call from the calls that have a program
 
 

@@ -87,14 +87,10 @@ from tsfunc.types import Dim
 from tsfunc.types.values import PathTexts
 from tsfunc.user_code import user_location
 
-# --- the first call of its kind: the check of its descriptors, and its trace
-
-
 ProgramAndInputs = tuple[CachedProgram, Sequence[Any]]
 
-_COMPARED = (
-    4  # the number of programs whose values besides the arguments are compared with a call's
-)
+# The number of programs whose values besides the arguments are compared with a call's.
+_COMPARED = 4
 
 
 class _ValuesByName(dict[str, Any]):

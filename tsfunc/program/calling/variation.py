@@ -271,7 +271,7 @@ def _dims(meta: MetaTensorType, rank: int) -> list[Any]:
     return shape
 
 
-# --- the sizes and numbers in which a call differs from earlier calls: one program, or a warning
+# --- one program, or a warning
 
 
 _SHOWN = 3  # the number of values that a warning shows

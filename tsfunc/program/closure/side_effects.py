@@ -276,9 +276,6 @@ def is_followed(owner: Any, name: str) -> bool:
     return not (isinstance(vars(owner).get(name), CODE) and is_installed(owner))
 
 
-# --- refusals of what a program can't do again
-
-
 # --- random numbers that a trace can't record: those of Python and NumPy, and seeding
 
 
