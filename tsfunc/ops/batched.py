@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import expand_to_front
 from tsfunc.ops.refusal import checked
-from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.registry import Dims, Rule, RuleLevel, aten_names, row, rows
 
 
 def fold(x: Tensor, at: int | None, size: int, core: int) -> Tensor:
@@ -53,13 +53,9 @@ def folded(core: int, *positions: int) -> Rule:
     return checked(rule)
 
 
-def _aten(names: str) -> list[str]:
-    return [f"aten::{name}" for name in names.split()]
-
-
 rows(
     folded(3, 0),
-    *_aten(
+    *aten_names(
         "max_pool2d_with_indices avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d im2col "
         "mkldnn_max_pool2d max_pool2d adaptive_avg_pool2d"
     ),
@@ -67,13 +63,13 @@ rows(
 rows(folded(3, 0, 1, 7), "aten::max_pool2d_with_indices_backward")
 rows(
     folded(3, 0, 1),
-    *_aten("avg_pool2d_backward _adaptive_avg_pool2d_backward max_unpool2d"),
+    *aten_names("avg_pool2d_backward _adaptive_avg_pool2d_backward max_unpool2d"),
 )  # fmt: skip
 rows(folded(3, 0, 1, 2), "aten::adaptive_max_pool2d_backward")
 rows(folded(3, 0, 1, 4), "aten::fractional_max_pool2d_backward")
 rows(
     folded(4, 0),
-    *_aten(
+    *aten_names(
         "max_pool3d_with_indices avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d "
         "adaptive_avg_pool3d"
     ),
@@ -81,7 +77,7 @@ rows(
 rows(folded(4, 0, 1, 7), "aten::max_pool3d_with_indices_backward")
 rows(
     folded(4, 0, 1),
-    *_aten("avg_pool3d_backward _adaptive_avg_pool3d_backward max_unpool3d"),
+    *aten_names("avg_pool3d_backward _adaptive_avg_pool3d_backward max_unpool3d"),
 )  # fmt: skip
 rows(folded(4, 0, 1, 2), "aten::adaptive_max_pool3d_backward")
 rows(folded(4, 0, 1, 4), "aten::fractional_max_pool3d_backward")

@@ -20,6 +20,7 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.refusal import checked, raise_as_one_example, ranks_are
 from tsfunc.ops.registry import Dims, Rule, RuleLevel, row, rows
+from tsfunc.ops.sparse_elementwise import is_sparse
 
 
 def _batch_first_of_rank(x: Tensor, at: int, rank: int, to: int) -> Tensor:
@@ -146,7 +147,7 @@ def bmm(
     """Multiply the matrices of two stacks."""
     if not _have_ranks(dims, args, 3, 3):
         return raise_as_one_example(op, dims, args, kwargs)
-    if sparse.is_sparse(args[0]):
+    if is_sparse(args[0]):
         return sparse.product_of_stacks(args[0], dims[0], args[1], dims[1])
     return product(args[0], dims[0], args[1], dims[1])
 

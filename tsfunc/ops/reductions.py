@@ -122,7 +122,6 @@ def _sum(x: Tensor, dims: Sequence[int], **kwargs: Any) -> Any:
 
 
 _by_dims = reduction()
-_by_dim = reduction()
 _keyword_keepdim = reduction(1, None)
 
 
@@ -152,7 +151,7 @@ def arg_extreme(
 ) -> Any:
     """Without ``dim``, return the index into the flattened logical tensor."""
     if len(args) > 1 and args[1] is not None:
-        return _by_dim(op, level, dims, args, kwargs)
+        return _by_dims(op, level, dims, args, kwargs)
     x, at = args[0], dims[0]
     out = op(flatten_examples(x, at), 1)
     if len(args) > 2 and args[2]:

@@ -138,6 +138,11 @@ def rows(rule: Rule, *names: str) -> None:
     declare(rule, names, f"{caller.f_code.co_filename}:{caller.f_lineno}")
 
 
+def aten_names(names: str) -> list[str]:
+    """Return the full names of ATen operators from a text with their short names."""
+    return [f"aten::{name}" for name in names.split()]
+
+
 def row(*names: str) -> Callable[[Rule], Rule]:
     """Decorate the batching rule of one operator, or of several variants that share the rule."""
 

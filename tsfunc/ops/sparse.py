@@ -32,14 +32,8 @@ from tsfunc.ops.dims import (
 )
 from tsfunc.ops.dynamic import refuse_dynamic_size
 from tsfunc.ops.registry import Dims, RuleLevel, row
-from tsfunc.ops.sparse_elementwise import batched_sparse
+from tsfunc.ops.sparse_elementwise import batched_sparse, is_sparse
 from tsfunc.ops.splitting import agree
-
-
-def is_sparse(x: Any) -> bool:
-    """True if the value is a tensor of any sparse layout."""
-    return isinstance(x, Tensor) and x.layout is not torch.strided
-
 
 Times = Callable[[Tensor, Tensor], Tensor]
 

@@ -39,33 +39,34 @@ def sparse_elementwise(
             operators.
     """
     name = op_name(op).rpartition("::")[2].partition(".")[0]
-    if len(args) != 2 or not any(_is_sparse(x) for x in args):
+    if len(args) != 2 or not any(is_sparse(x) for x in args):
         raise
     (x, y), (p, q) = args, dims
     size = level.batch_size
     if name in _SUMS:
-        if _is_sparse(x) and _is_sparse(y):
+        if is_sparse(x) and is_sparse(y):
             return _combine_sparse(op, level, dims, args, kwargs)
         dense = [_dense(x) if p is None else x, _dense(y) if q is None else y]
         aligned, at = align(dense, dims)
         sizes = torch.broadcast_shapes(*[part.shape for part in aligned])
         return op(*[_expanded(part, sizes) for part in aligned], **kwargs), at
-    if name in _PRODUCTS and _is_sparse(x) and _is_sparse(y):
+    if name in _PRODUCTS and is_sparse(x) and is_sparse(y):
         return _combine_sparse(op, level, dims, args, kwargs)
-    if name in _PRODUCTS and _is_sparse(y):
+    if name in _PRODUCTS and is_sparse(y):
         (x, p), (y, q) = (y, q), (x, p)
-    if name in _PRODUCTS or (name in _QUOTIENTS and not _is_sparse(y)):
+    if name in _PRODUCTS or (name in _QUOTIENTS and not is_sparse(y)):
         return _combine_with_dense(op, batched_sparse(x, p, size), y, q, kwargs), 0
     raise
 
 
-def _is_sparse(x: Any) -> bool:
+def is_sparse(x: Any) -> bool:
+    """True if the value is a tensor of any sparse layout."""
     return isinstance(x, Tensor) and x.layout is not torch.strided
 
 
 def is_mixed(x: Any, y: Any) -> bool:
     """True if one is a sparse and the other a dense tensor; torch's products can be wrong then."""
-    return isinstance(x, Tensor) and isinstance(y, Tensor) and _is_sparse(x) != _is_sparse(y)
+    return isinstance(x, Tensor) and isinstance(y, Tensor) and is_sparse(x) != is_sparse(y)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tsfunc.ops.dims import align, expand_to_front, logical_rank, promote_scalars, refuse_inplace
 from tsfunc.ops.refusal import checked, raise_as_one_example
-from tsfunc.ops.registry import Dims, RuleLevel, row, rows
+from tsfunc.ops.registry import Dims, RuleLevel, aten_names, row, rows
 from tsfunc.ops.sparse_elementwise import is_mixed, sparse_elementwise
 
 
@@ -210,13 +210,9 @@ def log_sigmoid_backward(
     return op(grad, x, args[2], **kwargs), at
 
 
-def _aten(names: str) -> list[str]:
-    return [f"aten::{name}" for name in names.split()]
-
-
 def _with_inplace(names: str) -> tuple[list[str], list[str]]:
     """Return names for both rules; ``add.Tensor`` has the in-place variant ``add_.Tensor``."""
-    plain = _aten(names)
+    plain = aten_names(names)
     return plain, ["_.".join(n.split(".")) if "." in n else n + "_" for n in plain]
 
 
@@ -307,7 +303,7 @@ _POLYNOMIALS = [
 ]
 
 _plain, _inplace = _with_inplace(_BOTH)
-rows(pointwise, *_plain, *_aten(_PLAIN), *_POLYNOMIALS)
-rows(pointwise, *_aten(_BACKWARD))
-rows(checked(pointwise), *_aten(_OF_ONE_DTYPE))
-rows(pointwise_inplace, *_inplace, *_aten(_INPLACE))
+rows(pointwise, *_plain, *aten_names(_PLAIN), *_POLYNOMIALS)
+rows(pointwise, *aten_names(_BACKWARD))
+rows(checked(pointwise), *aten_names(_OF_ONE_DTYPE))
+rows(pointwise_inplace, *_inplace, *aten_names(_INPLACE))

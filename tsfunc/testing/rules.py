@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from tsfunc import pytrees
+from tsfunc.bridge.grad.mapped_function import differentiable
 from tsfunc.errors import CustomRuleError
 from tsfunc.testing.laws import inner, same
 from tsfunc.transforms.custom_jvp import custom_jvp
@@ -81,7 +82,7 @@ def _check(
     given, tree = pytrees.flatten(args)
     leaves = [_double(leaf) for leaf in given]
     positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    wrt = [i for i in positions if _is_differentiable(leaves[i])]
+    wrt = [i for i in positions if differentiable(leaves[i])]
 
     def of_leaves(*values: Any) -> Any:
         return func(*pytrees.unflatten(tree, values))
@@ -99,7 +100,7 @@ def _check(
         for i, value in zip(wrt, values, strict=True):
             every[i] = value
         flat = pytrees.leaves_of(of_leaves(*every))
-        return tuple(x for x in flat if isinstance(x, torch.Tensor) and _is_differentiable(x))
+        return tuple(x for x in flat if isinstance(x, torch.Tensor) and differentiable(x))
 
     primals = [leaves[i] for i in wrt]
     cotangents = [torch.randn_like(x) for x in of_chosen(*primals)]
@@ -279,17 +280,13 @@ def _check_batch(
 
 def _example(x: torch.Tensor, i: int) -> torch.Tensor:
     """Return another example near the given one, where the function is likely to be defined."""
-    return x * (1 + i / 16) if _is_differentiable(x) else x.clone()
+    return x * (1 + i / 16) if differentiable(x) else x.clone()
 
 
 def _double(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and _is_differentiable(leaf):
+    if isinstance(leaf, torch.Tensor) and differentiable(leaf):
         return leaf.detach().to(torch.complex128 if leaf.is_complex() else torch.float64)
     return leaf
-
-
-def _is_differentiable(x: torch.Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _spelled(at: Batching) -> str:

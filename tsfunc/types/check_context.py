@@ -373,7 +373,7 @@ def _entries(value: Any) -> Callable[[str, Any], Any]:
 
 
 def is_instance(value: object, cls: type) -> bool:
-    """Return ``isinstance``, also for classes that do not support it."""
+    """Return ``isinstance``, even for classes that do not support it."""
     try:
         return isinstance(value, cls)
     except TypeError:
@@ -381,4 +381,4 @@ def is_instance(value: object, cls: type) -> bool:
 
 
 def _brackets(dims: Iterable[object]) -> str:
-    return tensor_text(None, dims)[6:]
+    return tensor_text(None, dims).removeprefix("tensor")

@@ -478,15 +478,20 @@ def can_carry_tangents() -> bool:
 
     The jvp of another thread does not count, since it may exit the dual level at any moment.
     """
-    if outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_level_entered):
-        return True
-    return any(isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels())
+    return _outermost_may_carry_tangents() or any(
+        isinstance(level, TracerLevel) and level.forward > 0 for level in current_levels()
+    )
 
 
 def may_carry_outer_tangents(level: TracerLevel | None) -> bool:
     """True if tensors of this level may carry tangents of an enclosing jvp."""
     if level is not None:
         return level.forward > 0
+    return _outermost_may_carry_tangents()
+
+
+def _outermost_may_carry_tangents() -> bool:
+    """True if tensors outside of all levels may carry tangents, of a jvp or the user's own."""
     return outermost.forward > 0 or (forward_ad._current_level >= 0 and not _dual_level_entered)
 
 
@@ -525,9 +530,8 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             raise DualLevelInUse
         _dual_owner = me
         if _dual_users == 0 and forward_ad._current_level < 0:
-            _dual_level_entered = (
-                True  # set first: an interrupt may follow as soon as the level is entered
-            )
+            # Set first: an interrupt may follow as soon as the level is entered.
+            _dual_level_entered = True
             forward_ad.enter_dual_level()
         _dual_users += 1
     if level is not None:

@@ -104,7 +104,7 @@ def _end_rare_collection(trace: object) -> None:
             gc.set_threshold(*_before)
 
 
-# --- capture: run a function once on traced tensors, and record its operators
+# --- capture
 
 
 T = TypeVar("T")
@@ -189,7 +189,7 @@ def outline(request: TraceRequest) -> Any:
     def fakes(trace: _Trace) -> Any:
         with undoing(trace.undo_assignments):
             out = trace.run()
-            trace.has_assigned = False  # they are left as they are
+            trace.must_undo = False  # they are left as they are
         try:
             return pytrees.tree_map(trace.fake_value, out)
         finally:
@@ -252,7 +252,8 @@ class _Trace:
         self.symbols = Symbols(request.bounds, known, numbers, by_themselves)
         self._attributes: list[str] = []
         self._numbers: list[int] = []
-        self.has_assigned = False  # True while the function's assignments may not be undone
+        # True while a failure of the trace must undo the function's assignments.
+        self.must_undo = False
 
     def run(self) -> Any:
         """Run the function outside of all levels but those of mesh axes, and return its result."""
@@ -269,16 +270,16 @@ class _Trace:
             self.gradients = OutsideGradients(
                 self.level, self.instances, self._attributes.append, self._record
             )
-            self.has_assigned = True
+            self.must_undo = True
             with is_compiling(), self.level, watching_random(), watching_factories():
                 return self._call(self._arguments())
 
     def undo_assignments(self) -> None:
         """Undo the assignments of a function whose trace has failed."""
-        if self.has_assigned:
+        if self.must_undo:
             self.symbols.end()
             self.instances.restore()
-            self.has_assigned = False
+            self.must_undo = False
 
     def _record(self) -> NoReturn:
         """Have the function traced again, with autograd recording."""
@@ -291,8 +292,9 @@ class _Trace:
         level.tensor_guards.attribute_of = self._attribute_of
         level.on_lift = self._give_members
         for spec, tracer in zip(request.inputs, tracers, strict=True):
-            fixed = all(isinstance(dim, int) for dim in spec.dims)
-            argument = TracedArgument(spec.position, spec.name, spec.example, tracer.value, fixed)
+            argument = TracedArgument(
+                spec.position, spec.name, spec.example, tracer.value, spec.is_fixed
+            )
             level.tensor_guards.add(tracer, argument)
             if type(spec.example) is not torch.Tensor:
                 for name in give_members(tracer, type(spec.example)):
@@ -408,7 +410,7 @@ class _Trace:
         """Return the program of the recorded operations, which returns the function's results."""
         request, level, symbols = self.request, self.level, self.symbols
         changes = self.instances.finish()
-        self.has_assigned = False
+        self.must_undo = False
         updates = self.instances.updates(changes, self.assumptions)
         level.tensor_guards.refuse_assignments()
         if any(type(leaf) is OpaqueValue for leaf in pytrees.leaves_of(out)):

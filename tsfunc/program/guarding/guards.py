@@ -194,8 +194,8 @@ class TensorMeta(ArgumentGuard):
     @classmethod
     def lines_of_many(cls, guards: Sequence[TensorMeta], code: GuardCode) -> Iterator[str]:
         """Check tensors of fixed sizes at once in C++, and one by one if that fails."""
-        fixed = [guard for guard in guards if _is_fixed(guard.spec)]
-        yield from super().lines_of_many([x for x in guards if not _is_fixed(x.spec)], code)
+        fixed = [guard for guard in guards if guard.spec.is_fixed]
+        yield from super().lines_of_many([x for x in guards if not x.spec.is_fixed], code)
         closely = super().lines_of_many(fixed, code)
         check = quick_check([guard.spec.example for guard in fixed])
         if check is None:
@@ -516,10 +516,6 @@ def _size(name: str) -> str:
     return f"size_{name}"
 
 
-def _is_fixed(spec: InputSpec) -> bool:
-    return all(isinstance(dim, int) for dim in spec.dims)
-
-
 def _static(i: int, value: Any, scope: dict[str, Any]) -> str:
     """Return the guard of a constant argument: the same number or string, or the same object.
 
@@ -560,7 +556,7 @@ def _tensor(
         f"if a.dtype is not dtype_{i} or a.device != device_{i}{grad}: return None",
         f"if a.layout is not layout_{i}: return None",  # some have no strides
     ]
-    if _is_fixed(spec):
+    if spec.is_fixed:
         lines.append(f"if a.shape != {tuple(spec.dims)!r}: return None")
         if not example.is_contiguous():
             lines.append(f"if a.stride() != {tuple(example.stride())!r}: return None")
@@ -597,8 +593,7 @@ def _layout_key(spec: InputSpec) -> Any:
         return x.layout
     if x.is_contiguous():
         return "contiguous"
-    fixed = all(isinstance(dim, int) for dim in spec.dims)
-    return tuple(x.stride()) if fixed else layout_of(x.shape, x.stride())
+    return tuple(x.stride()) if spec.is_fixed else layout_of(x.shape, x.stride())
 
 
 def _static_key(value: Any) -> Any:

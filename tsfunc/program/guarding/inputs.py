@@ -60,6 +60,11 @@ class InputSpec:
     dims: tuple[DimForm, ...]
     any_grad: bool = False
 
+    @property
+    def is_fixed(self) -> bool:
+        """True if each dim has a fixed size."""
+        return all(isinstance(dim, int) for dim in self.dims)
+
     def shape(self, sizes: Mapping[str, Any]) -> list[Any]:
         """Return its shape for these sizes (numbers or symbols) of the named dims."""
         return [

@@ -262,7 +262,6 @@ class Methods:
         self.cls = tracing.callee.function
         self.made = CustomAutogradFunction(*tracing.head(0))
         self.outputs: list[int | None] = []
-        self.materialize = True
 
     def traced(self) -> CustomAutogradFunction:
         made, tracing, cls = self.made, self.tracing, self.cls
@@ -313,7 +312,7 @@ class Methods:
         made.dirty = [_place(x, known) for x in attributes.pop("dirty")]
         inert = [_place(x, known) - made.tensors for x in attributes.pop("not_differentiable")]
         made.inert = [j for j in inert if j >= 0]
-        self.materialize = attributes.pop("materialize")
+        del attributes["materialize"]
         self.kept = Kept(attributes)
         others: list[torch.Tensor] = []
         positions = []
