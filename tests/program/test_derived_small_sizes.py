@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tsfunc import Dim, MetaTensorType, functional_call, grad, load, specialize, vmap
-from tsfunc.bridge.sizes.bounds import least
+from tsfunc.bridge.sizes.bounds import lower_bound
 from tsfunc.bridge.sizes.symbols import Symbols
 from tsfunc.errors import ConstraintViolation
 
@@ -105,5 +105,5 @@ def test_a_number_that_an_expression_is_not_below(text: str, expected: int | Non
     symbols = Symbols(dims, {"n": 9, "m": 8})
     size = eval(text, dict(symbols.sizes))
     expr = size.node.expr.xreplace(symbols._as_dims())
-    found = least(expr, dims)
+    found = lower_bound(expr, dims)
     assert found == expected if expected is not None else found < 0

@@ -1,6 +1,6 @@
 """Thread-local state of the dispatcher: included and excluded keys, and the active levels.
 
-All mutable state that belongs to a call is here: one immutable :class:`State` a thread, which
+All mutable state that belongs to a call is here: one immutable :class:`State` per thread, which
 context managers replace and restore.
 
 NOTE [state captured by a level]
@@ -30,8 +30,8 @@ from tsfunc.dispatch.keys import BACKEND_BITS, WIDTH, DispatchKey, DispatchKeySe
 from tsfunc.dispatch.recorder import Recorder
 from tsfunc.errors import DispatchError
 
-# The lowest bit of each level: shifted by a key's priority, it is that key at every level. Levels
-# deeper than these are excluded when they are entered.
+# The lowest bit of each level: shifted by a key's priority, it is that key at every level.
+# Exclusion covers 64 levels.
 _EVERY_LEVEL: Final = sum(1 << (level * WIDTH) for level in range(64))
 _BACKEND_SELECT: Final = 1 << DispatchKey.BackendSelect.priority
 _PACKAGE: Final = __file__.rsplit("dispatch", 1)[0]
@@ -226,7 +226,7 @@ class using:
 def include(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: add keys (at level 0) or a key set to this thread's include set.
 
-    Nestable; the previous set is restored also after an exception.
+    Nestable; the previous set is restored even after an exception.
 
     Example:
         >>> from tsfunc import dispatch
@@ -249,7 +249,7 @@ def exclude(*keys: DispatchKey | DispatchKeySet) -> Iterator[None]:
     """Context manager: add keys (at every level) or a key set to this thread's exclude set.
 
     An excluded key stays excluded at levels that are entered in the block. Exclusion takes
-    precedence over inclusion. Nestable; the previous set is restored also after an exception.
+    precedence over inclusion. Nestable; the previous set is restored even after an exception.
 
     Example:
         >>> from tsfunc import dispatch
@@ -464,11 +464,12 @@ class Level:
             yield
 
 
-class capturing:
+class replacing_captured_levels:
     """Context manager: change the levels in the captured states of other levels.
 
     It is used while some levels replace others (``bridge/control/subsets``): operators that the
-    kernels of inner levels call must reach the replacing levels too, also without values of them.
+    kernels of inner levels call must reach the replacing levels even when no argument belongs to
+    them.
 
     Args:
         inside: the levels whose captured states change.

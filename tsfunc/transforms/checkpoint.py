@@ -33,7 +33,7 @@ from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import like, with_replaced
 from tsfunc.transforms.checkpoint_policies import everything_saveable, nothing_saveable
 from tsfunc.transforms.control.derived_operators import ControlFlowOperator
-from tsfunc.transforms.control.programs import filled
+from tsfunc.transforms.control.recording import filled
 from tsfunc.user_code import folding
 
 _Result = TypeVar("_Result")

@@ -30,7 +30,6 @@ from tsfunc.transforms.custom_rules import (
     RuleFunction,
     check_like,
     structure_error,
-    zero_of,
 )
 from tsfunc.transforms.reverse import vjp
 from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
@@ -132,7 +131,7 @@ class custom_jvp(Rule[Result]):
             zero_from_primal(x, symbolic) if t is None else t
             for t, x in zip(tangents, operands, strict=False)
         ]
-        directions = call.of_rest(given, zero_of)
+        directions = call.of_rest(given, zero_from_primal)
         if symbolic:
             zeros = pytrees.tree_map(lambda x: zero_from_primal(x, True), primals)
             positions = call.positions[: call.count]

@@ -32,7 +32,7 @@ from tsfunc.bridge.tracers.level_proxies import as_seen_by_current_level
 from tsfunc.bridge.tracers.substitution import substitute_tensors
 from tsfunc.errors import CustomRuleError, UndefinedDerivativeError, UndefinedRuleError
 from tsfunc.transforms.consts import consts_of
-from tsfunc.transforms.symbolic_zeros import SymbolicZero, zero_from_primal
+from tsfunc.transforms.symbolic_zeros import SymbolicZero
 from tsfunc.user_code import name_of, spelled
 
 
@@ -78,6 +78,10 @@ class RuleCall:
             runs.
         closed: the tensors that the rules close over; their operands come after the others.
         perturbed: for each operand, True if a transform or autograd differentiates by it.
+        out_tree: the structure of the result.
+        out_places: the positions of the tensors among the leaves of the result.
+        out_leaves: the leaves of the result, with None in the positions of tensors.
+        results: the shapes, dtypes and devices of the tensors of the result.
         axes: the mesh axes that the call is made in.
     """
 
@@ -125,7 +129,7 @@ class RuleCall:
     def seeing(self, operands: Sequence[Any]) -> AbstractContextManager[None]:
         """Context manager: the rules see the operands in place of closed-over tensors.
 
-        The mesh axes of the call are bound, also in a later backward pass.
+        The mesh axes of the call are bound, even in a later backward pass.
         """
         first = len(self.positions)
         seen = substitute_tensors(self.closed, operands[first : first + len(self.closed)])
@@ -185,8 +189,8 @@ pytrees.add_leaf(RuleCall)  # not a container of its tensors
 def _undefined(call: RuleCall) -> str:
     rule = call.rule
     return (
-        f"{rule.label}: the result of {rule.name} depends on a tensor by which it is to be "
-        f"differentiated, and which its rule says nothing of: it is closed over, or among the "
+        f"{rule.label}: the result of {rule.name} depends on a tensor that it is differentiated by "
+        f"but that its rule does not cover: it is closed over, or among the "
         f"arguments that nondiff_argnums name. Pass it as an argument that is differentiated by "
         f"(closure_convert finds what a function closes over), or cut it off with stop_gradient."
     )
@@ -228,7 +232,7 @@ class RuleFunction(Function):
 
     @classmethod
     def called(cls, call: RuleCall, sizes: Sequence[Any], *operands: Any) -> tuple[Any, ...]:
-        """Run a call of a program, when the program runs."""
+        """Run a recorded call, and check that its results are as they were when it was recorded."""
         expected = call.out_tree, [(x.dtype, len(x.shape)) for x in call.results]
         call = dataclasses.replace(call)
         results = cls.run(call, sizes, operands)
@@ -470,11 +474,6 @@ class Rule(Generic[Result]):
 def apply(function: Any, *args: Any) -> Any:
     """Call ``Function.apply``, which torch does not annotate."""
     return function.apply(*args)
-
-
-def zero_of(leaf: Any) -> Any:
-    """Return the tangent of a non-tensor leaf."""
-    return zero_from_primal(leaf)
 
 
 def structure_error(label: str, expected: Any, got: Any) -> CustomRuleError:

@@ -41,6 +41,9 @@ from tsfunc.ops.random import check_randomness
 from tsfunc.ops.splitting import agree_on_results
 from tsfunc.user_code import user_location, warn
 
+_DECOMPOSITIONS = "torch._decomp.decompositions"  # the module whose decompositions are used
+_WAYS_TO_GIVE_A_RULE = "tsfunc.ops.row, or torch.library.register_vmap for an operator of your own"
+
 
 def without_rule(
     op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -52,7 +55,7 @@ def without_rule(
         out = run_torch_rule(op, level, args, kwargs)
         if out is not NotImplemented:
             return out
-        decomposition = _decomposition_of(op)
+        decomposition = _usable_decomposition(op)
         if decomposition is not None:
             note("decomposition", *_name_and_source(decomposition, op))
             out = run_decomposition(decomposition, level, args, kwargs)
@@ -75,7 +78,7 @@ def describe_execution(name: str) -> str:
         return "by its parts, as written here"
     if op.composite:
         return "by its parts, as torch composes it"
-    if _decomposition_of(op) is not None:
+    if _usable_decomposition(op) is not None:
         return "by torch's decomposition"
     if op.is_view:
         return "not at all: a view can't be looped over"
@@ -128,13 +131,13 @@ def _write_result(op: TorchOperator, out: torch.Tensor, result: torch.Tensor) ->
     out.copy_(result)
 
 
-def _decomposition_of(op: TorchOperator) -> Callable[..., Any] | None:
+def _usable_decomposition(op: TorchOperator) -> Callable[..., Any] | None:
     if (own := own_decomposition(op.name)) is not None:
         return own
     if op.composite:
         return decomposition_of(op.overload)
     if op.overload.namespace == "prims":
-        return _functions_of_torch(op.overload)
+        return _implementation_of(op.overload)
     if op.writes or op.random or op.is_view:
         return None
     from torch._decomp import decomposition_table
@@ -153,13 +156,10 @@ def _name_and_source(decomposition: Callable[..., Any], op: TorchOperator) -> tu
     return f"{decomposition.__module__}.{decomposition.__name__}", position
 
 
-def _functions_of_torch(prim: Any) -> Callable[..., Any] | None:
+def _implementation_of(prim: Any) -> Callable[..., Any] | None:
     """Return the implementation of a torch primitive by torch's own functions."""
     function: Callable[..., Any] | None = getattr(prim, "impl_aten", None)
     return function
-
-
-_DECOMPOSITIONS = "torch._decomp.decompositions"
 
 
 _warned: set[str] = set()
@@ -179,8 +179,8 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         raise MissingRuleError(
             f"{strict.name}: {op.name} has no batching rule for this call, at {user_location()}. "
             f"It would run once for each of {level.batch_size} examples, which strict=True does "
-            f"not allow. Give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an "
-            f"operator of your own), call another operator there, or leave out strict=True."
+            f"not allow. Give it a rule ({_WAYS_TO_GIVE_A_RULE}), call another operator there, "
+            f"or leave out strict=True."
         )
     note("loop", f"one call for each of {level.batch_size} examples")
     if op.name not in _warned and tls.state.recorder is None:
@@ -188,8 +188,7 @@ def loop(op: Operator, level: BatchLevel, args: Sequence[Any], kwargs: Mapping[s
         warn(
             f"There is a performance drop because we have not yet implemented the batching rule "
             f"for {op.name}: vmap runs it once for each of {level.batch_size} examples. "
-            f"Give it a rule: tsfunc.ops.row, or torch.library.register_vmap for an operator of "
-            f"your own.",
+            f"Give it a rule: {_WAYS_TO_GIVE_A_RULE}.",
             SlowFallbackWarning,
         )
     leaves, tree = optree.tree_flatten((tuple(args), dict(kwargs)), none_is_leaf=True)
@@ -226,8 +225,7 @@ def _reason(op: Operator) -> str:
     return (
         f"vmap runs {op.name} once for each example, because it has no batching rule for this "
         f"call, and a program has a fixed number of calls. For one program for every number of "
-        f"examples, give it a rule (tsfunc.ops.row, or torch.library.register_vmap for an operator "
-        f"of your own), or call other operators there."
+        f"examples, give it a rule ({_WAYS_TO_GIVE_A_RULE}), or call other operators there."
     )
 
 

@@ -45,7 +45,7 @@ from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel
 from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.bridge.tracers.user_queries import suppress_guards
 from tsfunc.dispatch.keys import DispatchKey
-from tsfunc.dispatch.state import Level, capturing, tls, using
+from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
 
 
 class HiddenVmap(Level, LevelProxy):
@@ -301,7 +301,7 @@ class BodyLevel(TraceLevel, LevelProxy):
                 ]
             )
 
-        with capturing(self.around, seen), using(self.outer_state):
+        with replacing_captured_levels(self.around, seen), using(self.outer_state):
             yield
 
     def argument(self, value: torch.Tensor) -> Any:
@@ -426,7 +426,7 @@ def in_body(level: BodyLevel) -> Iterator[None]:
     epoch, level.fake.epoch = level.fake.epoch, next(_epochs)
     try:
         with (
-            capturing(inside, seen),
+            replacing_captured_levels(inside, seen),
             using(inner),
             keeping_draw_counts(),
             _InBody(),

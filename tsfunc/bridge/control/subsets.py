@@ -45,7 +45,7 @@ from tsfunc.bridge.tracers.function_registry import METHODS
 from tsfunc.bridge.tracers.level_proxies import LevelProxy, as_seen_by_current_level
 from tsfunc.bridge.tracers.replay import replayed
 from tsfunc.bridge.tracers.tracer import Tracer, TracerLevel, sync
-from tsfunc.dispatch.state import Level, capturing, tls, using
+from tsfunc.dispatch.state import Level, replacing_captured_levels, tls, using
 from tsfunc.ops.splitting import groups_of
 
 # --- the level of a subset
@@ -252,7 +252,7 @@ def in_subset(subset: SubsetLevel, label: str, roots: Sequence[Any]) -> Iterator
 
     inside = [level for level in state.levels if level.depth > subset.depth]
     with (
-        capturing(inside, seen),
+        replacing_captured_levels(inside, seen),
         using(state.with_levels(seen(state.levels), ArgRemapper(subset, label))),
         keeping_draw_counts(subset.depth),
     ):

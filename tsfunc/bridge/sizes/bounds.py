@@ -18,6 +18,7 @@ from tsfunc.types import Dim
 
 _MOST_COMBINATIONS = 4096  # combinations of sizes that are tried one by one
 _LARGEST_LEAST_SIZE = 64  # no larger least size is tried
+_UNBOUNDED = 1 << 40  # the number of steps that stands for a size without a maximum
 
 
 def smallest(dim: Dim) -> int:
@@ -122,7 +123,7 @@ def _number_of_steps(symbol: Any) -> Any:
     return Symbol(f"_{symbol}", integer=True, positive=True)
 
 
-def least(expr: Any, dims: Mapping[str, Dim]) -> float:
+def lower_bound(expr: Any, dims: Mapping[str, Dim]) -> float:
     """Return a lower bound of an expression in the names of dims, -inf if none is found."""
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
@@ -136,9 +137,6 @@ def least(expr: Any, dims: Mapping[str, Dim]) -> float:
         return float(bound_sympy(in_steps(expr, dims), ranges).lower)
     except Exception:  # the expression has functions without bounds
         return -math.inf
-
-
-_UNBOUNDED = 1 << 40
 
 
 def has_maximum(fact: Any) -> bool:
@@ -160,9 +158,9 @@ def _holds_by_bounds(fact: Any, dims: Mapping[str, Dim]) -> bool:
             return bool(expand(fact.lhs - fact.rhs) == 0)
         case Ne():
             difference = fact.lhs - fact.rhs
-            return least(difference, dims) > 0 or least(-difference, dims) > 0
+            return lower_bound(difference, dims) > 0 or lower_bound(-difference, dims) > 0
         case Gt() | Ge():
-            return least(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
+            return lower_bound(fact.lhs - fact.rhs, dims) >= isinstance(fact, Gt)
         case _:
             return is_true(fact)
 
@@ -183,7 +181,7 @@ def _without_quotient(fact: Any, dims: Mapping[str, Dim]) -> Sequence[Any]:
     sign = difference.coeff(quotient)
     bound = expand(difference - sign * quotient) * -sign
     dividend, divisor = quotient.args
-    if sign not in (1, -1) or bound.has(FloorDiv) or least(divisor, dims) < 1:
+    if sign not in (1, -1) or bound.has(FloorDiv) or lower_bound(divisor, dims) < 1:
         return []
     strictly = int(isinstance(fact, Gt))
     from_below = Ge(expand(dividend - (bound + strictly) * divisor), 0)
@@ -231,7 +229,7 @@ def period_of(expr: Any) -> int | None:
 
 
 def _is_largest(one: Any, sizes: Sequence[Any], dims: Mapping[str, Dim]) -> bool:
-    return all(one == other or least(one - other, dims) >= 0 for other in sizes)
+    return all(one == other or lower_bound(one - other, dims) >= 0 for other in sizes)
 
 
 def choices(fact: Any) -> Iterator[Any]:

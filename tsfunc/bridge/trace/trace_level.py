@@ -230,7 +230,7 @@ class TraceLevel(TracerLevel):
             self.on_lift(known[1], value)
         return known[1]
 
-    def capture(self, value: torch.Tensor) -> torch.Tensor:
+    def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:
         return self.lifted_here(value)
 
     def lifted_here(self, value: torch.Tensor) -> torch.Tensor:

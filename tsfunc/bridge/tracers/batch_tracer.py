@@ -89,7 +89,7 @@ class BatchLevel(TracerLevel):
         self.bit = self.depth * WIDTH + DispatchKey.Batch.priority
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.captured(value)
+        value = self.as_outer_traces_see(value)
         return wrap(value, None, self, value.storage_offset())
 
     def sees_factory(self, name: str, random: bool) -> bool:

@@ -141,22 +141,23 @@ class Plans:
     Attributes:
         operator: the operator, for an overload.
         rule: the function rule of the stage BATCHING of a Python function, or None.
-        parsed: True if calls of a Python function may be converted to an operator's schema.
+        may_parse: True if calls of a Python function may be converted to an operator's schema.
         composite: True for a function that is written in Python and has no function rule.
         plans: the plans of calls that the level takes, by key.
         recorded: the plans of calls that autograd records at the level, by key.
     """
 
-    __slots__ = ("composite", "operator", "parsed", "plans", "recorded", "rule")
+    __slots__ = ("composite", "may_parse", "operator", "plans", "recorded", "rule")
 
     def __init__(
         self,
         operator: TorchOperator | None = None,
         rule: FunctionRule | None = None,
-        parsed: bool = False,
+        may_parse: bool = False,
         composite: bool = False,
     ) -> None:
-        self.operator, self.rule, self.parsed, self.composite = operator, rule, parsed, composite
+        self.operator, self.rule = operator, rule
+        self.may_parse, self.composite = may_parse, composite
         self.plans: dict[Any, Plan] = {}
         self.recorded: dict[Any, Plan] = {}
 
@@ -222,7 +223,7 @@ def plans_of_function(function: Any) -> Plans | None:
     """Return the plans of a function at its first call, and keep them."""
     rule = registry.find(Stage.BATCHING, function)
     own = METHODS.get(function) is not None and not _serves_numbers(function)
-    parsed = has_forms(function) and function not in WRITERS and not own
+    may_parse = has_forms(function) and function not in WRITERS and not own
     composite = (
         type(function) is FunctionType
         and rule is None
@@ -231,8 +232,8 @@ def plans_of_function(function: Any) -> Plans | None:
     method = registry.find(Stage.METHOD, function)
     below = method is not None and method.leaves is not None
     below = below or (isinstance(function, C_TYPES) and function in WRITERS)
-    planned = rule is not None or parsed or composite or below
-    made = Plans(None, rule, parsed, composite) if planned else None
+    planned = rule is not None or may_parse or composite or below
+    made = Plans(None, rule, may_parse, composite) if planned else None
     FUNCTION_PLANS[function] = made
     return made
 
@@ -290,13 +291,13 @@ def _function_plan(
             plan.parsed = _parsed(function, args, kwargs)
             _shift_function(plan, function, kwargs, kinds)
         return plan
-    if writes or (function in METHODS and not known.parsed):
+    if writes or (function in METHODS and not known.may_parse):
         plan = _below_plan(function, args, kwargs, kinds)
         plan.writes = plan.below and writes and type(kinds[0]) is int
         if plan.writes:
             _shift_function(plan, function, kwargs, kinds)
         return plan
-    if not known.parsed:
+    if not known.may_parse:
         return TABLE
     others = (*args[1:], *kwargs.values())
     if _serves_numbers(function) and any(isinstance(value, torch.Tensor) for value in others):

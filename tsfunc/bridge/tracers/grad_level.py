@@ -28,7 +28,7 @@ class GradLevel(TracerLevel):
         super().__init__(DispatchKey.Grad, name)
 
     def lift(self, value: torch.Tensor) -> torch.Tensor:
-        return _wrap(self.captured(value), self)
+        return _wrap(self.as_outer_traces_see(value), self)
 
 
 class GradTracer(Tracer):

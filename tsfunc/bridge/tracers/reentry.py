@@ -11,7 +11,7 @@ from tsfunc.bridge.tracers.interrupts import undoing
 from tsfunc.bridge.tracers.registrations import watching_random
 from tsfunc.bridge.tracers.tracer import TracerLevel
 from tsfunc.dispatch import Level
-from tsfunc.dispatch.state import State, active_levels, capturing, using
+from tsfunc.dispatch.state import State, active_levels, replacing_captured_levels, using
 
 _reruns: dict[Level, set[object]] = {}  # the active reruns of each ended level
 _lock = threading.Lock()
@@ -37,7 +37,11 @@ def _inside(state: State) -> Iterator[None]:
     # Levels inside a subset captured the subset's level in place of the vmap's.
     here = state.levels
     inside = [level for i, level in enumerate(here) if level.outer.levels != here[:i]]
-    with capturing(inside, lambda levels: here[: len(levels)]), using(state), watching_random():
+    with (
+        replacing_captured_levels(inside, lambda levels: here[: len(levels)]),
+        using(state),
+        watching_random(),
+    ):
         yield
 
 

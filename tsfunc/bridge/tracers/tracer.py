@@ -58,7 +58,7 @@ T = TypeVar("T", bound="Tracer")
 NO_KWARGS: Final[Mapping[str, Any]] = {}
 
 
-# Serial numbers of entered levels, in order.
+# Numbers levels and saved-tensor hooks in the order they are made.
 serials: Final = itertools.count(1)
 
 
@@ -142,11 +142,11 @@ class TracerLevel(Level):
         """Return this level's tracer of a tensor from outside."""
         raise TypeError(f"{self.name}: {type(self).__name__} does not say how it lifts a tensor.")
 
-    def capture(self, value: torch.Tensor) -> torch.Tensor:
+    def wrap_for_inner_levels(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor from outside of all levels as the levels inside of this one wrap it."""
         return value
 
-    def captured(self, value: torch.Tensor) -> torch.Tensor:
+    def as_outer_traces_see(self, value: torch.Tensor) -> torch.Tensor:
         """Return a tensor as this level wraps it: an outer trace reads it as an input.
 
         Otherwise a call on such tensors alone would run while the program is traced.
@@ -154,7 +154,7 @@ class TracerLevel(Level):
         if not isinstance(value, Tracer):
             for level in self.outer.levels:
                 if isinstance(level, TracerLevel):
-                    value = level.capture(value)
+                    value = level.wrap_for_inner_levels(value)
         return value
 
     def sees_factory(self, name: str, random: bool) -> bool:
@@ -317,7 +317,7 @@ class Tracer(torch.Tensor):
     def origin(self) -> Any:
         """Return an object that identifies the tensor which the tracer is a view of, or itself.
 
-        None: the value that the tracer stands for tells.
+        None if the tracer's value decides.
         """
         return None
 
@@ -403,7 +403,7 @@ def call_below_function(
 ) -> Any:
     """Call a function of torch without the ``__torch_function__`` of its arguments.
 
-    torch frees a list of arguments once too often, so that they are passed in a tuple.
+    torch frees a list of arguments one time too many, so they are passed as a tuple.
     """
     return _skip_handler(func, types, tuple(args), kwargs)
 

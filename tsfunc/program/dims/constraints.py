@@ -33,7 +33,9 @@ from tsfunc.user_code import source_line
 # --- small sizes: those for which a size computed from them is 0 or 1
 
 
-def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str, Dim], list[Need]]:
+def raised_minima(
+    needs: Sequence[Need], dims: Mapping[str, Dim]
+) -> tuple[dict[str, Dim], list[Need]]:
     """Return larger minima for named dims that satisfy the needs about small sizes.
 
     Args:
@@ -49,7 +51,9 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
         names = sorted(str(symbol) for symbol in need.expr.free_symbols)
         about = {name: raised_dims.get(name, dims[name]) for name in names}
         raised = (
-            with_larger(need.expr, about) if not need.by_user and _is_of_edges(need.expr) else None
+            with_larger(need.expr, about)
+            if not need.by_user and _is_about_small_size(need.expr)
+            else None
         )
         if raised is None:
             rest.append(need)
@@ -58,13 +62,13 @@ def away_from(needs: Sequence[Need], dims: Mapping[str, Dim]) -> tuple[dict[str,
     return raised_dims, rest
 
 
-def names_at_edge(needs: Sequence[Need]) -> frozenset[str]:
+def names_in_own_needs(needs: Sequence[Need]) -> frozenset[str]:
     """Return the named dims for which torch, or this package, relies on an unguaranteed fact."""
     symbols = [need.expr.free_symbols for need in needs if not need.by_user]
     return frozenset(str(symbol) for symbol in set().union(*symbols))
 
 
-def _is_of_edges(fact: Any) -> bool:
+def _is_about_small_size(fact: Any) -> bool:
     """True if a fact compares a size with 0 or 1, or contains a maximum of sizes."""
     from sympy.core.relational import Relational
 
@@ -112,7 +116,7 @@ def suggested_rewrites(lines: Iterable[str]) -> str:
     return f"A function for every size has {'; '.join(rewrites)}." if rewrites else ""
 
 
-# --- the facts about named dims that a trace relies on, checked against the descriptors
+# --- the check
 
 
 def check_needs(
@@ -121,7 +125,7 @@ def check_needs(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
-    fixed: Mapping[str, Sequence[int]],
+    undescribed_shapes: Mapping[str, Sequence[int]],
     assumptions: Assumptions,
 ) -> dict[str, Dim]:
     """Refuse a trace that relies on more than the descriptors guarantee.
@@ -132,7 +136,7 @@ def check_needs(
         dims: the named dims.
         sizes: their sizes in the call.
         described: the descriptors, by parameter.
-        fixed: the shapes of tensors without descriptors, by parameter.
+        undescribed_shapes: the shapes of tensors without descriptors, by parameter.
         assumptions: the other assumptions of the trace.
 
     Returns:
@@ -146,13 +150,13 @@ def check_needs(
     if not unmet:
         return {}
     unmet = [_of_call(need, sizes) for need in unmet]
-    raised, rest = away_from(unmet, dims)
+    raised, rest = raised_minima(unmet, dims)
     if not rest:
         return raised
-    refusal = _refusal(name, rest, dims, sizes, described, fixed)
-    at_edge = names_at_edge(rest)
-    if at_edge and not assumptions.other_hints:
-        raise Retrace(assumptions.moved(other_hints=at_edge, refusal=refusal))
+    refusal = _refusal(name, rest, dims, sizes, described, undescribed_shapes)
+    own_names = names_in_own_needs(rest)
+    if own_names and not assumptions.other_hints:
+        raise Retrace(assumptions.moved(other_hints=own_names, refusal=refusal))
     raise refusal
 
 
@@ -188,7 +192,7 @@ def _refusal(
     dims: Mapping[str, Dim],
     sizes: Mapping[str, int],
     described: Mapping[str, Descriptor],
-    fixed: Mapping[str, Sequence[int]],
+    undescribed_shapes: Mapping[str, Sequence[int]],
 ) -> ConstraintViolation:
     lines = "".join(
         f"  {need.fact}  (at {need.location}{source_line(need.location, '; ')})\n"
@@ -199,12 +203,12 @@ def _refusal(
         f"specialize({name}): one program can't serve every size that the descriptors allow, "
         f"because the function needs more than they guarantee:\n{lines}"
         f"{text_of_fixes(suggested, described) if described else ''}"
-        f"{_undescribed(unmet, fixed)}{_rewritten(unmet)}{_reasons(unmet)}",
+        f"{_undescribed(unmet, undescribed_shapes)}{_rewritten(unmet)}{_reasons(unmet)}",
         suggested,
     )
 
 
-def _undescribed(unmet: Sequence[Need], fixed: Mapping[str, Sequence[int]]) -> str:
+def _undescribed(unmet: Sequence[Need], undescribed_shapes: Mapping[str, Sequence[int]]) -> str:
     """Return the advice to describe tensors whose sizes a named dim is compared with."""
     from sympy import Eq
 
@@ -219,7 +223,7 @@ def _undescribed(unmet: Sequence[Need], fixed: Mapping[str, Sequence[int]]) -> s
         f"\nThe size {size} is {parameter}.shape[{k}], which has no descriptor: "
         f"{{{parameter!r}: {MetaTensorType([*shape[:k], numbers[size], *shape[k + 1 :]])!r}}} "
         f"makes it {numbers[size]}."
-        for parameter, shape in fixed.items()
+        for parameter, shape in undescribed_shapes.items()
         for k, size in enumerate(shape)
         if size in numbers
     ]

@@ -9,8 +9,9 @@
     {"name": "c", "item": 0, "of": "pair"}
     {"name": "z", "control": CONTROL, "args": [...], "kwargs": {}}
 
-A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``quiet``
-(autograd does not record it), ``requires_grad`` (autograd records it), ``line`` (the user's).
+A node may also have ``type`` (of a tensor), ``number`` (the size that a number is), ``told`` (the
+type of a tensor, for display only), ``quiet`` (autograd does not record it), ``requires_grad``
+(autograd records it), ``line`` (the user's).
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ def decode_control(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> Co
     """
     kind = field.at("kind").one_of(_by_name, "a kind of control flow")
     name = field.at("name").text(_NAME, "a name")
-    operator: ControlFlow = kind.decode(field, name, graph, kinds)
-    return operator
+    made: ControlFlow = kind.decode(field, name, graph, kinds)
+    return made
 
 
 def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> list[Body]:
@@ -171,7 +172,7 @@ def decode_bodies(field: Field, graph: DecodeGraph, kinds: Sequence[Any]) -> lis
     return bodies
 
 
-def results_of(body: Body) -> int:
+def result_count(body: Body) -> int:
     """Return the number of results of a body."""
     (*_, last) = body.graph.nodes
     return len(last.args[0])
@@ -205,7 +206,7 @@ class OutsideValues:
 
     def of_body(self) -> OutsideValues:
         """Return the same for a control-flow body, which takes its tensors as arguments."""
-        return OutsideValues(_none, self.generator)
+        return OutsideValues(_refuse_tensor, self.generator)
 
     def encode(self, value: Any) -> Any:
         """Return an argument of a node as JSON."""
@@ -336,7 +337,7 @@ def _encode_node(
     }
 
 
-def _none(name: str) -> str:
+def _refuse_tensor(name: str) -> str:
     raise NoFileForm(f"the tensor {name} inside of control flow")
 
 

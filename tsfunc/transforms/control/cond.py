@@ -57,8 +57,8 @@ from tsfunc.transforms.control.derived_operators import (
 from tsfunc.transforms.control.operators import Switch, run_by
 from tsfunc.transforms.control.other_branches import check_other_branches
 from tsfunc.transforms.control.outputs import check_branches, in_tensors, together, where
-from tsfunc.transforms.control.programs import record_switch
 from tsfunc.transforms.control.rank_agreement import agreed_index, agreed_predicate, exchanging
+from tsfunc.transforms.control.recording import record_switch
 
 Branch = Callable[..., Any]
 _Result = TypeVar("_Result")

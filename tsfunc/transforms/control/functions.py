@@ -24,7 +24,7 @@ from tsfunc.bridge.tracers.tracer_stack import Frame, TracerStack, unwrap_all
 from tsfunc.program.graphs.torch_operators import Writer
 from tsfunc.transforms.arguments import with_replaced
 from tsfunc.transforms.control.derived_operators import ExpandedOperator
-from tsfunc.transforms.control.programs import as_traced, filled
+from tsfunc.transforms.control.recording import as_traced, filled
 from tsfunc.transforms.vmap import vmap
 
 

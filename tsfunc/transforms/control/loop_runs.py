@@ -55,7 +55,7 @@ from tsfunc.transforms.control.outputs import (
     together,
     where,
 )
-from tsfunc.transforms.control.programs import record_while
+from tsfunc.transforms.control.recording import record_while
 from tsfunc.transforms.control.scan import pull_back_through
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 

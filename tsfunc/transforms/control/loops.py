@@ -24,8 +24,8 @@ from tsfunc.transforms.control.choice import choice_of
 from tsfunc.transforms.control.loop_runs import ADVICE, CountedLoop, Loop
 from tsfunc.transforms.control.operators import Checkpoint
 from tsfunc.transforms.control.outputs import as_tensor
-from tsfunc.transforms.control.programs import record_scan
 from tsfunc.transforms.control.rank_agreement import agreed_loop, exchanging
+from tsfunc.transforms.control.recording import record_scan
 from tsfunc.transforms.control.zero_steps import check_zero_steps
 
 _Carry = TypeVar("_Carry")

@@ -40,7 +40,7 @@ from tsfunc.transforms.control.outputs import (
     stacked_dim,
 )
 from tsfunc.transforms.control.prefixes import prefixes
-from tsfunc.transforms.control.programs import ELEMENTS, record_associative_scan, record_scan
+from tsfunc.transforms.control.recording import ELEMENTS, record_associative_scan, record_scan
 from tsfunc.transforms.vmap import vmap
 from tsfunc.types.values import array_advice
 

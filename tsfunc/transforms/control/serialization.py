@@ -18,7 +18,7 @@ from tsfunc.program.files.graphs import (
     encode_bodies,
     encode_control,
     register_control,
-    results_of,
+    result_count,
 )
 from tsfunc.program.files.operators import NUMBER, TENSOR, operator_named
 from tsfunc.program.files.values import NoFileForm, ValueReader, encode
@@ -57,7 +57,7 @@ def _encode_switch(op: Switch, graph: EncodeGraph) -> dict[str, Any]:
 def _decode_switch(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> ControlFlow:
     _, _, bodies_field, batching = field.record("kind", "name", "bodies", "batching")
     bodies = decode_bodies(bodies_field, graph, kinds)
-    if not bodies or kinds[:1] != [TENSOR] or len({results_of(body) for body in bodies}) != 1:
+    if not bodies or kinds[:1] != [TENSOR] or len({result_count(body) for body in bodies}) != 1:
         field.fail("a choice is made by a tensor, between branches with the same results")
     return Switch(name, bodies, batching.one_of(_BATCHING, "a way of batching"))
 
@@ -72,7 +72,7 @@ def _decode_while(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> 
     )
     carried = carried_field.integer(0, len(kinds))
     bodies = decode_bodies(bodies_field, graph, kinds)
-    if [results_of(body) for body in bodies] != [1, carried]:
+    if [result_count(body) for body in bodies] != [1, carried]:
         field.fail("a loop has a condition, and a body that returns what is carried")
     way: Any = None
     if checkpoint.value is not None:
@@ -98,7 +98,7 @@ def _decode_scan(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) -> C
     along = along_field.integer(0, len(kinds) - carried)
     length = None if length_field.value is None else length_field.integer(0)
     bodies = decode_bodies(bodies_field, graph, kinds)
-    if len(bodies) != 1 or results_of(bodies[0]) < carried or (not along and length is None):
+    if len(bodies) != 1 or result_count(bodies[0]) < carried or (not along and length is None):
         field.fail("a scan has a body that returns what is carried, and a length")
     return Scan(name, bodies, carried, along, length, reverse.flag())
 
@@ -176,7 +176,7 @@ def _decode_prefixes(field: Field, name: str, graph: DecodeGraph, kinds: Kinds) 
     along = along_field.integer(1, len(kinds))
     # The body takes two slices of each.
     bodies = decode_bodies(bodies_field, graph, [*kinds[:along], *kinds])
-    if len(bodies) != 1 or results_of(bodies[0]) != along:
+    if len(bodies) != 1 or result_count(bodies[0]) != along:
         field.fail("an associative scan has a body that returns what it goes along")
     return AssociativeScan(name, bodies, along)
 

@@ -212,7 +212,7 @@ class Carry:
 
     def stacks_of_one(self) -> list[TracerStack | None]:
         """Return the layouts for one example of the hidden vmaps."""
-        return [None if w is None else self.hidden.without(w) for w in self.stacks()]
+        return [None if stack is None else self.hidden.without(stack) for stack in self.stacks()]
 
 
 def along_first(x: Any) -> Any:
@@ -266,11 +266,11 @@ def record_scan(
             break
     y_spec = pytrees.structure_of(ys)
     y_leaves = body.leaves[len(carry.leaves) :]
-    y_wrappings = [
+    y_stacks = [
         common([needs]) if isinstance(leaf, torch.Tensor) else None
         for leaf, needs in zip(y_leaves, needed[len(carry.leaves) :], strict=True)
     ]
-    results = body.end([*carry.stacks(), *y_wrappings])
+    results = body.end([*carry.stacks(), *y_stacks])
     kept = [r for r in results[: len(carry.leaves)] if r is not None]
     stacked = [
         stacked_result(r, size, trace) for r in results[len(carry.leaves) :] if r is not None
@@ -390,32 +390,32 @@ def record_associative_scan(
     if reverse:
         moved = [x.flip(0) for x in moved]
     one = Carry(trace, [along_first(x).select(0, 0) for x in moved])
-    counted = False
+    drew = False
 
     def run(*both: Any) -> Any:
-        nonlocal counted
+        nonlocal drew
         before = DrawCountSnapshot()
         left, right = both[: len(leaves)], both[len(leaves) :]
         result = fn(optree.tree_unflatten(spec, left), optree.tree_unflatten(spec, right))
-        counted = counted or not before.holds()
+        drew = drew or not before.holds()
         return result
 
     while True:
         slices = one.inputs()
         body = TracedBody(trace, run, [*slices, *slices])
         check_carried(label, ELEMENTS, (optree.tree_unflatten(spec, slices), body.out), advice)
-        if counted or any(_draws(node) for node in body.level.graph.nodes):
+        if drew or any(_draws(node) for node in body.level.graph.nodes):
             if isinstance(moved[0].shape[0], int):
                 return None
-            if counted:
+            if drew:
                 raise DataDependentError(_OPEN_DRAWS)
         body.settle([x.dtype for x in slices])
         if not one.widened(body.batched()):
             break
-    stacks = [w for w in one.stacks() if w is not None]
+    stacks = [stack for stack in one.stacks() if stack is not None]
     results = [r for r in body.end(stacks) if r is not None]
     size = moved[0].shape[0]
-    along = [rewrap_as(x, w.behind(1)) for x, w in zip(moved, stacks, strict=True)]
+    along = [rewrap_as(x, stack.behind(1)) for x, stack in zip(moved, stacks, strict=True)]
     tensors, numbers, places = operands_of([body], 2 * len(leaves))
     op = AssociativeScan(label, [Body("combine", body.level.graph, places[0])], len(leaves))
     stacked = [stacked_result(r, size, trace) for r in results]
