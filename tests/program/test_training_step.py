@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import tsfunc
-from tsfunc.errors import DataDependentError, TypeCheckError
+from tsfunc.errors import DataDependentError, RetraceWarning, TypeCheckError
 
 Step = Callable[[Tensor, Tensor], Any]
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -286,6 +286,17 @@ def test_a_scheduler_inside() -> None:
         return made
 
     check(scheduled, trial)
+
+
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "OneCycleLR"])
+def test_a_scheduler_inside_that_needs_the_count_makes_programs_and_warns(name: str) -> None:
+    def trial() -> Trial:
+        made = Trial()
+        made.more["scheduler"] = SCHEDULERS[name](made.optimizer)
+        return made
+
+    with pytest.warns(RetraceWarning, match="last_epoch varies"):
+        check(scheduled, trial, traces=(1, 2, 3, 4, 5))
 
 
 def test_a_learning_rate_that_decides_is_guarded() -> None:
