@@ -118,6 +118,8 @@ def _torch_function() -> None:
     torch._C._pop_torch_dispatch_stack torch._C._push_on_torch_dispatch_stack
     torch._C._get_dispatch_mode torch._C._TorchDispatchModeKey torch._C._unset_dispatch_mode
     torch._ops._get_dispatch_mode_pre_dispatch
+    torch._subclasses.functional_tensor.FunctionalTensorMode
+    torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode
     torch.utils._python_dispatch.TorchDispatchMode
     torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo
     torch.utils._python_dispatch._get_current_dispatch_mode_stack
@@ -125,7 +127,8 @@ def _torch_function() -> None:
     torch.utils._python_dispatch._pop_mode torch._C._is_torch_function_mode_enabled
     torch.overrides._get_current_function_mode_stack""",
     use="A trace sets the modes of its caller apart, and reads which of torch's modes are active: "
-    "its own mode is active while the traced function's code runs.",
+    "its own mode is active while the traced function's code runs. An interrupt in the handler of "
+    "a mode of torch's own does not end the process.",
     stand_in="torch.overrides for function modes; the context managers of the modes themselves.",
     risk=Risk.MEDIUM,
 )
@@ -145,6 +148,12 @@ def _modes() -> None:
     expect(C._get_dispatch_mode(C._TorchDispatchModeKey.FAKE) is None, "no fake tensor mode")
     expect(C._get_dispatch_mode(C._TorchDispatchModeKey.PROXY) is None, "no proxy mode")
     expect(C._unset_dispatch_mode(C._TorchDispatchModeKey.PROXY) is None, "no proxy mode")
+    functional = torch._subclasses.functional_tensor.FunctionalTensorMode()
+    with functional:
+        expect(C._unset_dispatch_mode(functional._mode_key) is functional, "the functional mode")
+        C._push_on_torch_dispatch_stack(functional)
+    own = vars(torch.fx.experimental.proxy_tensor.ProxyTorchDispatchMode)
+    expect("__torch_dispatch__" in own, "a handler of the proxy mode")
     proxy: Any = C._TorchDispatchModeKey.PROXY
     expect(torch._ops._get_dispatch_mode_pre_dispatch(proxy) is None, "no proxy mode")
     depth = C._len_torch_function_stack()

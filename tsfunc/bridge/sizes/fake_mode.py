@@ -22,8 +22,7 @@ which a kernel for meta tensors can't see.
 Private names used here (torch 2.13 and 2.14): ``torch._subclasses.fake_tensor`` has FakeTensorMode,
 FakeTensor and ``in_kernel_invocation_manager``, in which fake tensors are meta tensors;
 ``torch._functorch.config`` has the settings of fake tensors; ``DisableTorchFunction`` and
-``_DisableTorchDispatch`` disable modes and handlers; ``_unset_dispatch_mode`` takes the mode of a
-``_TorchDispatchModeKey`` off the stack.
+``_DisableTorchDispatch`` disable modes and handlers.
 
 NOTE [scaled-down calls]
 The result shapes of most operators are made of the sizes of their arguments: each size of a sum, a
@@ -47,11 +46,9 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import operator
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, MappingProxyType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._C import (
@@ -59,8 +56,6 @@ from torch._C import (
     _DisableTorchDispatch,
     _set_throw_on_mutable_data_ptr,
     _set_warn_deprecated_on_mutable_data_ptr,
-    _TorchDispatchModeKey,
-    _unset_dispatch_mode,
 )
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -71,6 +66,7 @@ from torch._subclasses.fake_tensor import (
 
 from tsfunc.bridge.sizes.fake_versions import count_write
 from tsfunc.bridge.tracers import torch_state
+from tsfunc.bridge.tracers.mode_handlers import guard_handlers
 from tsfunc.bridge.tracers.torch_state import outside_functorch, preserve_dispatch_keys
 from tsfunc.dispatch import state
 from tsfunc.ops import (
@@ -105,30 +101,6 @@ _MOST_ELEMENTS: Final = 1 << 16
 _FAMILIES: Final = (identity.COPIES, views.VIEWS)
 
 
-class _Handler:
-    """The ``__torch_dispatch__`` of a fake mode; the mode is not active after an exception.
-
-    The mode enters itself again while it decomposes an operator. If an interrupt cuts off its
-    ``__exit__``, it stays active; C++ makes it active again after the call, and ends the process
-    if it is.
-    """
-
-    __slots__ = ("_mode",)
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = weakref.ref(mode)  # the mode has this handler
-
-    # The mode, as of a bound method. torch reads it, and would lose an interrupt of Python code.
-    __self__ = property(operator.methodcaller("_mode"))
-
-    def __call__(self, *call: Any) -> Any:
-        try:
-            return FakeTensorMode.__torch_dispatch__(cast(FakeTensorMode, self._mode()), *call)
-        except BaseException:
-            _unset_dispatch_mode(_TorchDispatchModeKey.FAKE)
-            raise
-
-
 class LazyFakeMode(FakeTensorMode):
     """A FakeTensorMode that is set up when it first runs an operator.
 
@@ -155,8 +127,8 @@ class LazyFakeMode(FakeTensorMode):
         """
         with torch_state.outside_all_levels(), state.outside_all_levels(), DisableTorchFunction():
             FakeTensorMode.__init__(self, shape_env=self.shape_env)
+        guard_handlers()
         self.__class__ = FakeTensorMode  # type: ignore[assignment]
-        self.__torch_dispatch__ = _Handler(self)  # type: ignore[method-assign,assignment]
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that FakeTensorMode's ``__init__`` sets."""

@@ -26,6 +26,9 @@ The state is restored in three ways:
   freed. The traceback keeps such frames, so their variables are released before the keys are
   restored: NOTE [guards in frames].
 
+torch's own dispatch modes would end the process: NOTE [modes that enter themselves] in
+``mode_handlers``.
+
 NOTE [changes undone after an interrupt]
 A signal handler may raise where a block begins or ends: after a change was made and before the
 block protects it, or in the middle of the code that undoes it. Two kinds of changes would outlive
@@ -107,6 +110,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
 from tsfunc.bridge.tracers.dynamo import run_compiled_code_eagerly
+from tsfunc.bridge.tracers.mode_handlers import guard_handlers
 from tsfunc.dispatch.state import active_levels, tls
 from tsfunc.user_code import MODULES
 
@@ -447,6 +451,7 @@ def run_outermost(call: Callable[..., R], args: Sequence[Any], kwargs: Mapping[s
     """Run the outermost transform of a thread; restore the thread's state when it is left."""
     if "torch._dynamo.eval_frame" in sys.modules:
         run_compiled_code_eagerly(_compiled_code_is_unsupported)
+    guard_handlers()
     own = outermost
     if own.unrestored is not None:
         _restore(own.unrestored)
