@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -55,6 +55,11 @@ def batched(values: Sequence[Any], which: Sequence[bool]) -> tuple[list[Any], tu
 def test_products_of_unequal_sizes_are_refused(name: str, data: st.DataObject) -> None:
     op, count = PRODUCTS[name]
     values = [torch.ones(data.draw(shapes)) for _ in range(count)]
+    if name == "addmv":
+        # For an empty matrix, torch returns the shape of the first argument, with a warning that
+        # a release will refuse it. vmap returns an element for each row of the matrix.
+        first, matrix, _ = values
+        assume(matrix.numel() or matrix.dim() != 2 or first.shape == matrix.shape[:1])
     which = data.draw(st.lists(st.booleans(), min_size=count, max_size=count).filter(any))
     inputs, in_dims = batched(values, which)
     with warnings.catch_warnings():
