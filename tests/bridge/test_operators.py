@@ -99,7 +99,10 @@ def test_a_batching_kernel_serves_vmap_and_the_function_its_derivatives() -> Non
     torch.testing.assert_close(found, tsfunc.grad(lambda x: _function(x).sum())(x))
 
 
-def test_a_program_still_needs_a_trace_kernel() -> None:
-    op = made("cell")
-    with pytest.raises(tsfunc.errors.MissingRuleError, match="Register a Trace kernel"):
-        tsfunc.specialize(op, {})(torch.ones(3))
+# A catch-all kernel serves the trace's key itself, and its calls on tracers are refused.
+@pytest.mark.parametrize("where", [where for where in KERNELS if where != "row"])
+def test_a_program_is_the_function_that_the_backend_runs(where: str) -> None:
+    program = tsfunc.specialize(made(where), {})
+    for x in (torch.randn(3), torch.randn(3)):
+        torch.testing.assert_close(program(x), _function(x))
+    assert program.cache_info().programs == 1

@@ -143,6 +143,16 @@ def test_copied_views(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COPIED)
+def test_a_call_with_a_plan_has_copied_views(name: str) -> None:
+    """The plan of a call is made where the batch has the view, and serves a batch without it."""
+    f = COPIED[name]
+    for in_dim in (0, 1, 0, 1, 1):
+        examples = X.movedim(1, 0).contiguous()
+        batch = examples.movedim(0, in_dim).clone(memory_format=torch.contiguous_format)
+        same(tsfunc.vmap(f, in_dims=in_dim)(batch), loop(f, 3)(examples))
+
+
+@pytest.mark.parametrize("name", COPIED)
 def test_derivatives_of_copied_views(name: str) -> None:
     """The functions get a copy of the input, so that they may write to it."""
 

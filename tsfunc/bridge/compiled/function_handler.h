@@ -146,7 +146,9 @@ Owned call_function(PyObject* func, PyObject* types, PyObject* args, PyObject* k
     // The function's own method in Python may have a result: a copy where a batch has no view.
     if (!has_method) throw;
   } catch (python_error& error) {
-    if (!has_method || !PyErr_GivenExceptionMatches(error.type, PyExc_Exception)) throw;
+    error.restore();  // an error that a kernel of torch passes on is only in Python's state
+    if (!has_method || !PyErr_ExceptionMatches(PyExc_Exception)) raise();
+    PyErr_Clear();
   }
   return Owned();
 }
