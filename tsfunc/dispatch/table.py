@@ -227,7 +227,7 @@ class Operator:
     ) -> tuple[Kernel, bool, int, int]:
         """Return the kernel for a key set, its boxed flag, bit and depth; cached.
 
-        The depth is 0 for a kernel of no level.
+        The depth is 0 for a kernel that does not belong to a level.
         """
         rest = DispatchKeySet.from_bits(bits)._finite("dispatch on")
         # No registration may come between the lookup and the insertion into the cache.
@@ -453,10 +453,10 @@ def _run_native(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             f"It has kernels for: {keys}. Register one for the arguments' backend, "
             f"or for all of them with Operator(name, native=function)."
         )
-    bits, level = keys_of_arguments(args, kwargs)
-    if level is not None and op.native is op.outward:
-        # torch would bring the call of a tracer back here, without end.
-        raise DispatchError(messages.no_key_left(op.name, bits & tls.state.mask, args, kwargs))
+    if op.native is op.outward:
+        bits, level = keys_of_arguments(args, kwargs)
+        if level is not None:  # torch would bring the call of a tracer back here, without end
+            raise DispatchError(messages.no_key_left(op.name, bits & tls.state.mask, args, kwargs))
     return op.native(*args, **kwargs)
 
 

@@ -198,11 +198,17 @@ def _all_to_all(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor
     return _from_received(out, x).movedim(0, ints[1]).contiguous()
 
 
-def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
-    """Send values between ranks; each rank sends and receives at most one value."""
-    size, me = mesh.sizes[axis], mesh.index(axis)
-    sent = _as_sendable(x.contiguous()).reshape(-1)
-    elements = sent.numel()
+def permuted_counts(
+    ints: Sequence[int], elements: int, size: int, me: int
+) -> tuple[list[int], list[int]]:
+    """Return how many elements a rank sends to each rank of a permutation, and receives from each.
+
+    Args:
+        ints: the sources of the permutation, then their destinations.
+        elements: the number of elements of a value.
+        size: the number of ranks.
+        me: the rank.
+    """
     half = len(ints) // 2
     sends, receives = [0] * size, [0] * size
     for source, destination in zip(ints[:half], ints[half:], strict=True):
@@ -210,6 +216,14 @@ def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
             sends[destination] = elements
         if destination == me:
             receives[source] = elements
+    return sends, receives
+
+
+def _permute(x: Tensor, ints: Sequence[int], mesh: Mesh, axis: str) -> Tensor:
+    """Send values between ranks; each rank sends and receives at most one value."""
+    size, me = mesh.sizes[axis], mesh.index(axis)
+    sent = _as_sendable(x.contiguous()).reshape(-1)
+    sends, receives = permuted_counts(ints, sent.numel(), size, me)
     out = sent.new_zeros(sum(receives))
     work = mesh.group(axis).alltoall_base(out, sent[: sum(sends)], receives, sends)
     wait_for(work, mesh, axis, out)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsfunc.bridge.mesh.exchanges import result_dtype
+from tsfunc.bridge.mesh.exchanges import permuted_counts, result_dtype
 from tsfunc.bridge.mesh.meshes import mesh_named, split_check
 from tsfunc.bridge.mesh.operators import INDEX, MAP
 
@@ -64,13 +64,7 @@ def _exchange_reals(
 
 
 def _permuted(x: Tensor, ints: list[int], group: str, size: int, me: int) -> Tensor:
-    half, elements = len(ints) // 2, x.numel()
-    sends, receives = [0] * size, [0] * size
-    for source, destination in zip(ints[:half], ints[half:], strict=True):
-        if source == me:
-            sends[destination] = elements
-        if destination == me:
-            receives[source] = elements
+    sends, receives = permuted_counts(ints, x.numel(), size, me)
     sent = _own_copy(x).view(-1) if any(sends) else x.new_empty(0)
     flat = _waited("all_to_all_single", sent, receives, sends, group)
     return flat.view(x.shape) if any(receives) else torch.zeros_like(x)

@@ -27,7 +27,6 @@ from typing import Any, Final
 
 import torch
 from torch._C import _disabled_torch_function_impl
-from torch._ops import OpOverloadPacket
 
 from tsfunc.bridge.tracers.operators import TorchOperator, operator_of
 from tsfunc.bridge.tracers.registrations import register_dispatch_handler
@@ -318,8 +317,6 @@ class _Probe(torch.Tensor):
 def _prepare_probes(name: str) -> None:
     """Register the dispatch handler of probes for a function's operators, once."""
     packet = getattr(torch.ops.aten, name)
-    if not isinstance(packet, OpOverloadPacket):  # x == y: __eq__ is a method of the namespace
-        packet = getattr(torch.ops.aten, name.strip("_"))
     overloads = [getattr(packet, each) for each in packet.overloads()]
     handler = vars(_Probe)["__torch_dispatch__"].__func__
     register_dispatch_handler(_Probe, handler, [overload.name() for overload in overloads])

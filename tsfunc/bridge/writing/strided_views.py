@@ -102,7 +102,7 @@ def _check_level(
 ) -> None:
     numbers = (*size, *stride, 0 if offset is None else offset)
     if len(size) != len(stride) or any(type(n) is not int for n in numbers) or 0 in size:
-        return  # the rule refuses lengths; there is no test of symbolic numbers
+        return  # the rule refuses lengths; symbolic numbers are not checked
     own_layout = is_argument(x, memory_under_views(x))
     if own_layout and not writes:
         return
