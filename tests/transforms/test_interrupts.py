@@ -427,6 +427,36 @@ def test_an_interrupt_while_another_thread_traces() -> None:
         check_that_it_works(f, want)
 
 
+def test_an_interrupt_of_a_call_that_began_inside_of_another_threads_jvp() -> None:
+    """The interrupted thread exits the dual level, although torch had one when it began."""
+    f = FUNCTIONS["jvp"]
+    want, before = f(X), observed()
+    for at in range(1, 400):
+        entered, leave = threading.Event(), threading.Event()
+
+        def held(x: Tensor, entered: Any = entered, leave: Any = leave) -> Tensor:
+            entered.set()
+            leave.wait(60)
+            return x.sin()
+
+        thread = threading.Thread(target=tsfunc.jvp, args=(held, (X,), (X,)))
+
+        def late(x: Tensor, leave: Any = leave, thread: Any = thread, at: int = at) -> Tensor:
+            leave.set()
+            thread.join()
+            with raising_after(at):
+                return f(x)[0]
+
+        thread.start()
+        assert entered.wait(60)
+        with contextlib.suppress(Interrupt):
+            tsfunc.vmap(late, in_dims=None, axis_size=2)(X)
+        leave.set()
+        thread.join()
+        assert observed() == before, at
+    check_that_it_works(f, want)
+
+
 @pytest.fixture
 def ctrl_c_raises() -> Iterator[None]:
     """Python ignores SIGINT in a process that a shell runs in the background."""

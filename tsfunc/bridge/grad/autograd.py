@@ -460,17 +460,24 @@ class DualLevelInUse(RuntimeError):
 @leaves_dual_level
 def _leave_dual_level(before: int) -> None:
     """Exit the dual level that jvps of this thread have entered since it was at ``before``."""
-    global _dual_users, _dual_level_entered
+    global _dual_users
     if _dual_owner != threading.get_ident():
         return
     with _dual_lock:
-        if before < 0 and (_dual_level_entered or _dual_users or forward_ad._current_level >= 0):
-            # torch's level number may not agree with whether the level is entered.
-            with suppress(RuntimeError):
-                torch._C._exit_dual_level(level=0)
-            forward_ad._current_level = -1
-        _dual_users, _dual_level_entered = 0, False
+        # ``before`` may be the level of another thread, which has exited it since.
+        if _dual_level_entered or (before < 0 and forward_ad._current_level >= 0):
+            _exit_dual_level()
+        _dual_users = 0
         _dual_free.notify_all()
+
+
+def _exit_dual_level() -> None:
+    """Exit torch's dual level, also if an interrupt has cut off its entry or its exit."""
+    global _dual_level_entered
+    with suppress(RuntimeError):  # torch's level number may say that the level is entered, or not
+        torch._C._exit_dual_level(level=0)
+    forward_ad._current_level = -1
+    _dual_level_entered = False
 
 
 def can_carry_tangents() -> bool:
@@ -529,10 +536,13 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
         if not _dual_free.wait_for(lambda: not _dual_users or _dual_owner == me, _DUAL_PATIENCE):
             raise DualLevelInUse
         _dual_owner = me
-        if _dual_users == 0 and forward_ad._current_level < 0:
-            # Set first: an interrupt may follow as soon as the level is entered.
-            _dual_level_entered = True
-            forward_ad.enter_dual_level()
+        if not _dual_users:
+            if _dual_level_entered:  # an interrupt has cut off the last jvp, of another thread
+                _exit_dual_level()
+            if forward_ad._current_level < 0:
+                # Set first: an interrupt may follow as soon as the level is entered.
+                _dual_level_entered = True
+                forward_ad.enter_dual_level()
         _dual_users += 1
     if level is not None:
         level.forward += 1
@@ -554,8 +564,7 @@ def dual_level(level: TracerLevel | None) -> Iterator[None]:
             _dual_users -= 1
             if _dual_users == 0:
                 if _dual_level_entered:
-                    _dual_level_entered = False
-                    forward_ad.exit_dual_level()
+                    _exit_dual_level()
                 _dual_free.notify_all()
 
 
